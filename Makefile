@@ -1,10 +1,9 @@
 # make serve    a prefill and a decode engine with the demo model, on this machine
 # make test     every test that a machine without a GPU can run
-# make test-again   what failed of these, one after the other
-# make test-fast    the same without what takes long or starts clusters
+# make test-fast    those of tests/unit and tests/sockets that do not take long
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
-# make lint     style, types, which package may import which, and the prose of docstrings and docs; make format mends style
+# make lint     style, types, which package may import which, prose, names of classes; make format mends style
 # make docs     the reference pages that follow from the code: commands, metrics, routes
 # make wheel    a wheel in dist/
 # make clean    takes away all of it, .venv included
@@ -24,7 +23,7 @@ EVERY_CORE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 export OMP_WAIT_POLICY ?= passive
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help serve test test-again test-fast chaos test-gpu lint docs format wheel clean
+.PHONY: help serve test test-fast chaos test-gpu lint docs format wheel clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -51,15 +50,12 @@ serve: $(VENV)/.serve
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not gpu and not chaos" $(EVERY_CORE)
 
-test-again: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu and not chaos" --last-failed --last-failed-no-failures none
-
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu and not slow and not cluster and not chaos" $(EVERY_CORE)
+	$(BIN)/python -m pytest tests/unit tests/sockets -m "not gpu and not slow" $(EVERY_CORE)
 
 chaos: $(VENV)/.dev
 	@mkdir -p build
-	PYTHONPATH=tests:tests/chaos:tests/multihost:tests/cluster $(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) --seed $(SEED) --json build/chaos.json
+	$(BIN)/python -m tests.chaos.chaos --seconds $(SECONDS) --seed $(SEED) --json build/chaos.json
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu

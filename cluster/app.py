@@ -4,6 +4,9 @@ gateway ──┬── unified
           ├── prefill     one deployment a fleet, one replica a group of engines
           └── decode
 
+Engines are bound to their own settings. What gateways take while they run comes to them as Serve's `user_config`, over
+`args`: see `spec/deployments.py`.
+
 The root is the gateways (`internal` load balancing), or the controller that keeps one on each node or beside each rank.
 """
 
@@ -18,6 +21,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from .contracts import LoadBalancing, Role
 from .engines.replica import EngineReplica
+from .gateway.settings import LONGEST_DRAIN_S
 from .ingress.gateway_controller import GatewayController
 from .ingress.replica import GatewayReplica
 from .logs import LogFormat
@@ -34,15 +38,18 @@ ROOT = "gateway"  # the name of the deployment
 HEALTH_CHECK_PERIOD_S = 0.5
 HEALTH_CHECK_TIMEOUT_S = 20.0
 SHUTDOWN_S = 5.0
+# Serve's bounds of a gateway, whose own limits hold, and may change while it runs.
+GATEWAY_SHUTDOWN_S = 2 * LONGEST_DRAIN_S + SHUTDOWN_S
+MOST_REQUESTS = 1_000_000
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
     """Build the application. Raises `InvalidSpec` for one that cannot work."""
     spec = load_spec(args)
     check_model(spec)
-    plain = spec.model_dump(mode="json", exclude_unset=True)
+    plain, engine_args = spec.model_dump(mode="json", exclude_unset=True), spec.engine_args()
     gpus = ray.cluster_resources().get("GPU", 0.0)
-    engines = [_engines(spec, role, plain, gpus) for role in spec.fleets.present]
+    engines = [_engines(spec, role, engine_args, gpus) for role in spec.fleets.present]
     root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _controller(spec)
     return root.bind(plain, engines)
 
@@ -103,24 +110,25 @@ def _gateways(spec: FleetSpec) -> serve.Deployment:
         name=ROOT,
         num_replicas=gateway.replicas,
         ray_actor_options={"num_cpus": gateway.num_cpus, "resources": gateway.resources},
-        max_ongoing_requests=gateway.max_inflight_requests,
+        user_config={},
+        max_ongoing_requests=MOST_REQUESTS,
         logging_config=_serves_log(spec),
         max_surge_percent=gateway.max_surge_percent,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,
+        graceful_shutdown_timeout_s=GATEWAY_SHUTDOWN_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(GatewayReplica)
 
 
 def _controller(spec: FleetSpec) -> serve.Deployment:
-    gateway = spec.gateway
     return serve.deployment(
         name=ROOT,
+        user_config={},
         ray_actor_options={"num_cpus": 0},
         logging_config=_serves_log(spec),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=gateway.drain_s + gateway.drain_timeout_s + SHUTDOWN_S,
+        graceful_shutdown_timeout_s=GATEWAY_SHUTDOWN_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(GatewayController)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from baton.engine.core.block_log import BlockNews, BlocksCached, unpack_names
@@ -43,6 +43,16 @@ class CachedBlocks:
     def __contains__(self, name: BlockName) -> bool:
         """Tell whether a block is in the pool."""
         return name in self._pool
+
+    @property
+    def number(self) -> int | None:
+        """The number of the last message; None while a snapshot is needed."""
+        return self._number
+
+    @property
+    def places(self) -> tuple[Set[BlockName], Set[BlockName], Set[BlockName]]:
+        """The blocks whose fastest place is the pool, the host tier and the disk tier."""
+        return self._pool, self._host, self._disk
 
     def apply(self, message: BlockNews) -> bool:
         """Apply a message. False: one before it is missing, or it cannot be true; a snapshot is needed.

@@ -48,6 +48,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     follower_pids: list[int] = []  # of the other tensor-parallel ranks
     address: str  # ZMQ endpoint of the engine's request socket, tcp://ip:port
     kv_address: str  # ZMQ endpoint of its transfer control socket
+    metrics_address: str = ""  # ZMQ endpoint of its `MetricsExporter`; empty: it has none
     fingerprint: str  # of its KV layout; a prefill and a decode engine pair only where equal
     model_id: str
     max_model_len: int
@@ -177,6 +178,16 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.downscale_delay_s, self.downscale_to_zero_delay_s) + self.look_back_period_s + 5.0
 
 
+class QueueBound(msgspec.Struct, frozen=True):
+    """The queue in an engine from which on it takes no more prompts."""
+
+    requests: int
+    tokens: int  # of prompts, that are to be computed
+
+    def is_reached(self, stats: EngineStats) -> bool:
+        return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
+
+
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A gateway. It is listed before it connects to engines, which is before its port is open."""
 
@@ -187,9 +198,10 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str  # at which it listens
     port: int
     reach: Reach
-    application: str = ""  # digest of the arguments that it was started with
+    application: str = ""  # digest of the settings that it was started with and keeps
     life_address: str = ""  # for probes, which libzmq answers however busy its Python is, tcp://ip:port
     is_serving: bool = False  # its HTTP port is open
+    metrics_address: str = ""  # of its `MetricsExporter`; empty before it serves
     scaling: ScalePlan | None = None  # None: every fleet has a fixed size
 
 
@@ -199,16 +211,8 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     version: int
     engines: list[EngineRecord]
     gateways: list[GatewayRecord]  # engines abort the requests of a gateway that left
-    drains: DrainCounters = DrainCounters()
-    num_kept: int = 0  # silent members that were kept, since their processes ran
-
-
-class MessageCounters(msgspec.Struct):
-    """Counts of an engine's messages with gateways that were lost or refused, since its process's start."""
-
-    malformed_messages: int = 0
-    stale_messages: int = 0  # meant for another epoch, or about an older generation
-    undeliverable_messages: int = 0  # to gateways that were gone
+    directory: str = ""  # name of its actor
+    metrics_address: str = ""  # of the directory's `MetricsExporter`
 
 
 class ClientCounters(msgspec.Struct):
@@ -228,7 +232,6 @@ class EngineView(msgspec.Struct, frozen=True):
     outstanding: int  # requests of this gateway that it has not finished
     transfers: TransferStats | None = None  # the newest; None where it hands nothing over
     cached: CachedBlocks = CachedBlocks(0)  # contents of its prefix cache and its tiers
-    mail: MessageCounters | None = None  # the newest
 
 
 class EngineGone(Exception):

@@ -1,7 +1,8 @@
 """A gateway's connections to all engines: one DEALER an engine, on the gateway's asyncio loop.
 
     directory ── snapshots ──> ZmqEngineClient ── one Connection an engine ── Hello, Submit, Abort ──> engine
-                                     │                      └── Outputs ──> one queue a request
+                                     │                      ├── Outputs ──> one queue a request
+                                     │                      └── Status ──> the newest of each engine
                                      └── engines(): all whose connection has answered
 
 A dead or silent engine is noticed in two ways: its connection ends, and the directory drops it from the snapshot. The
@@ -23,7 +24,7 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S
 
-from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Reach
+from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, QueueBound, Reach
 from .engine_connection import Connection, RequestStream
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ class ZmqEngineClient:
         reach: Reach | None = None,
         *,
         silence_s: float = SILENCE_S,
+        queue: QueueBound | None = None,
     ) -> None:
+        """Engines with a longer queue than `queue`, which may change, refuse prompts."""
+        self.queue = queue
         self._source, self._key, self._identity, self._silence_s = source, key, identity, silence_s
         self._reach = reach or Reach()
         self._context = zmq.asyncio.Context()
@@ -91,7 +95,6 @@ class ZmqEngineClient:
                 connection.outstanding,
                 connection.transfers,
                 connection.cached,
-                connection.mail,
             )
             for connection in self._connections.values()
             if connection.stats is not None
@@ -112,7 +115,7 @@ class ZmqEngineClient:
             stream = RequestStream(lambda: None)
             stream.end(EngineGone(f"engine {engine.engine_id} (rank {engine.rank}, {engine.role}) left the cluster"))
             return stream
-        return connection.submit(request)
+        return connection.submit(request, self.queue)
 
     def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
         connection = self._connections.get((engine.engine_id, engine.epoch))

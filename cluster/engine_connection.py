@@ -26,8 +26,8 @@ from baton.engine.net.sockets import enable_heartbeat
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
-from .contracts import ClientCounters, EngineGone, EngineRecord, MessageCounters
-from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Submit, WireError
+from .contracts import ClientCounters, EngineGone, EngineRecord, QueueBound
+from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Status, Submit, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,6 @@ class Connection:
         self.stats: EngineStats | None = None  # None: the engine has not answered yet, or is lost
         self.transfers: TransferStats | None = None
         self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
-        self.mail: MessageCounters | None = None
         self.counters = ClientCounters()
         self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
         self._codec = Codec()
@@ -117,14 +116,14 @@ class Connection:
     def outstanding(self) -> int:
         return len(self._requests)
 
-    def submit(self, request: EngineRequest) -> RequestStream:
+    def submit(self, request: EngineRequest, queue: QueueBound | None) -> RequestStream:
         name = (request.request_id, request.generation)
         stream = RequestStream(functools.partial(self._abandon, *name))
         if self.stats is None or self._socket is None:
             stream.end(self._gone("is not connected"))
             return stream
         self._requests[name] = stream
-        self._send(Submit(self.record.epoch, request))
+        self._send(Submit(self.record.epoch, request, queue))
         return stream
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
@@ -255,14 +254,18 @@ class Connection:
         if message.epoch != self.record.epoch:
             self.counters.stale_messages += 1
             return ""
-        self.stats = message.stats
-        self.transfers, self.mail = message.transfers or self.transfers, message.mail or self.mail
-        if message.blocks is not None and not self.cached.apply(message.blocks):
-            self.counters.block_gaps += 1
-            self._send(AskBlocks(self.record.epoch))
+        if isinstance(message, Status):
+            self._note(message)
+            return ""
         for output in message.outputs:
             self._dispatch(output)
         return "could not read what this gateway sent" if message.lost_a_message else ""
+
+    def _note(self, status: Status) -> None:
+        self.stats, self.transfers = status.stats, status.transfers
+        if status.blocks is not None and not self.cached.apply(status.blocks):
+            self.counters.block_gaps += 1
+            self._send(AskBlocks(self.record.epoch))
 
     def _dispatch(self, output: EngineOutput) -> None:
         name = (output.request_id, output.generation)

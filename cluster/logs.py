@@ -17,7 +17,8 @@ from logging.handlers import MemoryHandler
 from typing import cast
 
 import msgspec
-from pydantic import BaseModel, ConfigDict
+
+from baton.engine.strict_model import StrictModel
 
 OURS = ("baton", "uvicorn")  # loggers
 SERVE = "ray.serve"  # Serve's own logger, for applications to use
@@ -38,10 +39,8 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
-class LogSettings(BaseModel):
+class LogSettings(StrictModel):
     """Settings of all logs of one application."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: LogFormat = LogFormat.TEXT
     level: LogLevel = LogLevel.INFO

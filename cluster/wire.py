@@ -2,14 +2,14 @@
 
     gateway DEALER                                  engine ROUTER
       Hello(epoch)            ─────────────────>      aborts this gateway's earlier requests
-                              <─────────────────      Outputs([], stats, cached blocks): the connection is ready
-      Submit(epoch, request)  ─────────────────>
+                              <─────────────────      Status(stats, cached blocks): the connection is ready
+      Submit(epoch, request)  ─────────────────>      with the longest queue that may take it
       Begin(epoch, id, token) ─────────────────>      first token of a request whose blocks came before it
       Abort(epoch, id)        ─────────────────>
-                              <─────────────────      Outputs(outputs of one step, stats)
-                              <─────────────────      Outputs([], stats, changed blocks): to every gateway, now and then
+                              <─────────────────      Outputs(outputs of one step)
+                              <─────────────────      Status(stats, changed blocks): to every gateway, now and then
       AskBlocks(epoch)        ─────────────────>      the gateway missed changes of blocks
-                              <─────────────────      Outputs([], stats, cached blocks)
+                              <─────────────────      Status(stats, cached blocks)
 
 Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message with another epoch than
 the engine's was meant for another process: it is counted and dropped.
@@ -30,7 +30,7 @@ from baton.engine.core.block_log import BlockNews
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.protocol.stats import TransferStats
 
-from .contracts import MessageCounters
+from .contracts import QueueBound
 
 
 class RequestName(msgspec.Struct, frozen=True):
@@ -70,6 +70,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     epoch: int
     request: EngineRequest
+    queue: QueueBound | None = None  # a longer queue refuses the request; None: none does
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -99,16 +100,23 @@ ClientMessage = Hello | Submit | Begin | Abort | AskBlocks
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
-    """The outputs of one step for one gateway, if any, and the engine's status."""
+    """The outputs of one step for one gateway."""
 
-    engine_id: str
     epoch: int
     outputs: list[EngineOutput]
-    stats: EngineStats
-    transfers: TransferStats | None = None  # with a status, where the engine hands KV over
-    blocks: BlockNews | None = None  # with a status, where the prefix cache or the tiers changed
-    mail: MessageCounters | None = None  # with a status
     lost_a_message: bool = False  # of this gateway, which named no request: the connection is over
+
+
+class Status(msgspec.Struct, frozen=True, tag="status", omit_defaults=True):
+    """The state of the engine, as routers and `baton status` need it."""
+
+    epoch: int
+    stats: EngineStats
+    transfers: TransferStats | None = None  # where the engine hands KV over
+    blocks: BlockNews | None = None  # where the prefix cache or the tiers changed
+
+
+EngineMessage = Outputs | Status
 
 
 class Codec:
@@ -118,9 +126,9 @@ class Codec:
         self._encoder = msgspec.msgpack.Encoder()
         self._from_client = msgspec.msgpack.Decoder(ClientMessage)
         self._header = msgspec.msgpack.Decoder(MessageHeader)
-        self._from_engine = msgspec.msgpack.Decoder(Outputs)
+        self._from_engine = msgspec.msgpack.Decoder(EngineMessage)
 
-    def encode(self, message: ClientMessage | Outputs) -> bytes:
+    def encode(self, message: ClientMessage | EngineMessage) -> bytes:
         return self._encoder.encode(message)
 
     def decode_from_client(self, frame: bytes) -> ClientMessage:
@@ -130,7 +138,7 @@ class Codec:
         except WireError as error:
             raise WireError(str(error), self._read_header(frame)) from error
 
-    def decode_from_engine(self, frame: bytes) -> Outputs:
+    def decode_from_engine(self, frame: bytes) -> EngineMessage:
         """Decode an engine's message. Raises `WireError`."""
         return self._decode(self._from_engine, frame)
 

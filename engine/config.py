@@ -6,16 +6,16 @@ the number of KV blocks) are worked out by `engine.startup.load` and kept apart.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Self
 
-import msgspec
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from . import vllm_compat
 from .core.layout import BLOCK_SIZE
 from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
+from .strict_model import OneOf, StrictModel, problems_of
 
 DTYPES = {
     "auto": None,  # the checkpoint's own
@@ -27,17 +27,12 @@ DTYPES = {
 }
 DEVICES = ("auto", "cpu", "cuda")
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-_COUNTS = (  # of at least one, where they are given
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "tensor_parallel_size",
-    "data_parallel_size",
-    "eplb_step_interval",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "num_threads",
-)
+_ONE_VALUE = {  # arguments that have one value here, and why
+    "block_size": "the layout of blocks is the wire format",
+    "enable_chunked_prefill": "the scheduler has one rule, and chunks are it",
+    "pipeline_parallel_size": "layers are divided within (tensor_parallel_size), not dealt out",
+    "trust_remote_code": "model code from checkpoints is never run",
+}
 
 
 class InvalidEngineConfig(ValueError):
@@ -49,128 +44,111 @@ class InvalidEngineConfig(ValueError):
         self.message = message
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Arguments of one engine. Build it with `EngineConfig.from_args`, which checks names and types, too.
+class EngineArguments(StrictModel):
+    """Arguments that an engine of any model takes. None is as if left out: the default.
 
-    Raises `InvalidEngineConfig`.
+    Arguments that depend on each other are checked where all are known, by `EngineConfig`. Those listed in
+    `vllm_compat` are taken, and dropped, where they change nothing.
     """
 
-    model: str  # a folder with config.json and safetensors
-    tokenizer: str | None = None  # a folder; the model's own by default
-    skip_tokenizer_init: bool = False
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    load_format: str = "auto"
-    max_model_len: int | None = (
-        None  # tokens, prompt and output together; by default what the checkpoint was trained for
-    )
-    max_num_seqs: int | None = None  # None, and where the next one is: see `startup/step_sizes.py`
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = _DEFAULT_GPU_MEMORY_UTILIZATION  # of the whole device, all processes together
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
+    model_config = ConfigDict(strict=True)
+
+    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
+    kv_cache_dtype: Annotated[str, OneOf(KV_CACHE_DTYPES)] = "auto"
+    load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
+    # Tokens, prompt and output together: at least one of each. By default what the checkpoint was trained for.
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_seqs: int | None = Field(None, ge=1)  # None, and where the next one is: see `startup/step_sizes.py`
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float = Field(_DEFAULT_GPU_MEMORY_UTILIZATION, gt=0, le=1)  # of a device, all processes
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    num_gpu_blocks_override: int | None = Field(None, ge=1)
     block_size: int = BLOCK_SIZE
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None  # plan the next step before the results of this one are in; None: on a GPU
     enforce_eager: bool = False  # capture no steps; a CPU engine is eager in any case
-    max_cudagraph_capture_size: int | None = None  # tokens of the largest captured mix of chunks; None: as above
-    tensor_parallel_size: int = 1
+    max_cudagraph_capture_size: int | None = Field(None, ge=0)  # tokens of the largest captured mix of chunks
+    tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
+    data_parallel_size: int = Field(1, ge=1)
     enable_expert_parallel: bool = False  # whole experts on each rank, rather than a stretch of every one
-    all2all_backend: str = "allgather_reducescatter"  # how tokens reach experts on other data-parallel ranks
+    # How tokens reach experts on other data-parallel ranks.
+    all2all_backend: Annotated[str, OneOf(ALL2ALL_BACKENDS)] = ALL2ALL_BACKENDS[0]
     enable_eplb: bool = False  # count how often experts are used, and place them anew by that
-    num_redundant_experts: int = 0  # copies of experts beyond the model's, for those that are used most
-    eplb_step_interval: int = 3000  # steps from one placement to the next
+    num_redundant_experts: int = Field(0, ge=0)  # copies of experts beyond the model's, for those that are used most
+    eplb_step_interval: int = Field(3000, ge=1)  # steps from one placement to the next
     disable_custom_all_reduce: bool = False  # let NCCL do all that ranks sum and exchange, small things too
-    distributed_timeout_seconds: float = 60.0  # how long a collective waits for a rank, but in captured steps
-    device: str = "auto"
-    num_threads: int | None = None  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core it may run on
-    seed: int = 0
+    distributed_timeout_seconds: float = Field(60.0, gt=0)  # a collective's wait for a rank, but in captured steps
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    num_threads: int | None = Field(None, ge=1)  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core
+    seed: int = Field(0, ge=0, lt=2**63)
+    trust_remote_code: bool = False
     disable_log_stats: bool = False  # an engine logs none in any case: they are in `EngineCore.stats` and /metrics
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_vllm_takes_them(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        cls.refuse(vllm_compat.refusals(data, vllm_compat.ENGINE))
+        ours = {name: value for name, value in data.items() if name not in vllm_compat.ENGINE}
+        for name, field in cls.model_fields.items():
+            if name in ours and ours[name] is None and not field.is_required():
+                ours[name] = field.default
+        return ours
+
+    @model_validator(mode="after")
+    def _has_the_one_value(self) -> Self:
+        given = {name: (getattr(self, name), type(self).model_fields[name].default) for name in _ONE_VALUE}
+        self.refuse(
+            {
+                name: f"is {_spelled(value)}, must be {_spelled(allowed)}: {_ONE_VALUE[name]}"
+                for name, (value, allowed) in given.items()
+                if value != allowed
+            }
+        )
+        return self
+
+
+class EngineConfig(EngineArguments):
+    """Arguments of one engine, with its model. Build it with `from_args`, which words errors better."""
+
+    model: str  # a folder with config.json and safetensors
+    tokenizer: str | None = None  # a folder; the model's own by default
+    skip_tokenizer_init: bool = False
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> EngineConfig:
         """The config that these arguments describe; None is as if left out.
 
         Raises `InvalidEngineConfig` for unknown names (and tells the nearest valid one), wrong types, and values that
-        cannot be served. Arguments listed in `vllm_compat` are accepted where they change nothing.
+        cannot be served.
         """
-        for name, message in vllm_compat.refusals(args, vllm_compat.ENGINE).items():
-            raise InvalidEngineConfig(name, message)
-        args = {name: value for name, value in args.items() if name not in vllm_compat.ENGINE}
-        for name in args:
-            if name not in cls.__struct_fields__:
-                near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(cls.__struct_fields__)}"
-                raise InvalidEngineConfig(name, f"is not an engine argument{hint}")
-        args = {name: value for name, value in args.items() if value is not None}
-        if "model" not in args:
-            raise InvalidEngineConfig("model", "is required: a folder with config.json and safetensors")
         try:
-            return msgspec.convert(args, cls)
-        except msgspec.ValidationError as error:
-            cause = error.__cause__
-            if isinstance(cause, InvalidEngineConfig):
-                raise cause from None
-            message, _, path = str(error).partition(" - at `$.")
-            message = message.replace(" | null`", "`")  # null is as if left out
-            raise InvalidEngineConfig(path.rstrip("`") or "arguments", message) from None
+            return cls.model_validate(dict(args))
+        except ValidationError as error:
+            where, what = next(problems_of(error))
+            if where == "model" and args.get("model") is None:
+                what = "is required: a folder with config.json and safetensors"
+            raise InvalidEngineConfig(where, what) from None
 
-    def __post_init__(self) -> None:
-        self._require_choice("dtype", DTYPES)
-        self._require_choice("kv_cache_dtype", KV_CACHE_DTYPES)
-        self._require_choice("load_format", LOAD_FORMATS)
-        self._require_choice("device", DEVICES)
-        self._require_choice("all2all_backend", ALL2ALL_BACKENDS)
-        self._require(
-            "block_size",
-            self.block_size == BLOCK_SIZE,
-            f"must be {BLOCK_SIZE}: the layout of blocks is the wire format",
-        )
-        for name in _COUNTS:
-            value = getattr(self, name)
-            self._require(name, value is None or value >= 1, "must be at least 1")
-        self._require(
-            "max_model_len", self.max_model_len != 1, "must be at least 2: one token of prompt and one of output"
-        )
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        problems = {}
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
-        self._require(
-            "max_num_batched_tokens",
-            tokens is None or seqs is None or tokens >= seqs,
-            f"must be at least max_num_seqs ({seqs}): every running request needs a token a step",
-        )
-        self._require("distributed_timeout_seconds", self.distributed_timeout_seconds > 0, "must be above 0")
-        self._require("max_cudagraph_capture_size", (self.max_cudagraph_capture_size or 0) >= 0, "must not be negative")
-        self._require(
-            "gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "must be above 0 and at most 1"
-        )
-        self._require("seed", 0 <= self.seed < 2**63, "must be from 0 to 2**63 - 1")
-        self._require_what_this_version_serves()
-
-    def _require_what_this_version_serves(self) -> None:
-        self._require(
-            "pipeline_parallel_size",
-            self.pipeline_parallel_size == 1,
-            "must be 1: layers are divided within (tensor_parallel_size), not dealt out",
-        )
-        self._require("num_redundant_experts", self.num_redundant_experts >= 0, "must not be negative")
-        for name, default in (("enable_eplb", False), ("num_redundant_experts", 0)):
-            self._require(
-                name,
-                self.enable_expert_parallel or getattr(self, name) == default,
-                "needs enable_expert_parallel: without it every rank has a stretch of every expert",
+        if tokens is not None and seqs is not None and tokens < seqs:
+            problems["max_num_batched_tokens"] = (
+                f"is {tokens}, must be at least max_num_seqs ({seqs}): every running request needs a token a step"
             )
-        self._require(
-            "trust_remote_code", not self.trust_remote_code, "must be false: model code from checkpoints is never run"
-        )
-        self._require(
-            "enable_chunked_prefill",
-            self.enable_chunked_prefill,
-            "must be true: the scheduler has one rule, and chunks are it",
-        )
+        for name in ("enable_eplb", "num_redundant_experts"):
+            if (value := getattr(self, name)) and not self.enable_expert_parallel:
+                problems[name] = (
+                    f"is {_spelled(value)}, needs enable_expert_parallel: without it every rank has a stretch of every"
+                    " expert"
+                )
+        self.refuse(problems)
+        return self
 
     @property
     def expert_spread(self) -> ExpertSpread | None:
@@ -182,18 +160,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def world_size(self) -> int:
         """Processes, each with a device, that are one group."""
         return self.tensor_parallel_size * self.data_parallel_size
-
-    def _require_choice(self, field: str, allowed: Any, reason: str = "") -> None:
-        value = getattr(self, field)
-        self._require(
-            field,
-            value in allowed,
-            f"must be one of {', '.join(allowed)}" + (f" ({reason})" if reason else ""),
-        )
-
-    def _require(self, field: str, condition: bool, message: str) -> None:
-        if not condition:
-            raise InvalidEngineConfig(field, f"is {getattr(self, field)!r}, {message}")
 
     def ignored_on(self, device: str) -> dict[str, str]:
         """Arguments that were given and change nothing on a "cpu" or "cuda", each with the reason: for a warning."""
@@ -210,3 +176,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Steps in flight. A CPU has computed a step when it has launched it, so a second one only adds latency."""
         ahead = device == "cuda" if self.async_scheduling is None else self.async_scheduling
         return 2 if ahead else 1
+
+
+def _spelled(value: bool | int) -> str:
+    """Spell a value as YAML does."""
+    return str(value).lower()

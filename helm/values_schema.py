@@ -9,16 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from baton.cluster.contracts import LoadBalancing, Role
-from baton.cluster.gateway.routing.breaker import BreakerSettings
-from baton.cluster.gateway.routing.rates import CostRates
-from baton.cluster.gateway.settings import QueueLimits
-from baton.cluster.logs import LogFormat, LogLevel
-from baton.cluster.spec import NOT_AN_ENGINES, AutoscalingSpec, Fleet, GatewaySpec, KVTierSpec
-from baton.engine.config import EngineConfig
-from baton.kv_transfer.settings import TransferSettings
+from baton.cluster.contracts import Role
+from baton.cluster.spec import FleetSpec, GatewaySpec
 
 Schema = dict[str, Any]
 
@@ -85,54 +77,37 @@ SCALED = {**KEPT, "minReplicas": {"type": "integer", "minimum": 0}, "maxReplicas
 
 def values_schema() -> Schema:
     """What values the chart takes."""
+    spec = _plain(FleetSpec.model_json_schema())
+    application, kinds = spec["properties"], spec["$defs"]
+    _for_pods(kinds)
+    scaling = kinds.pop("AutoscalingSpec")["properties"]
+    values = {**application, "model": NAME, **_pods(), **_access(), **_operations(scaling)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Values of the chart baton; written by helm/values_schema.py",
-        **closed({**_application(), **_pods(), **_access(), **_operations()}, required=["model"]),
+        **closed(values, required=["model"]),
         "$defs": {
             "resources": closed({"requests": AMOUNTS, "limits": AMOUNTS, "claims": KUBERNETES_LIST}),
-            "engine": _engine(),
-            "fleet": _fleet(),
             "rankPods": closed({**POD, **SCALED, "ranksPerPod": COUNT}),
+            **kinds,
         },
     }
 
 
-def _application() -> Schema:
-    gateway = _plain(GatewaySpec.model_json_schema())["properties"]
-    for name in ("gateway_id", *PLACED_BY_THE_CHART):
-        del gateway[name]
-    gateway["host"] = {"type": "string", "not": choice("127.0.0.1", "localhost", "::1")}  # no Service would reach it
-    for name, settings in (("cost", CostRates), ("queue_limits", QueueLimits), ("breaker", BreakerSettings)):
-        gateway[name] = closed(_plain(settings.model_json_schema())["properties"])
-    gateway["api_keys"]["items"] = {"type": "string", "pattern": "^\\S+$"}  # one a line
-    return {
-        "model": NAME,
-        "model_id": TEXT,
-        "load_balancing": choice(*LoadBalancing),
-        "gateway": closed(gateway, required=["port"]),
-        "engine": shared("engine"),
-        "fleets": closed(
-            dict.fromkeys(Role, shared("fleet")),
-            dependentRequired={Role.PREFILL: [Role.DECODE], Role.DECODE: [Role.PREFILL]},
-        ),
-        "transfer": closed(_settings(TransferSettings)),
-        "logging": closed({"format": choice(*LogFormat), "level": choice(*LogLevel)}),
+def _for_pods(kinds: Schema) -> None:
+    """Narrow the application's settings to those that a chart can keep."""
+    gateway = kinds["GatewaySpec"]
+    for name in (*GatewaySpec.refused, *PLACED_BY_THE_CHART):
+        del gateway["properties"][name]
+    gateway["required"] = ["port"]
+    gateway["properties"] |= {
+        "host": {"type": "string", "not": choice("127.0.0.1", "localhost", "::1")},  # no Service would reach it
+        "api_keys": {"type": "array", "items": {"type": "string", "pattern": "^\\S+$"}},  # one a line
     }
-
-
-def _engine() -> Schema:
-    settings = _settings(EngineConfig)
-    for name in NOT_AN_ENGINES:
-        del settings[name]
-    for name in ("tensor_parallel_size", "data_parallel_size"):  # the chart counts with them
-        settings[name] = COUNT
-    return closed(settings)
-
-
-def _fleet() -> Schema:
-    tiers = closed(_plain(KVTierSpec.model_json_schema())["properties"])
-    return closed({**_plain(Fleet.model_json_schema())["properties"], "engine": shared("engine"), "kv_tiers": tiers})
+    kinds["Fleets"] = closed(
+        dict.fromkeys(Role, shared("Fleet")),  # none is null
+        dependentRequired={Role.PREFILL: [Role.DECODE], Role.DECODE: [Role.PREFILL]},
+    )
 
 
 def _pods() -> Schema:
@@ -189,7 +164,7 @@ def _access() -> Schema:
     }
 
 
-def _operations() -> Schema:
+def _operations(scaling: Schema) -> Schema:
     return {
         "podDisruptionBudget": closed({"enabled": FLAG}),
         "gcsFaultTolerance": closed(
@@ -209,7 +184,7 @@ def _operations() -> Schema:
                 "upscalingMode": choice("Default", "Aggressive", "Conservative"),
                 "idleTimeoutSeconds": SECONDS,
                 "resources": RESOURCES,
-                **_plain(AutoscalingSpec.model_json_schema())["properties"],
+                **scaling,
             }
         ),
         "upgradeStrategy": choice("NewCluster", "None"),
@@ -227,13 +202,6 @@ def _operations() -> Schema:
         "commonLabels": TEXTS,
         "global": KUBERNETES,  # Helm hands it to every chart
     }
-
-
-def _settings(struct: type[msgspec.Struct]) -> Schema:
-    """The fields of a msgspec struct; enumerations are written out."""
-    kinds = {f"#/$defs/{name}": _plain(kind) for name, kind in msgspec.json.schema(struct)["$defs"].items()}
-    fields = kinds[f"#/$defs/{struct.__name__}"]["properties"]
-    return {name: kinds.get(field.get("$ref"), field) for name, field in fields.items()}
 
 
 def _plain(schema: Any) -> Any:

@@ -7,7 +7,6 @@ there is no GPU, Triton interprets kernels on CPU tensors.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from member_pool import MemberPool
+    from .helpers.member_pool import MemberPool
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -28,10 +27,8 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# Files that start clusters, or hosts: what is one of a machine is not for several at once.
-STARTING_CLUSTERS = re.compile(
-    r"tests/(chaos/test_chaos_on_hosts|cluster/test_(\w+_)?end_to_end|helm/test_on_ray|multihost/test_(hosts|ray_up))\.py"
-)
+# Folders whose tests start clusters or hosts: a machine has room for one at a time.
+STARTING_CLUSTERS = ("tests/cluster/", "tests/hosts/", "tests/chaos/")
 
 
 class Files(LoadFileScheduling):
@@ -41,12 +38,12 @@ class Files(LoadFileScheduling):
     those with slow tests
     all others, those with the most tests first
 
-    By name, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
+    By folder, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "clusters" if STARTING_CLUSTERS.fullmatch(file) else file
+        return "clusters" if file.startswith(STARTING_CLUSTERS) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:
@@ -55,12 +52,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | N
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def starts_clusters(item: pytest.Item) -> bool:
-        return bool(STARTING_CLUSTERS.match(item.nodeid))
+        return item.nodeid.startswith(STARTING_CLUSTERS)
 
     for item in items:
         must = item.get_closest_marker("cluster") or "machine_with_hosts" in item.fixturenames
         if must and not starts_clusters(item):
-            raise pytest.UsageError(f"{item.nodeid} starts clusters or hosts: STARTING_CLUSTERS must name its file")
+            raise pytest.UsageError(f"{item.nodeid} starts clusters or hosts: it belongs into {STARTING_CLUSTERS}")
     if hasattr(config, "workerinput"):
         sizes = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -80,7 +77,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MemberPool]:
     """Processes that are members of groups; see `member_pool`."""
-    from member_pool import MemberPool
+    from .helpers.member_pool import MemberPool
 
     pool = MemberPool()
     yield pool
@@ -89,8 +86,8 @@ def pool() -> Iterator[MemberPool]:
 
 @pytest.fixture(scope="module")
 def machine_with_hosts() -> None:
-    """Skips where this machine cannot make hosts (`multihost/hosts.py`); continuous integration must not."""
-    from hosts import missing_here
+    """Skips where this machine cannot make hosts (`hosts/hosts.py`); continuous integration must not."""
+    from .hosts.hosts import missing_here
 
     if why := missing_here():
         if os.environ.get("CI"):

@@ -1,8 +1,10 @@
-"""Check the prose of docstrings and of Markdown pages; a part of `make lint`.
+"""Check the prose of docstrings and of Markdown pages, and the names of classes; a part of `make lint`.
 
 * A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`.
 * A line of Markdown ends at column 120. Tables, blocks of code, and a word or link that cannot be broken are free.
 * A cell of a table is a phrase: at most `CELL` characters, without the addresses of its links.
+* A package has one class of a name, so that a reader need not ask which. Private ones may share a name within a folder,
+  where files do the same for different things (`_State` of each parser).
 
 Prints one line for each finding, as `file:line: what is wrong`, and ends with 1 where there is one. The argument is the
 root of the tree, by default this one.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,10 +64,31 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted(path for folder in folders for path in (root / folder).rglob("*.md"))]
 
 
+def classes(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each class at the top of a module."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.lineno, node.name
+
+
+def second_classes(root: Path, package: str) -> Iterator[tuple[Path, int, str, Path]]:
+    """Yield file, line and name of each class whose name another file of the package has, and that file."""
+    first: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in sorted((root / package).rglob("*.py")):
+        for line, name in classes(path):
+            others = [each for each in first[name] if not (name.startswith("_") and each.parent == path.parent)]
+            if others:
+                yield path, line, name, others[0]
+            first[name].append(path)
+
+
 def findings(root: Path) -> Iterator[str]:
     for path in python_files(root):
         for line, word in openings(path.read_text()):
             yield f'{path.relative_to(root)}:{line}: a docstring begins with "{word}": begin with a verb or a noun'
+    for package in PACKAGES:
+        for path, line, name, other in second_classes(root, package):
+            yield f"{path.relative_to(root)}:{line}: {other.relative_to(root)} has a class {name}, too: name one anew"
     for path in pages(root):
         for line, reason in long_lines(path.read_text()):
             yield f"{path.relative_to(root)}:{line}: {reason}"

@@ -1,7 +1,7 @@
 """Write the pages of docs/reference that follow from the code: `make docs`. With `--check`, say which are stale.
 
 cli.md       the `baton` command: every command, argument and option
-metrics.md   what a gateway exports: names, kinds, labels
+metrics.md   what processes export: names, kinds, labels
 http.md      its table of routes, between two comments; the rest of the page is written by hand
 """
 
@@ -10,11 +10,15 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import typer
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -22,10 +26,18 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from baton.cluster.cli.eval import eval_app
 from baton.cluster.cli.main import app as baton_app
 from baton.cluster.contracts import ClientCounters, DirectorySnapshot
+from baton.cluster.engines.engine_socket import MessageCounters
+from baton.cluster.engines.metrics import LABELS, EngineMetrics
 from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.settings import GatewaySettings
+from baton.cluster.membership.members import DirectoryMetrics, Membership
+from baton.cluster.process_metrics import ProcessesUp
+from baton.cluster.wire import Status
+from baton.engine.core.messages import EngineStats
+from baton.engine.core.tiers import TierStats
+from baton.kv_transfer.protocol.stats import TransferStats
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs/reference"
@@ -118,39 +130,52 @@ def cell(text: str) -> str:
 
 
 def metrics_page() -> str:
-    families = sorted(exported(), key=lambda family: family[0])
-    own = ["model_name", "engine", "role"]
-    of_engines = [family for family in families if "engine" in family[2]]
-    others = [family for family in families if "engine" not in family[2]]
+    registry = GatewayMetrics("model", list).registry
+    directory = DirectoryMetrics(Membership(time.monotonic, 0))
+    head = ("metric", "kind", "labels", "")
     return "\n\n".join(
         [
             "# Metrics",
             NOTE,
-            "After this page you know the name, kind and labels of everything at `GET /metrics` of a gateway.\n"
-            "[What to watch](../operate/monitoring.md) says which of them matter, and when.",
-            "## Of a gateway and its requests",
-            table(("metric", "kind", "labels", ""), (row(*family, without=["model_name"]) for family in others)),
+            "After this page you know the name, kind and labels of everything at `GET /metrics`, where any gateway\n"
+            "answers with the metrics of all processes of its application. [What to watch](../operate/monitoring.md)\n"
+            "says what to scrape, which of them matter, and when.",
+            "## Of each gateway and its requests",
+            "All have the label `gateway`.",
+            table(head, rows(registry._collector_to_names, without=["model_name"])),
             "Histograms, and counters of tokens and finished choices, also have the label `model_name`.",
-            "## Of each engine that it reaches",
+            "## Of each engine",
             "All have the labels `model_name`, `engine` and `role`.",
-            table(("metric", "kind", "labels", ""), (row(*family, without=own) for family in of_engines)) + "\n",
+            table(head, rows([EngineMetrics(["", "", ""], sample_status, MessageCounters())], without=LABELS)),
+            "## Of the directory",
+            table(head, rows([directory])),
+            "## Of the scrape",
+            table(head, rows([ProcessesUp({})])) + "\n",
         ]
     )
 
 
-def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """Yield name, kind, labels and help of each family of a gateway that has answered nothing."""
-    metrics = GatewayMetrics("model", list, lambda: DirectorySnapshot(1, [], []))
-    for collector in metrics._registry._collector_to_names:
-        for family in collector.collect():
-            labels = getattr(family, "_labelnames", None) or getattr(collector, "_labelnames", ())
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            yield name, family.type, tuple(labels or ()), family.documentation
+def sample_status() -> Status:
+    """Return the status of an engine that has everything of which there are metrics."""
+    absent = ("num_late_compilations", "experts", "tiers", "step_times")
+    counts: dict[str, Any] = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
+    return Status(1, EngineStats(**counts, tiers=TierStats()), TransferStats())
 
 
-def row(name: str, kind: str, labels: tuple[str, ...], help_text: str, *, without: list[str]) -> tuple[str, ...]:
+def rows(collectors: Iterable[Collector], without: Sequence[str] = ()) -> list[tuple[str, ...]]:
+    """Return a row for each family that the collectors have, by name."""
+    found = [
+        row(family, getattr(family, "_labelnames", ()) or getattr(collector, "_labelnames", ()), without)
+        for collector in collectors
+        for family in collector.collect()
+    ]
+    return sorted(found, key=lambda cells: cells[0].strip("`"))
+
+
+def row(family: Metric, labels: Iterable[str], without: Sequence[str]) -> tuple[str, ...]:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
     shown = ", ".join(f"`{label}`" for label in labels if label not in without)
-    return f"`{name}`", kind, shown, cell(help_text)
+    return f"`{name}`", family.type, shown, cell(family.documentation)
 
 
 # Routes

@@ -117,3 +117,13 @@ class Scaler:
         for group_id in chosen:
             del self._leaving[group_id]
         return dict.fromkeys(chosen, False)
+
+
+def scaler_for(plan: ScalePlan | None, current: Scaler | None) -> Scaler | None:
+    """Return the scaler for a plan: the current one, with what it has measured, where only targets have changed."""
+    if plan is None:
+        return None
+    if current is None or current.plan.fleets != plan.fleets:
+        return Scaler(plan)
+    current.plan = plan
+    return current

@@ -25,6 +25,7 @@ from rich.progress import Progress
 from baton.engine.text import Tokenizer, TokenizerError
 
 from .http_client import ModelList
+from .options import ServeLoad
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789"
 PERCENTILES = (50, 90, 95, 99)
@@ -62,29 +63,6 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 class ServerUnfit(RuntimeError):
     """The server does not answer, or does not have what the measurement needs."""
-
-
-@dataclass(frozen=True)
-class ServeLoad:
-    """The requests to send. Lengths are in tokens; a rate of 0 sends everything at once."""
-
-    url: str
-    model: str | None
-    api_key: str | None
-    num_prompts: int
-    input_len: int
-    output_len: int
-    request_rate: float
-    max_concurrency: int | None
-    num_warmups: int
-    seed: int
-    temperature: float = 0.0
-    tokenizer: str | None = None  # a model's folder; None: the server tells its tokens
-    timeline: bool = False  # asks where the time of each answer went
-
-    def at(self, route: str) -> str:
-        """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1") + route
 
 
 @dataclass

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
@@ -32,6 +36,42 @@ def http_url(given: str) -> str:
 
 Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="Where a gateway answers.")]
 ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks for, if it asks for one.")]
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer see the fields of a command's dataclasses as its parameters. The command gets the objects.
+
+    @app.command()
+    @flat
+    def plan(options: PlanOptions) -> None: ...
+    """
+    hints = get_type_hints(command, include_extras=True)
+    tables: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {}
+        for name, table in tables.items():
+            made[name] = table(**{field.name: given.pop(field.name) for field in dataclasses.fields(table)})
+        command(**made, **given)
+
+    parameters = list(_parameters(command, hints))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
+    """Yield a command's parameters as typer is to see them: in the place of each dataclass its fields."""
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        if not dataclasses.is_dataclass(hint):
+            yield parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hint)
+            continue
+        types = get_type_hints(hint, include_extras=True)
+        for field in dataclasses.fields(hint):
+            default = parameter.empty if field.default is dataclasses.MISSING else field.default
+            yield inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
 
 
 def say_error(message: str) -> None:

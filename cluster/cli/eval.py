@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from baton.cluster.recall import RecallServer, evaluate, make_questions
 
-from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, http_url
+from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url
 
 eval_app = typer.Typer(no_args_is_help=True)
 LENGTHS = (64, 128, 256, 512, 1000, 1500, 2000)
@@ -26,43 +27,49 @@ def _describe() -> None:
     """Check the answers of a running server."""
 
 
-@eval_app.command()
-def recall(
+@dataclass(frozen=True, kw_only=True)
+class RecallOptions:
+    """`baton eval recall`."""
+
     url: Annotated[
         str,
         typer.Option(
             "--url", "--base-url", callback=http_url, help="Any OpenAI-compatible server with the demo model."
         ),
-    ] = DEFAULT_URL,
-    json_file: JsonFile = None,
-    model: Annotated[str | None, typer.Option(help="Model to ask; by default the first that the server has.")] = None,
-    api_key: ApiKey = None,
-    api: Annotated[str, typer.Option(help="API to use: completions or chat.")] = "completions",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = ",".join(map(str, LENGTHS)),
-    samples: Annotated[int, typer.Option(min=1, help="Questions of each length.")] = 30,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
-    seed: int = 0,
-    min_accuracy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Exit with 1 below this.")] = 0.0,
-) -> None:
+    ] = DEFAULT_URL
+    model: Annotated[str | None, typer.Option(help="Model to ask; by default the first that the server has.")] = None
+    api_key: ApiKey = None
+    api: Annotated[str, typer.Option(help="API to use: completions or chat.")] = "completions"
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = ",".join(map(str, LENGTHS))
+    samples: Annotated[int, typer.Option(min=1, help="Questions of each length.")] = 30
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8
+    seed: int = 0
+    min_accuracy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Exit with 1 below this.")] = 0.0
+
+
+@eval_app.command()
+@flat
+def recall(options: RecallOptions, json_file: JsonFile = None) -> None:
     """Ask for values out of key-value lists of many lengths. The demo model gets 99 of 100 right."""
-    if api not in ("completions", "chat"):
-        fail(f"--api {api}: use completions or chat")
+    if options.api not in ("completions", "chat"):
+        fail(f"--api {options.api}: use completions or chat")
     try:
-        wanted = [int(n) for n in lengths.split(",")]
+        wanted = [int(n) for n in options.lengths.split(",")]
     except ValueError:
-        fail(f"--lengths {lengths}: give whole numbers with commas between them, such as 64,512")
-    questions = make_questions(wanted, samples, seed)
-    server, console, start = RecallServer(url, model, api_key, api), Console(stderr=True), time.perf_counter()
+        fail(f"--lengths {options.lengths}: give whole numbers with commas between them, such as 64,512")
+    questions = make_questions(wanted, options.samples, options.seed)
+    server = RecallServer(options.url, options.model, options.api_key, options.api)
+    console, start = Console(stderr=True), time.perf_counter()
     try:
         with Progress(console=console, transient=True) as progress:
-            result = asyncio.run(evaluate(server, questions, concurrency, progress))
+            result = asyncio.run(evaluate(server, questions, options.concurrency, progress))
     except httpx.HTTPError as error:
-        fail(f"{url} does not answer: {error!r}", code=1)
+        fail(f"{options.url} does not answer: {error!r}", code=1)
     result["duration_s"] = round(time.perf_counter() - start, 2)
     _print_result(result, console)
     if json_file:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
-    raise typer.Exit(0 if result["accuracy"] >= min_accuracy else 1)
+    raise typer.Exit(0 if result["accuracy"] >= options.min_accuracy else 1)
 
 
 def _print_result(result: dict[str, Any], console: Console) -> None:

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from .bench import bench_app
-from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, stdout_console
-
-MOST_GB = 1e6  # of anything that one machine has
+from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, stdout_console
+from .options import PlanOptions, ServeOptions
 
 app = typer.Typer(
     name="baton",
@@ -63,32 +62,8 @@ def _mount_eval() -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve(
-    context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder with config.json, safetensors and a tokenizer.")] = None,
-    unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None,
-    prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help=r"Port of the HTTP server.  \[default: 8000]")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help=r"Address to listen on.  \[default: 127.0.0.1]")] = None,
-    model_id: Annotated[
-        str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
-    ] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="A key that clients must send. May be repeated.")] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Origin of web pages that may call: http://localhost:3000, or '*'. May be repeated."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A Serve config file to take the application from.")] = None,
-    tp: Annotated[int | None, typer.Option(help=r"Devices of one engine (tensor parallelism).  \[default: 1]")] = None,
-    dp: Annotated[int | None, typer.Option(help=r"Data-parallel ranks of one engine.  \[default: 1]")] = None,
-    ep: Annotated[bool, typer.Option("--ep", help="Spread experts over the devices.")] = False,
-    address: Annotated[
-        str | None, typer.Option(help="A Ray cluster to join ('auto' finds the one on this machine).")
-    ] = None,
-) -> None:
+@flat
+def serve(context: typer.Context, options: ServeOptions) -> None:
     """Serve a model on this machine, and stop with Ctrl-C.
 
     Starts a Ray cluster, one gateway and the engines; prints the URL, the engines and a line to try.
@@ -104,22 +79,25 @@ def serve(
     from baton.cluster.planning.model_checks import check_model, check_model_files
     from baton.cluster.spec import InvalidSpec
 
-    from .serve import Overrides, application_spec, run
+    from .serve import application_spec, run
 
-    overrides = Overrides(model, model_id, unified, prefill, decode, host, port, api_key or [], allowed_origin or [])
     engine_args = engine_args_from(context.args)
-    short = {"tensor_parallel_size": tp, "data_parallel_size": dp, "enable_expert_parallel": ep or None}
+    short = {
+        "tensor_parallel_size": options.tp,
+        "data_parallel_size": options.dp,
+        "enable_expert_parallel": options.ep or None,
+    }
     for name, value in short.items():
         if value is not None and engine_args.setdefault(name, value) != value:
             long = f"--{name.replace('_', '-')}"
             fail(f"{long} {engine_args[name]} and its short form {value} say different things: leave one of them out")
     try:
-        name, spec = application_spec(config, overrides, engine_args)
+        name, spec = application_spec(options, engine_args)
         check_model(spec)
         check_model_files(spec)
     except InvalidSpec as error:
         fail(str(error))
-    raise SystemExit(run(spec, name, address))
+    raise SystemExit(run(spec, name, options.address))
 
 
 @app.command()
@@ -153,28 +131,8 @@ def check(
 
 
 @app.command()
-def plan(
-    file: Annotated[Path, typer.Argument(help="A Serve config file, or one with one application's args.")],
-    model: Annotated[
-        str | None, typer.Option(help="A folder with the model's config.json, where the file's is not on this machine.")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help=r"Number of machines.  \[default: as many as it takes]")
-    ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8,
-    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0,
-    memory: Annotated[
-        float | None,
-        typer.Option(min=1, max=MOST_GB, help=r"Memory of one machine beside its GPUs', in GB.  \[default: enough]"),
-    ] = None,
-    disk: Annotated[
-        float | None,
-        typer.Option(min=1, max=MOST_GB, help=r"Disk for KV tiers of one machine, in GB.  \[default: enough]"),
-    ] = None,
-    load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second that are to be served.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one request.")] = 1024,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of one request.")] = 256,
-) -> None:
+@flat
+def plan(options: PlanOptions) -> None:
     """Show where an application's ranks would be, what they would hold, and what would be refused.
 
     Starts nothing and needs no GPU: the shapes come from the model's config.json.
@@ -191,19 +149,18 @@ def plan(
     from .plan import print_plan
 
     machines = Machines(
-        gpus_per_node,
-        int(gpu_memory * GB),
-        nodes,
-        memory_bytes=None if memory is None else int(memory * GB),
-        disk_bytes=None if disk is None else int(disk * GB),
+        options.gpus_per_node,
+        int(options.gpu_memory * GB),
+        options.nodes,
+        memory_bytes=None if options.memory is None else int(options.memory * GB),
+        disk_bytes=None if options.disk is None else int(options.disk * GB),
     )
+    traffic = Traffic(options.load, options.prompt_tokens, options.output_tokens)
     try:
-        specs = specs_in_file(file, model=model)
+        specs = specs_in_file(options.file, model=options.model)
     except InvalidSpec as error:
-        fail(f"{file}: {error}", code=1)
-    plans = {
-        name: make_plan(spec, machines, Traffic(load, prompt_tokens, output_tokens)) for name, spec in specs.items()
-    }
+        fail(f"{options.file}: {error}", code=1)
+    plans = {name: make_plan(spec, machines, traffic) for name, spec in specs.items()}
     for name, made in plans.items():
         print_plan(stdout_console(), name, made)
     raise SystemExit(1 if any(made.refusals for made in plans.values()) else 0)

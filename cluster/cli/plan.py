@@ -16,7 +16,7 @@ from baton.cluster.planning.plan import GB, THROUGH_TCP, Plan, RankPlan
 from baton.cluster.planning.sizing import HostNeeds
 from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec, has_model, is_ray_cluster, load_ray_cluster, load_specs, read_mapping
-from baton.engine.weights.checkpoint import has_weights
+from baton.engine.hf_config.checkpoint import has_weights
 
 
 def print_plan(console: Console, name: str, plan: Plan) -> None:

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -25,6 +24,7 @@ from baton.engine.net.endpoints import socket_family
 from .cli_common import fail, say_error
 from .http_client import print_ranks
 from .local_application import LocalApplication, ServeFailed, StartProgress, kill_what_started
+from .options import ServeOptions
 from .stop_signals import StopSignals, TolerantOutput
 
 DEFAULT_HOST = "127.0.0.1"
@@ -34,45 +34,30 @@ SIGNAL_S = 1.0  # in which a signal that ended Ray has reached this process, too
 QUICK_DRAIN = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # for Ctrl-C, with no balancer that must notice
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """Options of the command line; `None` where one is not given."""
-
-    model: str | None
-    model_id: str | None
-    unified: int | None
-    prefill: int | None
-    decode: int | None
-    host: str | None
-    port: int | None
-    api_keys: list[str]
-    allowed_origins: list[str]
-
-
-def application_spec(config: Path | None, overrides: Overrides, engine_args: dict[str, Any]) -> tuple[str, FleetSpec]:
+def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tuple[str, FleetSpec]:
     """Return the application's name and settings: those of the file, if there is one, changed by the command line.
 
     Raises `InvalidSpec`.
     """
     name = DEFAULT_NAME
     args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST, **QUICK_DRAIN}}
-    if config is not None:
-        name, args = _application_in(config)
-    given = {"model": overrides.model, "model_id": overrides.model_id}
+    if options.config is not None:
+        name, args = _application_in(options.config)
+    given = {"model": options.model, "model_id": options.model_id}
     args |= {key: value for key, value in given.items() if value is not None}
-    gateway: dict[str, Any] = {"host": overrides.host, "port": overrides.port}
-    gateway |= {"api_keys": overrides.api_keys or None, "allowed_origins": overrides.allowed_origins or None}
+    gateway: dict[str, Any] = {"host": options.host, "port": options.port}
+    gateway |= {"api_keys": options.api_key or None, "allowed_origins": options.allowed_origin or None}
     _put_into(args, "gateway", {key: value for key, value in gateway.items() if value is not None})
     _put_into(args, "engine", engine_args)
-    replicas = {"unified": overrides.unified, "prefill": overrides.prefill, "decode": overrides.decode}
+    replicas = {"unified": options.unified, "prefill": options.prefill, "decode": options.decode}
     asked = {role: {"replicas": count} for role, count in replicas.items() if count is not None}
-    if asked and config is not None:
+    if asked and options.config is not None:
         raise InvalidSpec(
             "--unified, --prefill and --decode say what the config file says already: leave one of them out"
         )
     if "model" not in args:
         raise InvalidSpec("no model: name its folder, or a --config file that does; see baton serve --help")
-    if config is None:
+    if options.config is None:
         args["fleets"] = asked or {"unified": {"replicas": 1}}
     return name, load_spec(args)
 

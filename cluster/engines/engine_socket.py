@@ -3,7 +3,7 @@
     I/O thread                                              step thread
       ROUTER (CURVE) ── Hello, Submit, Abort ──> received ──> take
              ^                                                  │
-             └──────── Outputs, one a gateway <── to_send <── send, flush
+             └──────── Outputs, Status <── to_send <── send, flush
 
 The two threads meet in two queues. With nothing to do both sleep in the kernel.
 """
@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import zmq
 
-from baton.cluster.contracts import MessageCounters
-from baton.cluster.wire import ClientMessage, Codec, Outputs, RequestName, Submit, WireError
+from baton.cluster.wire import ClientMessage, Codec, EngineMessage, RequestName, Submit, WireError
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.endpoints import endpoint, is_ipv6
 from baton.engine.net.sockets import enable_heartbeat
@@ -32,6 +32,14 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_S = 1.0  # an engine without work still looks after its leases and statistics this often
 LINGER_MS = 500  # for the last messages to leave when the socket closes
 MAX_RECEIVED_AT_ONCE = 1024  # then messages to send have their turn
+
+
+class MessageCounters(msgspec.Struct):
+    """Counts of an engine's messages with gateways that were lost or refused, since its process's start."""
+
+    malformed_messages: int = 0
+    stale_messages: int = 0  # meant for another epoch, or about an older generation
+    undeliverable_messages: int = 0  # to gateways that were gone
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class EngineSocket:
         self.counters = MessageCounters()
         self._epoch = epoch
         self._received: deque[ReceivedEvent] = deque()
-        self._to_send: deque[tuple[bytes, Outputs]] = deque()
+        self._to_send: deque[tuple[bytes, EngineMessage]] = deque()
         self._work = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -140,7 +148,7 @@ class EngineSocket:
             yield self._received[0]
             self._received.popleft()
 
-    def send(self, gateway: bytes, message: Outputs) -> None:
+    def send(self, gateway: bytes, message: EngineMessage) -> None:
         """Queue a message, which goes out after the next `flush`."""
         self._to_send.append((gateway, message))
 

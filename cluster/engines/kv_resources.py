@@ -46,7 +46,7 @@ class KVResources:
         launch, size = self._launch, self._launch.tensor_parallel_size
         if launch.transfers_kv:
             self._read_socket = GroupSocket(size, self._host, launch.key)
-            if launch.spec.transfer_settings().buffer != "device":
+            if launch.spec.transfer.buffer != "device":
                 self._copy_socket = GroupSocket(size, self._host, launch.key)
         if launch.tiers is not None:
             self._tier_socket = GroupSocket(size, self._host, launch.key)
@@ -69,7 +69,7 @@ class KVResources:
             epoch=self._epoch,
             host=self._host,
             key=self._launch.key,
-            settings=self._launch.spec.transfer_settings(),
+            settings=self._launch.spec.transfer,
             wake=self._wake,
             read_socket=self._read_socket,
             copy_socket=self._copy_socket,
@@ -84,7 +84,7 @@ class KVResources:
             region,
             self._launch.tiers,
             name=f"{self._engine_id}:tiers",
-            cpu_affinity=self._launch.spec.transfer_settings().cpu_affinity,
+            cpu_affinity=self._launch.spec.transfer.cpu_affinity,
             wake=self._wake,
             group_socket=self._tier_socket,
         )
@@ -105,7 +105,7 @@ def follow_leader(
     from baton.kv_transfer.staging.group_copies import follow_connector
     from baton.kv_transfer.tiers.group import follow_tiers
 
-    settings = launch.spec.transfer_settings()
+    settings = launch.spec.transfer
 
     def connect(region: KVRegion) -> None:
         if leader.reads:

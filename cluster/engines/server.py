@@ -2,7 +2,7 @@
 
     EngineSocket ── Hello, Submit, Abort ──> EngineCore.add / abort
          ^                                        │ step()
-         └─────── one Outputs a gateway ──────────┘
+         └──── one Outputs a gateway, Status ─────┘
 
 The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection is gone, or silent
 for too long, is noticed when something is sent to it, and its requests are aborted.
@@ -20,10 +20,9 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.cluster.contracts import EnginePulse
-from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.contracts import EnginePulse, QueueBound
 from baton.cluster.pluralize import pluralize
-from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Submit
+from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Status, Submit
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.engine.net.curve import ClusterKey
@@ -64,11 +63,9 @@ class EngineServer:
         host: str,
         transfers: Callable[[], TransferStats | None] = lambda: None,
         silence_s: float = SILENCE_S,
-        queue_limits: QueueLimits = QueueLimits(),
     ) -> None:
         self._engine = engine
         self._engine_id = engine_id
-        self._queue_limits = queue_limits
         self._socket = EngineSocket(host=host, key=key, epoch=epoch, silence_s=silence_s)
         self.address, self.counters = self._socket.address, self._socket.counters
         self._closing = threading.Event()
@@ -78,7 +75,7 @@ class EngineServer:
         self._requests = RequestRegistry()  # step thread only, but for its length
         self._leaves = False  # step thread only: no request is taken any more
         # step thread only, from `start` on
-        self._publisher = StatusPublisher(self._socket, engine, engine_id, epoch, transfers)
+        self._publisher = StatusPublisher(self._socket, engine, epoch, transfers)
         self._turn_began_s = time.monotonic()
         self._busy_s = 0.0
         self._listed: set[bytes] = set()  # gateways in the newest snapshot
@@ -106,11 +103,17 @@ class EngineServer:
         """Return how long the step loop has been in one turn. An idle loop begins another every `IDLE_POLL_S`."""
         return time.monotonic() - self._turn_began_s
 
+    @property
+    def status(self) -> Status | None:
+        """Return the newest status that was published; None before the first. Any thread may ask."""
+        return self._publisher.published
+
     def pulse(self) -> EnginePulse:
-        """Return how the engine does. Any thread may call it. Its numbers of hand-offs are at most `STATS_PERIOD_S` old
-        while the engine works, and new while it is idle.
+        """Return how the engine does. Any thread may call it.
+
+        Its numbers of hand-offs are at most `STATUS_PERIOD_S` old while the engine works, and new while it is idle.
         """
-        status = self._publisher.published
+        status = self.status
         transfers = status.transfers if status else None
         return EnginePulse(
             stalled_s=self.stalled_s(),
@@ -195,24 +198,23 @@ class EngineServer:
         match event:
             case Hello():
                 self._abort_all_of(gateway)
-                self._publisher.subscribe(gateway)
-                self._publisher.send_blocks(gateway)
+                self._publisher.publish(gateway)
             case GatewayLost():
                 logger.warning("gateway %r is gone: the connection to it broke, or it fell silent", gateway)
                 self._publisher.unsubscribe(gateway)
                 self._end_all_of(gateway)
             case GatewayUnlisted():  # it stays subscribed: one that knows of a full queue only would never ask again
                 self._end_all_of(gateway)
-            case Submit(request=request):
+            case Submit(request=request, queue=queue):
                 self._publisher.subscribe(gateway)  # it is connected, even if a message to it was lost before
-                self._add(gateway, request, came_s)
+                self._add(gateway, request, queue, came_s)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
                 if self._requests.owner_of(request_id) == RequestOwner(gateway, generation):
                     self._engine.begin(request_id, generation, token_id)
                 else:
                     self.counters.stale_messages += 1
             case AskBlocks():
-                self._publisher.send_blocks(gateway)
+                self._publisher.publish(gateway)
             case Abort(request_id=request_id, generation=generation):
                 self._abort(request_id, generation)
             case Unreadable(name=name, reason=reason):
@@ -223,7 +225,7 @@ class EngineServer:
                     self._abort(request_id, owner.generation)
                     self._refuse(owner.gateway, request_id, owner.generation, LEAVING)
 
-    def _add(self, gateway: bytes, request: EngineRequest, came_s: float) -> None:
+    def _add(self, gateway: bytes, request: EngineRequest, queue: QueueBound | None, came_s: float) -> None:
         if self._leaves:
             self._refuse(gateway, request.request_id, request.generation, LEAVING)
             return
@@ -235,8 +237,8 @@ class EngineServer:
         if owner is not None:  # a newer generation takes the place of the older one
             self._requests.remove(request.request_id)
             self._engine.abort(request.request_id, owner.generation)
-        if not _brings_work(request) and self._queue_limits.reached(stats := self._engine.stats()):
-            self._refuse(gateway, request.request_id, request.generation, _full(stats, self._queue_limits))
+        if queue is not None and not _brings_work(request) and queue.is_reached(stats := self._engine.stats()):
+            self._refuse(gateway, request.request_id, request.generation, _full(stats, queue))
             return
         self._requests.add(request, gateway)
         self._engine.add(request, came_s)
@@ -297,11 +299,11 @@ def _brings_work(request: EngineRequest) -> bool:
     return bool(request.output_token_ids) or request.kv_source is not None
 
 
-def _full(stats: EngineStats, limits: QueueLimits) -> EngineError:
+def _full(stats: EngineStats, queue: QueueBound) -> EngineError:
     requests, tokens = pluralize(stats.num_requests_waiting, "request"), pluralize(stats.num_waiting_tokens, "token")
     message = (
         f"What waits in this engine: {requests}, with {tokens} to compute. "
-        f"gateway.queue_limits are {limits.requests} and {limits.tokens}."
+        f"gateway.queue_limits are {queue.requests} and {queue.tokens}."
     )
     return EngineError(ErrorKind.OVERLOADED, message)
 

@@ -12,16 +12,19 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
+import msgspec
 import ray
 
 from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import DirectoryClient
+from baton.cluster.process_metrics import MetricsExporter
 from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
 
 from .kv_resources import KVResources, follow_leader
 from .launch import EngineLaunch, GroupEndpoints, RankAssignment, RankConfig, RankEndpoints
+from .metrics import EngineMetrics
 from .server import EngineServer
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class EngineWorker:
         self._server: EngineServer | None = None
         self._following: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._exporter: MetricsExporter | None = None
         dp_rank = assignment.rank // launch.tensor_parallel_size
         self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
         self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
@@ -72,7 +76,7 @@ class EngineWorker:
         """Build the engine, and return its record when it is ready. Raises what building it raises."""
         record = await asyncio.to_thread(self._build, self._member(config))
         self._watcher = asyncio.create_task(self._watch())
-        return record
+        return msgspec.structs.replace(record, metrics_address=self._export_metrics())
 
     async def run(self) -> None:
         """Wait for the end of this rank. Raises what ended it."""
@@ -106,6 +110,18 @@ class EngineWorker:
         await asyncio.to_thread(self._kv.close)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+        if self._exporter is not None:
+            await self._exporter.close()
+
+    def _export_metrics(self) -> str:
+        """Begin to answer scrapes, and return the address."""
+        assert self._server is not None
+        launch, server = self._launch, self._server
+        labels = [launch.spec.served_model_id, self._engine_id, launch.role]
+        registry = EngineMetrics(labels, lambda: server.status, server.counters)
+        self._exporter = MetricsExporter(registry, host=self._host, key=launch.key)
+        self._exporter.start()
+        return self._exporter.address
 
     def _open(self) -> RankEndpoints:
         rendezvous, group = "", GroupEndpoints()
@@ -158,15 +174,13 @@ class EngineWorker:
         return self._record(engine, server)
 
     def _serve(self, core: EngineCore) -> EngineServer:
-        gateway = self._launch.spec.gateway
         self._server = EngineServer(
             core,
             engine_id=self._engine_id,
             epoch=self._epoch,
             key=self._launch.key,
             host=self._host,
-            silence_s=gateway.engine_silence_s,
-            queue_limits=gateway.queue_limits,
+            silence_s=self._launch.spec.gateway.engine_silence_s,
             transfers=lambda: None if self._kv.connector is None else self._kv.connector.stats(),
         )
         core.when_woken(self._server.wake)

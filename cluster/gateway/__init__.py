@@ -3,8 +3,8 @@
 app ──> middleware ──> api ──> serving ──> routing, engines
 """
 
-from .app import create_app
+from .app import create_app, reconfigure_app
 from .model import ServedModel
 from .settings import GatewaySettings
 
-__all__ = ["GatewaySettings", "ServedModel", "create_app"]
+__all__ = ["GatewaySettings", "ServedModel", "create_app", "reconfigure_app"]

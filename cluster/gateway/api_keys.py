@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,12 +92,19 @@ class ApiKeys:
 
     def __init__(self, settings: GatewaySettings, now_s: Callable[[], float] = time.monotonic) -> None:
         """Read the keys. Raises `InvalidKeys` if a file is configured and has no usable key."""
-        self._given, self._file, self._now_s = settings.api_keys, settings.api_keys_file, now_s
+        self._now_s = now_s
+        self.reconfigure(settings)
+
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Take the keys of other settings, which count from the next request on. Raises as the constructor does;
+        then nothing has changed.
+        """
+        version = _version(settings.api_keys_file)
+        self._rights = _read(settings.api_keys, settings.api_keys_file)  # by digest of the key
+        self._given, self._file, self._version = settings.api_keys, settings.api_keys_file, version
         self._min_priority = settings.min_priority
-        self._version = _version(self._file)
-        self._look_at_s = now_s() + LOOK_S
+        self._look_at_s = self._now_s() + LOOK_S
         self._trouble = ""  # the newest error of the file, which has been logged
-        self._rights = self._read()  # by digest of the key
 
     @property
     def is_open(self) -> bool:
@@ -130,7 +137,7 @@ class ApiKeys:
         if version == self._version and not self._trouble:
             return
         try:
-            self._rights = self._read()
+            self._rights = _read(self._given, self._file)
         except InvalidKeys as error:
             if str(error) != self._trouble:
                 logger.warning("%s; the keys of before stay valid", error)
@@ -139,9 +146,11 @@ class ApiKeys:
             logger.info("gateway.api_keys_file: %s has been read: %d keys open now", self._file, len(self._rights))
             self._version, self._trouble = version, ""
 
-    def _read(self) -> dict[bytes, KeyRights]:
-        keys = dict.fromkeys(self._given, KeyRights()) | (read_key_file(self._file) if self._file else {})
-        return {_digest(key.encode()): rights for key, rights in keys.items()}
+
+def _read(given: Iterable[str], file: str) -> dict[bytes, KeyRights]:
+    """Return the rights of all keys, by digest. Raises `InvalidKeys`."""
+    keys = dict.fromkeys(given, KeyRights()) | (read_key_file(file) if file else {})
+    return {_digest(key.encode()): rights for key, rights in keys.items()}
 
 
 def cache_salt_of_key(digest: bytes | None) -> str:

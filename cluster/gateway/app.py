@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -10,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.cluster.contracts import EngineClient
 
@@ -21,7 +23,7 @@ from .api.completions import CompletionRenderer
 from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
 from .api_keys import ApiKeys
-from .errors import ApiError, draining, excerpt, model_not_found, no_capacity
+from .errors import ApiError, bad_request, draining, excerpt, model_not_found, no_capacity
 from .metrics import GatewayMetrics
 from .middleware import FAILURE, Drain, RequestMiddleware
 from .model import ServedModel
@@ -35,6 +37,7 @@ from .settings import GatewaySettings
 from .tracing import RequestSpans
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SCOPES = ("application", "node")  # of the metrics in an answer
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
 EXPOSED_HEADERS = ["x-request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
@@ -50,20 +53,22 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     bodies: BodyService | None = None,
     *,
+    scrape: Callable[[bool], Awaitable[bytes]] | None = None,
     spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
 ) -> FastAPI:
     """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
     `drain` lets its owner announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
-    stops the processes that read large bodies, and finished requests are recorded in `spans`. With `scales_from_zero`
-    the application is ready without engines, which start with the first request.
+    stops the processes that read large bodies, and finished requests are recorded in `spans`. `scrape` returns the
+    metrics of all processes, or those of this node's share; without it this gateway shows its own alone. With
+    `scales_from_zero` the application is ready without engines, which start with the first request.
 
     Raises `InvalidKeys`.
     """
     keys = ApiKeys(settings)
     drain = drain or Drain()
-    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
+    metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.counters)
     rates = LearntRates(settings.cost, time.monotonic)
     router = Router(
         settings.gateway_id,
@@ -75,7 +80,7 @@ def create_app(
     breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
     serving = ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)
-    gateway = GatewayServices(model, settings, metrics, admission, serving, bodies, spans)
+    gateway = GatewayServices(model, metrics, admission, serving, bodies, spans)
 
     # A redirect would hold the scheme and host of this gateway, which differ from the client's behind a balancer.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -83,27 +88,70 @@ def create_app(
         "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
         "/v1/chat/completions": GenerationEndpoint(gateway, RequestKind.CHAT, ChatRenderer),
         "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
-        "/tokenize": TokenEndpoint(bodies, settings.max_body_bytes, RequestKind.TOKENIZE),
-        "/detokenize": TokenEndpoint(bodies, settings.max_body_bytes, RequestKind.DETOKENIZE),
+        "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
+        "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
     }
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, model)
     _add_token_routes(app, model)
-    _add_operator_routes(app, settings.gateway_id, serving, metrics, drain)
+    _add_operator_routes(app, settings.gateway_id, serving, scrape or _only(metrics), drain)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
     app.add_middleware(RequestMiddleware, metrics=metrics, keys=keys, routes=paths, drain=drain)
-    if settings.allowed_origins:  # outermost: pages may read refusals, too, and preflight requests carry no key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
+    # Outermost: pages may read refusals, too, and preflight requests carry no key.
+    app.add_middleware(OriginsMiddleware, allowed=lambda: serving.settings.allowed_origins)
+    app.state.parts = _Parts(keys, bodies, serving)
+    return app
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of an application that follow a change of settings."""
+
+    keys: ApiKeys
+    bodies: BodyService
+    serving: ServingContext
+
+
+def reconfigure_app(app: FastAPI, settings: GatewaySettings) -> None:
+    """Make other settings hold, all of them at once: nothing else runs on the event loop meanwhile.
+
+    A request that has begun keeps what was decided at its beginning: its deadlines, its admission, its caller, the size
+    of its body. What it decides later follows the new settings: engines, waits for one, further attempts.
+
+    `body_processes` is the only one that changes nothing here. Raises `InvalidKeys`; then nothing has changed.
+    """
+    parts: _Parts = app.state.parts
+    parts.keys.reconfigure(settings)
+    parts.bodies.reconfigure(settings)
+    parts.serving.reconfigure(settings)
+
+
+class OriginsMiddleware:
+    """CORS for the origins that are allowed now; without any, requests pass unchanged."""
+
+    def __init__(self, app: ASGIApp, *, allowed: Callable[[], list[str]]) -> None:
+        self._app, self._allowed = app, allowed
+        self._origins: list[str] = []
+        self._current = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._origins != (origins := self._allowed()):
+            self._origins, self._current = origins, self._answering(origins)
+        await self._current(scope, receive, send)
+
+    def _answering(self, origins: list[str]) -> ASGIApp:
+        if not origins:
+            return self._app
+        return CORSMiddleware(
+            self._app,
+            allow_origins=origins,
             allow_methods=[*READ, "POST"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    return app
 
 
 def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
@@ -138,7 +186,11 @@ def _add_token_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _add_operator_routes(
-    app: FastAPI, gateway_id: str, serving: ServingContext, metrics: GatewayMetrics, drain: Drain
+    app: FastAPI,
+    gateway_id: str,
+    serving: ServingContext,
+    scrape: Callable[[bool], Awaitable[bytes]],
+    drain: Drain,
 ) -> None:
     @app.api_route("/live", methods=READ)
     async def live() -> Response:
@@ -153,12 +205,22 @@ def _add_operator_routes(
         return _json({"status": "ready", "engines": len(serving.client.engines())})
 
     @app.api_route("/metrics", methods=READ)
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=PROMETHEUS_TYPE)
+    async def prometheus(request: Request) -> Response:
+        scope = request.query_params.get("scope", SCOPES[0])
+        if scope not in SCOPES:
+            raise bad_request("scope", f"scope is {' or '.join(SCOPES)}, not {excerpt(scope)}.")
+        return Response(await scrape(scope == "node"), media_type=PROMETHEUS_TYPE)
 
     @app.api_route("/v1/cluster/ranks", methods=READ)
     async def ranks() -> Response:
         return _json(rank_table(gateway_id, serving.client, serving.breakers))
+
+
+def _only(metrics: GatewayMetrics) -> Callable[[bool], Awaitable[bytes]]:
+    async def render(of_node: bool) -> bytes:
+        return metrics.render()
+
+    return render
 
 
 def _json(value: object) -> Response:

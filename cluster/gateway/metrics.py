@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections import Counter as CountOf
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
-from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineView, MessageCounters
-from baton.engine.core.connector import OfferOutcome
-from baton.engine.core.messages import EngineStats
-from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.protocol.receive_table import ReceiveOutcome
-from baton.kv_transfer.protocol.stats import TransferStats
-from baton.kv_transfer.tiers.tier_index import Loss
+from baton.cluster.contracts import ClientCounters, EngineView
 
 from .serving.timeline import Stamp, Timeline
 
@@ -30,78 +24,6 @@ DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4
 STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # statuses of errors after a stream's first byte
 BODY_OUTCOMES = ("read", "refused", "too_slow", "broken")
 
-ENGINE_LABELS = ["model_name", "engine", "role"]
-StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MessageCounters)
-
-
-def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
-    """Return zero for each outcome, so that series exist before their first event.
-
-    A rate begins with the second value of a series: the first event of a new series would be in no rate.
-    """
-    return {str(outcome): 0 for outcome in outcomes}
-
-
-def _kv_usage(stats: EngineStats) -> float:
-    return 1 - stats.num_blocks_free / stats.num_blocks if stats.num_blocks else 0.0
-
-
-ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests in the engine's batch.", lambda stats: stats.num_requests_running),
-    "num_requests_waiting": ("Requests that wait to start.", lambda stats: stats.num_requests_waiting),
-    "num_prompt_tokens_waiting": (
-        "Tokens of waiting prompts that are not cached; `gateway.queue_limits` may bound them.",
-        lambda stats: stats.num_waiting_tokens,
-    ),
-    "num_requests_waiting_for_kv": (
-        "Requests that wait for blocks of another engine or a tier.",
-        lambda stats: stats.num_requests_waiting_for_kv,
-    ),
-    "kv_cache_usage_perc": ("Used share of the KV blocks; 1 is full.", _kv_usage),
-    "kv_blocks_held": ("Blocks of finished prefills, kept for decode engines.", lambda stats: stats.num_blocks_held),
-    "kv_blocks_quarantined": (
-        "Blocks that a failed transfer may still write.",
-        lambda stats: stats.num_blocks_quarantined,
-    ),
-    "jit_compilations_after_ready": (
-        "Kernels compiled while serving: more than 0 is a fault.",
-        lambda stats: stats.num_late_compilations,
-    ),
-    "expert_imbalance": (
-        "Load of the rank with the busiest experts over the mean; 0 where experts are not spread over ranks.",
-        lambda stats: stats.experts.imbalance if stats.experts else 0.0,
-    ),
-}
-ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions_total": (
-        "Running requests that gave their blocks to others.",
-        lambda stats: stats.num_preemptions,
-    ),
-    "engine_steps_total": ("Steps of the model.", lambda stats: stats.num_steps),
-    "engine_prompt_tokens_total": ("Prompt tokens computed.", lambda stats: stats.prompt_tokens),
-    "engine_generation_tokens_total": ("Tokens generated.", lambda stats: stats.generation_tokens),
-    "prefix_cache_queries_total": ("Prompt tokens looked up in the cache.", lambda stats: stats.prefix_cache_queries),
-    "prefix_cache_hits_total": ("Prompt tokens found in the cache.", lambda stats: stats.prefix_cache_hits),
-    "expert_moves_total": (
-        "Experts that were copied to other ranks to even out the load.",
-        lambda stats: stats.experts.num_moves if stats.experts else 0,
-    ),
-    "grammars_compiled_total": ("Grammars of structured outputs compiled.", lambda stats: stats.num_grammars_compiled),
-    "grammars_refused_total": ("Grammars that could not be compiled.", lambda stats: stats.num_grammars_refused),
-    "grammar_cache_hits_total": ("Grammars that were found compiled.", lambda stats: stats.num_grammar_hits),
-    "grammar_compile_seconds_total": ("Seconds spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
-}
-MAIL_COUNTERS: dict[str, tuple[str, Callable[[MessageCounters], float]]] = {
-    "engine_messages_malformed_total": (
-        "Messages of gateways that could not be read: dropped.",
-        lambda mail: mail.malformed_messages,
-    ),
-    "engine_messages_stale_total": (
-        "Messages of gateways that came too late: dropped.",
-        lambda mail: mail.stale_messages,
-    ),
-    "engine_messages_unsent_total": ("Messages to gateways that were gone.", lambda mail: mail.undeliverable_messages),
-}
 CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
     "gateway_messages_malformed_total": (
         "Messages of engines that could not be read.",
@@ -120,61 +42,6 @@ CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
         lambda counters: counters.block_gaps,
     ),
 }
-HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "kv_leases_held": ("Tickets whose blocks wait for a decode engine.", lambda stats: stats.leases_held),
-    "kv_receives_active": ("Hand-offs that are being received.", lambda stats: stats.receives_active),
-    "kv_buffer_blocks": ("Blocks on their way through the memory of a host.", lambda stats: stats.buffer_blocks),
-    "kv_peers_ready": ("Engines whose blocks can be read.", lambda stats: stats.peers_ready),
-    "kv_slow_peers": (
-        "Engines whose GPU memory is read slowly, probably through TCP.",
-        lambda stats: sum(lane.is_slow for lane in stats.lanes),
-    ),
-}
-HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "kv_transfer_bytes_total": ("Bytes read from peers.", lambda stats: stats.bytes_read),
-    "kv_transfer_descriptors_total": ("Ranges of memory read from peers.", lambda stats: stats.descriptors_read),
-    "kv_blocks_read_early_total": ("Blocks read while prefill still ran.", lambda stats: stats.blocks_read_early),
-    "kv_transfer_seconds_total": ("Seconds of received hand-offs, summed.", lambda stats: stats.receive_seconds),
-    "kv_buffer_refusals_total": ("Prompts that had no room in the host buffer.", lambda stats: stats.buffer_refusals),
-    "kv_read_fallbacks_total": (
-        "Reads that failed in one way and were begun again in another.",
-        lambda stats: stats.reads_fallen_back,
-    ),
-    "kv_messages_stale_total": (
-        "Messages about hand-offs of another epoch, or too late: dropped.",
-        lambda stats: stats.messages_stale,
-    ),
-    "kv_messages_malformed_total": (
-        "Messages about hand-offs that could not be read: dropped.",
-        lambda stats: stats.messages_malformed,
-    ),
-    "kv_messages_unsent_total": (
-        "Messages about hand-offs to peers that were gone.",
-        lambda stats: stats.messages_unsent,
-    ),
-}
-HANDOFF_OUTCOMES: dict[str, tuple[str, Callable[[TransferStats], dict[str, int]]]] = {
-    "kv_tickets_total": ("Tickets given out, by how they ended.", lambda stats: _zeros(OfferOutcome) | stats.offers),
-    "kv_receives_total": ("Tickets taken, by how they ended.", lambda stats: _zeros(ReceiveOutcome) | stats.receives),
-}
-TIER_COUNTERS: dict[str, tuple[str, Callable[[TierStats], float]]] = {
-    "kv_tier_hits_total": ("Blocks that were found in a tier and asked for.", lambda stats: stats.hits),
-    "kv_tier_misses_total": ("Full blocks of prompts that no tier had.", lambda stats: stats.misses),
-    "kv_tier_restored_tokens_total": ("Tokens that came out of a tier.", lambda stats: stats.restored_tokens),
-    "kv_tier_written_bytes_total": ("Bytes written into tiers.", lambda stats: stats.written_bytes),
-    "kv_tier_evictions_total": ("Blocks that no tier had room for.", lambda stats: stats.evictions),
-}
-TIER_BLOCKS: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
-    "kv_tier_blocks": ("Blocks that a tier keeps.", lambda stats: stats.blocks),
-}
-TIER_FAILURES: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
-    "kv_tier_failures_total": (
-        "Blocks that a tier lost, by reason.",
-        lambda stats: (
-            _zeros([*Loss, "slow"]) | stats.failures
-        ),  # "slow" is counted by the engine, which waited no longer
-    ),
-}
 
 
 class GatewayMetrics:
@@ -184,10 +51,9 @@ class GatewayMetrics:
         self,
         model_id: str,
         engines: Callable[[], Sequence[EngineView]],
-        listed: Callable[[], DirectorySnapshot],
         counters: Callable[[], ClientCounters] = ClientCounters,
     ) -> None:
-        registry = self._registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
             metric = Histogram(f"baton_{name}", help, ["model_name"], registry=registry, buckets=buckets)
@@ -229,24 +95,22 @@ class GatewayMetrics:
         )
         self.circuits_opened = counter("circuits_opened_total", "Engines and pairs that failed too often.", ["kind"])
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
-        self.resumed = counter(
-            "streams_resumed_total", "Streams that were resumed after a part had come from another gateway."
-        )
+        self.resumed = counter("streams_resumed_total", "Streams resumed after a part had come from another gateway.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
-        for status in STREAM_ERRORS:  # see `_zeros`
+        for status in STREAM_ERRORS:  # a rate begins with the second value of a series
             self.stream_errors.labels(status)
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
+        help = "1 while `user_config` has settings that this gateway refused: those of before hold."
+        self.settings_refused = Gauge("baton_gateway_settings_refused", help, registry=registry)
         self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)
         self._bodies = counter("large_bodies_total", "Bodies read in a process of their own, by outcome.", ["outcome"])
-        for outcome in BODY_OUTCOMES:  # see `_zeros`
+        for outcome in BODY_OUTCOMES:
             self._bodies.labels(outcome)
         self._memory = Gauge(
             "baton_request_memory_bytes", "Bytes of bodies and prompts that requests hold.", registry=registry
         )
-        registry.register(_EngineCollector(model_id, engines))
-        registry.register(_ClientCollector(counters))
-        registry.register(_DirectoryCollector(listed))
+        registry.register(_ClientCollector(engines, counters))
 
     def count_body(self, outcome: str) -> None:
         """Count a large body by the outcome of reading it in another process."""
@@ -283,54 +147,8 @@ class GatewayMetrics:
         )
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-
-class _EngineCollector(Collector):
-    """Collects the engines' newest statistics at each scrape."""
-
-    def __init__(self, model_id: str, engines: Callable[[], Sequence[EngineView]]) -> None:
-        self._model_id = model_id
-        self._engines = engines
-
-    def collect(self) -> Iterator[Metric]:
-        engines = self._engines()
-        alive = GaugeMetricFamily("baton_engines", "Engines that this gateway reaches.", labels=["role"])
-        for role in sorted({view.record.role for view in engines}):
-            alive.add_metric([role], sum(view.record.role is role for view in engines))
-        yield alive
-        stats = [(self._labels(view), view.stats) for view in engines if view.stats is not None]
-        transfers = [(self._labels(view), view.transfers) for view in engines if view.transfers is not None]
-        yield from _families(GaugeMetricFamily, ENGINE_GAUGES, stats)
-        yield from _families(CounterMetricFamily, ENGINE_COUNTERS, stats)
-        mail = [(self._labels(view), view.mail) for view in engines if view.mail is not None]
-        yield from _families(CounterMetricFamily, MAIL_COUNTERS, mail)
-        yield from _families(GaugeMetricFamily, HANDOFF_GAUGES, transfers)
-        yield from _families(CounterMetricFamily, HANDOFF_COUNTERS, transfers)
-        yield from _labelled(CounterMetricFamily, HANDOFF_OUTCOMES, "outcome", transfers)
-        yield _lanes(transfers)
-        tiers = [(labels, its_stats.tiers) for labels, its_stats in stats if its_stats.tiers is not None]
-        yield from _families(CounterMetricFamily, TIER_COUNTERS, tiers)
-        yield from _labelled(GaugeMetricFamily, TIER_BLOCKS, "tier", tiers)
-        yield from _labelled(CounterMetricFamily, TIER_FAILURES, "reason", tiers)
-
-    def _labels(self, view: EngineView) -> list[str]:
-        return [self._model_id, view.record.engine_id, view.record.role]
-
-
-def _lanes(transfers: Iterable[tuple[list[str], TransferStats]]) -> Metric:
-    labels = ["model_name", "engine", "role", "peer", "transport"]
-    family = GaugeMetricFamily(
-        "baton_kv_peer_bytes_per_second",
-        "Bytes per second from a peer lately; before its first blocks, as measured at pairing.",
-        labels=labels,
-    )
-    for own, stats in transfers:
-        for lane in stats.lanes:
-            if lane.bytes_per_s is not None:
-                family.add_metric([*own, lane.engine_id, lane.transport], lane.bytes_per_s)
-    return family
+        """Return this gateway's metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
 
 def _sum(metric: Counter | Gauge) -> float:
@@ -347,56 +165,16 @@ def _counts(histogram: Histogram) -> tuple[float, ...]:
 
 
 class _ClientCollector(Collector):
-    """Collects counters of the gateway's own connections to engines."""
+    """Collects the numbers of the gateway's own connections to engines."""
 
-    def __init__(self, counters: Callable[[], ClientCounters]) -> None:
-        self._counters = counters
+    def __init__(self, engines: Callable[[], Sequence[EngineView]], counters: Callable[[], ClientCounters]) -> None:
+        self._engines, self._counters = engines, counters
 
     def collect(self) -> Iterator[Metric]:
+        alive = GaugeMetricFamily("baton_engines", "Engines that this gateway reaches.", labels=["role"])
+        for role, count in sorted(CountOf(view.record.role for view in self._engines()).items()):
+            alive.add_metric([role], count)
+        yield alive
         counters = self._counters()
         for name, (help, value) in CLIENT_COUNTERS.items():
             yield CounterMetricFamily(f"baton_{name}", help, value(counters))
-
-
-class _DirectoryCollector(Collector):
-    """Collects counters of the directory; all gateways show the same."""
-
-    def __init__(self, listed: Callable[[], DirectorySnapshot]) -> None:
-        self._listed = listed
-
-    def collect(self) -> Iterator[Metric]:
-        drains = self._listed().drains
-        yield CounterMetricFamily("baton_drains_total", "Groups of engines that drained.", drains.groups)
-        yield CounterMetricFamily("baton_drain_seconds_total", "Seconds that drains took, summed.", drains.seconds)
-        help = "Requests that went on elsewhere when the drain's time was over."
-        yield CounterMetricFamily("baton_drain_handed_over_total", help, drains.handed_over)
-        help = "Gateways and groups of engines without heartbeats that were kept, since their processes ran."
-        yield CounterMetricFamily("baton_members_kept_total", help, self._listed().num_kept)
-
-
-def _labelled(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    metrics: dict[str, tuple[str, Callable[[StatsT], dict[str, int]]]],
-    label: str,
-    engines: Sequence[tuple[list[str], StatsT]],
-) -> Iterator[Metric]:
-    """Yield one family for each metric, with a sample for each engine and label value."""
-    for name, (help, values) in metrics.items():
-        family = kind(f"baton_{name}", help, labels=[*ENGINE_LABELS, label])
-        for own, stats in engines:
-            for value, count in values(stats).items():
-                family.add_metric(own + [value], count)  # noqa: RUF005 - mypy loses the type of what is unpacked here
-        yield family
-
-
-def _families(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    metrics: dict[str, tuple[str, Callable[[StatsT], float]]],
-    engines: Sequence[tuple[list[str], StatsT]],
-) -> Iterator[Metric]:
-    """Yield one family for each metric, with a sample for each engine."""
-    for name, (help, value) in metrics.items():
-        family = kind(f"baton_{name}", help, labels=ENGINE_LABELS)
-        for labels, stats in engines:
-            family.add_metric(labels, value(stats))
-        yield family

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.models import load_config
 from baton.engine.text import Tokenizer
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -35,7 +35,7 @@ class ServedModel:
 
         Raises `ModelError` or `TokenizerError` for a folder that is not a checkpoint.
         """
-        config = ModelConfig.from_folder(folder, max_model_len=max_model_len, load_format="dummy")
+        config = load_config(folder, max_model_len=max_model_len, load_format="dummy")
         said = {name: getattr(config.generation, name) for name in DEFAULTED}
         return cls(
             model_id=model_id or Path(folder).name,

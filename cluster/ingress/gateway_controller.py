@@ -3,6 +3,9 @@
     directory ── snapshots ──> GatewayController ── starts, replaces, ends ──> GatewayActor, one a placement
                                (Serve, one replica)
 
+Serve's `user_config` comes to the controller, which gives it to each gateway. Where it changes what a gateway keeps
+from its start on, the controller replaces them, one after the other.
+
 Gateways outlive their controller: when it dies they go on, and its successor finds them by their names. They end with
 the application, or when their placement has not been needed for `UNNEEDED_S`.
 """
@@ -15,7 +18,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +31,7 @@ from baton.cluster.contracts import DirectorySnapshot, GatewayRecord
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.membership.directory_client import DirectoryClient, keep_app_alive
-from baton.cluster.spec import load_spec
+from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec, with_user_config
 
 from .gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
 from .gateway_server import GatewayLaunch, GatewayServer, digest
@@ -61,6 +64,12 @@ class GatewayActor:
                 self._server = server
         return self._server.record
 
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Do as `GatewayServer.reconfigure` says."""
+        async with self._starting:
+            server = self._running
+        await server.reconfigure(user_config)
+
     async def run(self) -> None:
         """Return when the gateway has ended."""
         async with self._starting:  # the directory lists a gateway, and calls this, before it serves
@@ -90,6 +99,7 @@ class RunningGateway:
     run: asyncio.Future[None]
     needed_at_s: float = field(default_factory=time.monotonic)
     unlisted_at_s: float = math.inf  # when the directory ceased to list it
+    user_config: Mapping[str, Any] | None = None  # that it was told last; None: not by this controller
 
     def update_listing(self, listed: Container[str], now_s: float) -> None:
         """Note whether a newer snapshot of the directory lists it."""
@@ -127,14 +137,40 @@ class GatewayController:
 
     async def __init__(self, args: dict[str, Any], engines: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits constructors
         """`engines`: handles of the fleets' deployments, which Serve deploys because they are arguments here."""
-        spec = load_spec(args)
-        self._args, self._gateway = args, spec.gateway
-        self._version = digest(args)
-        self._mode = spec.load_balancing
+        self._args = args
         self._app = serve.get_replica_context().app_name
+        self._tasks: list[asyncio.Task[None]] = []  # none before the first `reconfigure`
+        self._ports = PortAllocator(0)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Begin to keep gateways with these settings, or give them to those that run.
+
+        Wrong ones change nothing, but for the first: raises `InvalidSpec`.
+        """
+        try:
+            spec = await asyncio.to_thread(load_spec, with_user_config(self._args, user_config))
+        except InvalidSpec as error:
+            if not self._tasks:
+                raise
+            logger.error("new settings were refused, and those of before hold: %s", error)
+            for gateway in self._gateways.values():  # whose metrics say it, too
+                with contextlib.suppress(ray.exceptions.RayError):
+                    await gateway.actor.reconfigure.remote(user_config)
+            return
+        has_begun = bool(self._tasks)
+        if spec.gateway.port != self._ports.first:
+            self._ports = PortAllocator(spec.gateway.port)
+        self._user_config, self._gateway = user_config, spec.gateway
+        self._version = digest(self._args, spec)
+        if has_begun:
+            self._changed.set()
+        else:
+            await self._begin(spec)
+
+    async def _begin(self, spec: FleetSpec) -> None:
         configure(spec.logging, "keeper", f"keeper-{self._app}")
+        self._mode = spec.load_balancing
         self._directory = DirectoryClient(self._app)
-        self._ports = PortAllocator(spec.gateway.port)
         self._gateways: dict[str, RunningGateway] = {}
         self._placements: dict[str, GatewayPlacement] = {}
         self._snapshot = await self._directory.watch(-1)
@@ -209,13 +245,27 @@ class GatewayController:
                 await self._start(placement)
             case Action.END if gateway is not None:
                 await self._end(gateway)
+            case Action.NOTHING if gateway is not None and gateway.user_config != self._user_config:
+                await self._configure(gateway)
+
+    async def _configure(self, gateway: RunningGateway) -> None:
+        """Give a gateway the newest settings. Where that fails it is tried again."""
+        user_config = self._user_config
+        try:
+            await asyncio.wait_for(gateway.actor.reconfigure.remote(user_config), START_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("%s has not taken new settings: %s", gateway.record.identity, type(error).__name__)
+        else:
+            gateway.user_config = user_config
 
     def _actor_name(self, placement: GatewayPlacement) -> str:
         return f"baton-gateway:{self._app}:{placement.name}"
 
     async def _start(self, placement: GatewayPlacement) -> None:
-        port = self._ports.port_of(placement)
-        launch = GatewayLaunch(self._app, self._args, placement.reach, placement.node_id, placement.node_ip, port)
+        port, user_config = self._ports.port_of(placement), self._user_config
+        launch = GatewayLaunch(
+            self._app, self._args, placement.reach, placement.node_id, placement.node_ip, port, user_config
+        )
         actor_class: Any = ray.remote(GatewayActor)
         actor = actor_class.options(
             name=self._actor_name(placement),
@@ -235,7 +285,8 @@ class GatewayController:
             ray.kill(actor)
             return
         logger.info("gateway %s at port %d of %s: %s", record.identity, record.port, record.node_ip, placement.name)
-        self._gateways[placement.name] = RunningGateway(actor, record, asyncio.ensure_future(actor.run.remote()))
+        run = asyncio.ensure_future(actor.run.remote())
+        self._gateways[placement.name] = RunningGateway(actor, record, run, user_config=user_config)
 
     async def _end(self, gateway: RunningGateway) -> None:
         longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + SILENT_S
@@ -249,7 +300,7 @@ class GatewayController:
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", []):
             task.cancel()
-        if hasattr(self, "_tasks") and await asyncio.to_thread(_is_being_deleted, self._app):
+        if getattr(self, "_tasks", []) and await asyncio.to_thread(_is_being_deleted, self._app):
             await asyncio.gather(*map(self._end, self._gateways.values()))
 
 

@@ -39,7 +39,7 @@ class PortAllocator:
     """Gives out `first`, `first + 1`, ... to the gateways of one machine; each machine has the same ports to give."""
 
     def __init__(self, first: int) -> None:
-        self._first = first
+        self.first = first
         self._taken: dict[str, dict[int, str]] = defaultdict(dict)  # by machine: port to placement
 
     def port_of(self, placement: GatewayPlacement) -> int:
@@ -47,7 +47,7 @@ class PortAllocator:
         taken = self._taken[placement.node_ip]
         port = next((port for port, name in taken.items() if name == placement.name), None)
         if port is None:
-            port = self._first
+            port = self.first
             while port in taken:
                 port += 1
             taken[port] = placement.name

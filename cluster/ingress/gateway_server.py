@@ -3,6 +3,8 @@
 SERVING ──drain──> ANNOUNCED   /health is 503, requests are taken     drain_s
                        └─────> CLOSING   the port is closed (acceptor.py), open answers go on     drain_timeout_s
                                   └────> ENDED
+
+While it serves, `reconfigure` changes its settings: all that are given, or none where one of them is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,7 +27,8 @@ from ray.actor import ActorHandle
 from baton.cluster.contracts import GatewayRecord, Reach
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.gateway.api.body_service import BodyService
-from baton.cluster.gateway.app import create_app
+from baton.cluster.gateway.api_keys import InvalidKeys
+from baton.cluster.gateway.app import create_app, reconfigure_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.model import ServedModel
@@ -33,7 +36,8 @@ from baton.cluster.gateway.tracing import RequestSpans
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import DirectoryClient, HeartbeatThread
 from baton.cluster.membership.member_probe import ProbeSocket
-from baton.cluster.spec import FleetSpec, load_spec
+from baton.cluster.process_metrics import ApplicationMetrics, MetricsExporter, collect
+from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec, with_user_config
 from baton.engine.net.curve import ClusterKey
 
 from .http_server import HttpServer, RefusalCounter, listen, raise_descriptor_limit
@@ -52,7 +56,18 @@ class GatewayLaunch:
     reach: Reach
     node_id: str
     node_ip: str
-    port: int
+    port: int = 0  # 0: that of the settings
+    user_config: Mapping[str, Any] = field(default_factory=dict)  # as `with_user_config` takes it
+
+    def spec(self, user_config: Mapping[str, Any]) -> FleetSpec:
+        """Return the application with this `user_config`. Raises `InvalidSpec`, also for a wrong file of API keys."""
+        spec = load_spec(with_user_config(self.args, user_config))
+        spec.gateway.keys()
+        return spec
+
+
+class MustRestart(RuntimeError):
+    """Settings have changed that a gateway keeps from its start on: another one has to take its place."""
 
 
 class GatewayServer:
@@ -64,11 +79,14 @@ class GatewayServer:
         Raises `OSError` where another program has the port, `InvalidSpec` for an application that cannot work,
         `TraceExporterError` where the environment asks for traces that nothing can send.
         """
-        self._spec = load_spec(launch.args)
+        self._launch = launch
+        self._spec = launch.spec(launch.user_config)
+        self._changing = asyncio.Lock()
         self._directory = DirectoryClient(launch.app)
         self._actor = actor
         self._reach = launch.reach
-        self._listener = listen(self._spec.gateway.host, launch.port, share=share_port)
+        port = launch.port or self._spec.gateway.port
+        self._listener = listen(self._spec.gateway.host, port, share=share_port)
         self._life = ProbeSocket(launch.node_ip)
         self.record = GatewayRecord(
             identity=f"gateway-{secrets.token_hex(6)}",
@@ -76,9 +94,9 @@ class GatewayServer:
             node_ip=launch.node_ip,
             pid=os.getpid(),
             host=self._spec.gateway.host,
-            port=launch.port,
+            port=port,
             reach=launch.reach,
-            application=digest(launch.args),
+            application=digest(launch.args, self._spec),
             life_address=self._life.address,
             scaling=self._spec.scale_plan,
         )
@@ -93,7 +111,7 @@ class GatewayServer:
         self._heartbeats.start()  # the start may take longer than the directory waits for a heartbeat
         try:
             app = await self._open(key)
-            self.record = msgspec.structs.replace(self.record, is_serving=True)
+            self.record = msgspec.structs.replace(self.record, is_serving=True, metrics_address=self._exporter.address)
             await self._register(self._directory)
             return app
         except BaseException:
@@ -103,26 +121,34 @@ class GatewayServer:
     async def _open(self, key: ClusterKey) -> FastAPI:
         spec, identity = self._spec, self.record.identity
         settings, drain = spec.gateway.settings(identity), Drain()
-        silence_s = settings.engine_silence_s
-        self._client = ZmqEngineClient(self._directory, key, identity, self._reach, silence_s=silence_s)
+        self._client = ZmqEngineClient(
+            self._directory,
+            key,
+            identity,
+            self._reach,
+            silence_s=settings.engine_silence_s,
+            queue=settings.queue_limits.bound,
+        )
         await self._client.start()
         model = await asyncio.to_thread(_served_model, spec)
         client = self._client
-        self._metrics = GatewayMetrics(model.model_id, client.engines, client.listed, client.counters)
+        self._metrics = GatewayMetrics(model.model_id, client.engines, client.counters)
+        self._export_metrics(key)
         self._bodies = BodyService(model, settings, self._metrics)
         await self._bodies.processes.start()
-        app = create_app(
+        self._app = create_app(
             self._client,
             model,
             settings,
             drain,
             self._metrics,
             self._bodies,
+            scrape=self._scraped.render,
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
         )
         self._http = HttpServer(
-            app,
+            self._app,
             drain,
             drain_s=settings.drain_s,
             drain_timeout_s=settings.drain_timeout_s,
@@ -131,14 +157,64 @@ class GatewayServer:
         )
         self._http.start(self._listener)
         self._reports = asyncio.create_task(self._report()) if self.record.scaling else None
-        return app
+        return self._app
+
+    def _export_metrics(self, key: ClusterKey) -> None:
+        """Begin to answer other gateways' scrapes, and get ready to ask all processes."""
+        registry, labels = self._metrics.registry, {"gateway": self.record.identity}
+        self._exporter = MetricsExporter(registry, host=self.record.node_ip, key=key, labels=labels)
+        self._exporter.start()
+        self._scraped = ApplicationMetrics(
+            lambda: collect(registry, labels),
+            identity=self.record.identity,
+            node_id=self.record.node_id,
+            listed=self._client.listed,
+            key=key,
+        )
 
     async def _report(self) -> None:
-        """Report this gateway's load to the autoscaler."""
+        """Report this gateway's load to the autoscaler, and its targets where they have changed."""
+        told = self.record.scaling
         while True:
             with contextlib.suppress(ray.exceptions.RayError):  # the next report holds all that this one did
+                if told != (plan := self.record.scaling):
+                    await self._register(self._directory)
+                    told = plan
                 await self._directory.call("report_gateway", self.record.identity, self._metrics.load())
             await asyncio.sleep(REPORT_S)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take other settings from now on. See `reconfigure_app` for what requests that have begun make of them.
+
+        Where one is wrong, all of them are refused: the log says why, and a metric that some were. Raises `MustRestart`
+        where one cannot change while the gateway runs; then nothing has changed either.
+        """
+        async with self._changing:
+            try:
+                spec = await asyncio.to_thread(self._launch.spec, user_config)
+                if kept := [
+                    name for name, value in spec.gateway.fixed.items() if value != self._spec.gateway.fixed[name]
+                ]:
+                    raise MustRestart(f"gateways start anew for another {', '.join(kept)}")
+                self._apply(spec)
+            except (InvalidSpec, InvalidKeys) as error:
+                self._metrics.settings_refused.set(1)
+                logger.error("new settings were refused, and those of before hold: %s", error)
+            else:
+                self._metrics.settings_refused.set(0)
+
+    def _apply(self, spec: FleetSpec) -> None:
+        """Make the settings of `spec` hold. Raises `InvalidKeys`; then nothing has changed."""
+        settings = spec.gateway.settings(self.record.identity)
+        reconfigure_app(self._app, settings)
+        self._client.queue = settings.queue_limits.bound
+        self._http.reconfigure(settings.drain_s, settings.drain_timeout_s)
+        if settings.max_inflight_requests > self._spec.gateway.max_inflight_requests:
+            raise_descriptor_limit(settings.max_inflight_requests)  # warns where connections will be fewer
+        self.record = msgspec.structs.replace(self.record, scaling=spec.scale_plan)
+        if spec.gateway != self._spec.gateway or spec.autoscaling != self._spec.autoscaling:
+            logger.info("new settings hold: %s", ", ".join(_changed(self._spec, spec)))
+        self._spec = spec
 
     def check(self) -> None:
         """Check that the gateway serves and sends heartbeats. Raises `RuntimeError` where it does not."""
@@ -162,15 +238,31 @@ class GatewayServer:
             await asyncio.to_thread(self._spans.close)
         with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
             await self._directory.call("leave", self.record.identity)
+        await self._exporter.close()  # which a scrape asks as long as it is listed
+        self._scraped.close()
         self._life.close()
 
     async def _register(self, directory: DirectoryClient) -> None:
         await directory.call("register_gateway", self.record, self._actor)
 
 
-def digest(args: Mapping[str, Any]) -> str:
-    """Return a digest of a gateway's arguments."""
-    return hashlib.blake2b(msgspec.json.encode(args, order="sorted"), digest_size=8).hexdigest()
+def digest(args: Mapping[str, Any], spec: FleetSpec) -> str:
+    """Return a digest of what a gateway keeps from its start on: the arguments, and what cannot change in place."""
+    kept = [args, spec.gateway.fixed]
+    return hashlib.blake2b(msgspec.json.encode(kept, order="sorted"), digest_size=8).hexdigest()
+
+
+def _changed(old: FleetSpec, new: FleetSpec) -> list[str]:
+    """Return the names of the settings that differ; no values, which may be API keys."""
+    names = [f"gateway.{name}" for name in type(new.gateway).model_fields if _differ(old.gateway, new.gateway, name)]
+    if new.autoscaling is not None:
+        fields = type(new.autoscaling).model_fields
+        names += [f"autoscaling.{name}" for name in fields if _differ(old.autoscaling, new.autoscaling, name)]
+    return names
+
+
+def _differ(old: object, new: object, name: str) -> bool:
+    return bool(getattr(old, name) != getattr(new, name))
 
 
 def _served_model(spec: FleetSpec) -> ServedModel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import resource
@@ -70,12 +71,19 @@ class HttpServer:
             log_level="error",  # malformed requests are logged by `RefusalCounter`
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            timeout_graceful_shutdown=_whole_seconds(drain_timeout_s),
         )
         self._server = _Server(config, descriptors)
         self._serving: asyncio.Task[None] | None = None
 
+    def reconfigure(self, drain_s: float, drain_timeout_s: float) -> None:
+        """Take other times for the next drain."""
+        self._drain_s = drain_s
+        self._server.config.timeout_graceful_shutdown = _whole_seconds(drain_timeout_s)
+
     def start(self, listener: socket.socket) -> None:
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through it again took tens of milliseconds under long answers
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     @property
@@ -94,6 +102,10 @@ class HttpServer:
             await asyncio.sleep(self._drain_s)
             self._server.should_exit = True
         await self.ended()
+
+
+def _whole_seconds(seconds: float) -> int:
+    return max(1, round(seconds))
 
 
 class _Server(uvicorn.Server):

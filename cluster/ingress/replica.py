@@ -2,54 +2,80 @@
 
 It listens at a port of its own, which several on one machine share: the kernel spreads connections over them
 (SO_REUSEPORT). It also answers behind Serve's proxy where one runs.
+
+Serve constructs it, and then calls `reconfigure` with the `user_config` of the deployment, and again whenever that
+changes. It starts with the first call: its port is not open before API keys in `user_config` hold.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
 
 from baton.cluster.contracts import Reach
-from baton.cluster.spec import load_spec
 
 from .gateway_server import GatewayLaunch, GatewayServer
 from .handle_calls import CHAT, COMPLETIONS, RESPONSES, call, stream
 
-_app: FastAPI | None = None  # of this process; Serve asks for it after the constructor
+_app: FastAPI | None = None  # of this process
 
 
 def _app_of_this_process() -> FastAPI:
-    assert _app is not None, "Serve asks for the app once the gateway is constructed"
+    assert _app is not None, "Serve sends no request before the gateway has started"
     return _app
 
 
-@serve.ingress(_app_of_this_process)
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    await _app_of_this_process()(scope, receive, send)
+
+
+def app_behind_proxy() -> Starlette:
+    """Return what answers behind Serve's proxy, which asks for it before the gateway has started."""
+    return Starlette(routes=[Mount("/", _answer)])
+
+
+@serve.ingress(app_behind_proxy)
 class GatewayReplica:
     """Serve's replica of one gateway."""
 
     async def __init__(self, args: dict[str, Any], engines: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits constructors
         """`engines`: handles of the fleets' deployments, which Serve deploys because they are arguments here."""
-        global _app
-        launch = GatewayLaunch(
+        self._launch = GatewayLaunch(
             app=serve.get_replica_context().app_name,
             args=args,
             reach=Reach(),
             node_id=ray.get_runtime_context().get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
-            port=load_spec(args).gateway.port,
         )
-        self._server = GatewayServer(launch, share_port=True)
-        _app = await self._server.start()
-        self._started = True
+        self._server: GatewayServer | None = None
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Start the gateway, or change the settings of one that runs: see `GatewayServer.reconfigure`.
+
+        Raises `InvalidSpec` for wrong settings at the start, and `MustRestart`: Serve then ends this replica in order,
+        and starts another one.
+        """
+        global _app
+        if self._server is not None:
+            await self._server.reconfigure(user_config)
+            return
+        server = GatewayServer(dataclasses.replace(self._launch, user_config=user_config), share_port=True)
+        _app = await server.start()
+        self._server = server
 
     async def check_health(self) -> None:
         """Answer Serve. Raises where the gateway's own port is served no more, or its heartbeats have ended."""
-        self._server.check()
+        if self._server is not None:
+            self._server.check()
 
     async def chat(self, body: Mapping[str, Any], api_key: str = "") -> dict[str, Any]:
         """Answer as POST /v1/chat/completions does. Raises `CallFailed`. See `handle_calls.py` for all calls."""
@@ -84,5 +110,5 @@ class GatewayReplica:
                 yield event
 
     async def __del__(self) -> None:
-        if hasattr(self, "_started"):
+        if self._server is not None:
             await self._server.drain()

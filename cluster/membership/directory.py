@@ -21,17 +21,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import ray
 from ray.actor import ActorHandle
 
 from baton.cluster.autoscaling.load import GatewayLoad
-from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
 from baton.cluster.logs import LogSettings, configure
+from baton.cluster.process_metrics import MetricsExporter
 from baton.engine.net.curve import ClusterKey
 
 from .member_probe import BUSY_S, MISSED_AFTER_S, ProcessState, probe_all
-from .members import Membership, Standing
+from .members import DirectoryMetrics, Membership, Standing
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Directory:
 
     async def __init__(self, key: ClusterKey) -> None:  # type: ignore[misc]  # Ray awaits constructors
         self._key = key
+        self._name = ray.get_runtime_context().get_actor_name() or "directory"
         self._log_as(LogSettings())
         # Wall-clock milliseconds: a restarted directory gives out no version that the last one gave out.
         self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
@@ -60,6 +63,8 @@ class Directory:
         self._complete_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
         self._app_liveness = AppLiveness(time.monotonic)
         self._scaler: Scaler | None = None
+        self._exporter = MetricsExporter(DirectoryMetrics(self._members), host=ray.util.get_node_ip_address(), key=key)
+        self._exporter.start()
         self._tasks = [asyncio.create_task(self._check_members()), asyncio.create_task(self._scale())]
 
     async def cluster_key(self, logs: LogSettings) -> ClusterKey:
@@ -68,7 +73,7 @@ class Directory:
         return self._key
 
     def _log_as(self, settings: LogSettings) -> None:
-        configure(settings, "directory", ray.get_runtime_context().get_actor_name() or "directory")
+        configure(settings, "directory", self._name)
 
     async def register_group(self, group: EngineGroup, actor_names: list[str]) -> EngineGroup:
         """List the engines, with their ranks, until one of the actors ends. Registering twice changes nothing.
@@ -92,10 +97,7 @@ class Directory:
         if self._members.version != version:
             state = f"serves at port {record.port}" if record.is_serving else "is listed"
             logger.info("gateway %s (pid %d on %s) %s", record.identity, record.pid, record.node_ip, state)
-        if record.scaling is None:
-            self._scaler = None
-        elif self._scaler is None or self._scaler.plan != record.scaling:
-            self._scaler = Scaler(record.scaling)
+        self._scaler = scaler_for(record.scaling, self._scaler)
         if actor is not None:
             self._free_standing[record.identity] = actor
             self._watch(record.identity, None, f"gateway {record.identity} (pid {record.pid})", lambda: [actor])
@@ -161,7 +163,8 @@ class Directory:
                 await asyncio.wait_for(self._changed.wait(), deadline_s - time.monotonic())
             except TimeoutError:
                 break
-        return self._members.snapshot()
+        snapshot = self._members.snapshot()
+        return msgspec.structs.replace(snapshot, directory=self._name, metrics_address=self._exporter.address)
 
     async def end(self) -> None:
         """End what would outlive the application: gateways that are no Serve replicas, and this actor."""
@@ -221,7 +224,6 @@ class Directory:
             logger.warning(
                 "%s sends no heartbeats, but %s: it is kept for %.0f s", name, ProcessState.RUNS.value, BUSY_S
             )
-            self._announce()
 
     def _excuse_stall(self, stalled_s: float) -> None:
         """Leave out a time in which this process was stopped: the heartbeats that came meanwhile are read later."""

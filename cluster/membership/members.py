@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from baton.cluster.contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
 
@@ -173,7 +175,6 @@ class Membership:
             member.answered_s = now
         if is_new:
             self.num_kept += 1
-            self.version += 1
         return is_new
 
     def remove_silent(self) -> list[str]:
@@ -190,10 +191,26 @@ class Membership:
     def snapshot(self) -> DirectorySnapshot:
         engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
         gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
-        return DirectorySnapshot(self.version, engines, gateways, self.drains, self.num_kept)
+        return DirectorySnapshot(self.version, engines, gateways)
 
     def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
         """Yield all engines, each with the name of its group."""
         for name, member in self._members.items():
             if member.group is not None:
                 yield from ((name, engine) for engine in member.group.engines)
+
+
+class DirectoryMetrics(Collector):
+    """Collects what the directory counts."""
+
+    def __init__(self, members: Membership) -> None:
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        drains = self._members.drains
+        yield CounterMetricFamily("baton_drains_total", "Groups of engines that drained.", drains.groups)
+        yield CounterMetricFamily("baton_drain_seconds_total", "Seconds that drains took, summed.", drains.seconds)
+        help = "Requests that went on elsewhere when the drain's time was over."
+        yield CounterMetricFamily("baton_drain_handed_over_total", help, drains.handed_over)
+        help = "Gateways and groups of engines without heartbeats that were kept, since their processes ran."
+        yield CounterMetricFamily("baton_members_kept_total", help, self._members.num_kept)

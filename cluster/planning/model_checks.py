@@ -5,8 +5,10 @@ from __future__ import annotations
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import DTYPES, InvalidEngineConfig
-from baton.engine.hf_config.model_config import ModelConfig, ModelError
-from baton.engine.parallel.division import check_division
+from baton.engine.hf_config.errors import ModelError
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.models import load_config
+from baton.engine.startup.division import check_division
 
 
 def check_model(spec: FleetSpec) -> None:
@@ -27,7 +29,7 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
     Raises `ModelError` for a model that Baton cannot serve, `InvalidEngineConfig` where it cannot be divided.
     """
     config = spec.engine_config(role)
-    model = ModelConfig.from_folder(
+    model = load_config(
         spec.model,
         dtype=DTYPES[config.dtype] or "auto",
         max_model_len=config.max_model_len,
@@ -50,7 +52,7 @@ def check_model_files(spec: FleetSpec) -> None:
     problems = []
     try:
         if needs_weights(spec):
-            check_weights(ModelConfig.from_folder(spec.model))
+            check_weights(load_config(spec.model))
     except ModelError as error:
         problems.append(str(error))
     try:

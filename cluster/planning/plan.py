@@ -16,7 +16,8 @@ from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
-from baton.engine.hf_config.model_config import ModelConfig, ModelError
+from baton.engine.hf_config.errors import ModelError
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
 
@@ -273,7 +274,7 @@ def _note_what_is_slow(plan: Plan) -> None:
     nodes = {role: {rank.node for rank in plan.ranks if rank.role is role} for role in (Role.PREFILL, Role.DECODE)}
     on_gpus = any(fleet.role is Role.DECODE and fleet.device == "cuda" for fleet in plan.fleets)
     crosses_nodes = any(one != other for one in nodes[Role.PREFILL] for other in nodes[Role.DECODE])
-    if on_gpus and crosses_nodes and plan.spec.transfer_settings().transport == "ucx":
+    if on_gpus and crosses_nodes and plan.spec.transfer.transport == "ucx":
         plan.notes.append(
             f"transfer.transport ucx: the UCX of its package has no InfiniBand, so {THROUGH_TCP}; take nixl, or start "
             "Ray with RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true where the machines have a UCX of their own"

@@ -43,7 +43,7 @@ class HostNeeds:
 
 def needs_of_worker(spec: FleetSpec, role: Role, model: int) -> HostNeeds:
     """Return the needs of one worker; `model`: bytes of the model that are in the host's memory."""
-    tiers, transfer = spec.fleets.present[role].kv_tiers, spec.transfer_settings()
+    tiers, transfer = spec.fleets.present[role].kv_tiers, spec.transfer
     by_host = role is not Role.UNIFIED and transfer.buffer == "host"
     return HostNeeds(
         tiers=0 if tiers is None else tiers.host_bytes,

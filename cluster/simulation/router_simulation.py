@@ -97,19 +97,19 @@ class RouterSimulation:
         self._time = VirtualTime()
         self._policy = policy
         make_policy = (POLICIES | OF_TIERS)[policy]
-        self._gateways = [_Gateway(make_policy(number, self._time)) for number in range(fleets.num_gateways)]
+        self.gateways = [_Gateway(make_policy(number, self._time)) for number in range(fleets.num_gateways)]
         counts = {Role.UNIFIED: fleets.num_unified, Role.PREFILL: fleets.num_prefill, Role.DECODE: fleets.num_decode}
         config = make_config(fleets.num_blocks)
         self.network = VirtualNetwork(self._time, speed)
-        self._engines: list[VirtualEngine] = []
+        self.engines: list[VirtualEngine] = []
         for role in [role for role, count in counts.items() for _ in range(count)]:
-            record = make_record(len(self._engines), role, fleets.num_blocks, fleets.num_tier_blocks)
+            record = make_record(len(self.engines), role, fleets.num_blocks, fleets.num_tier_blocks)
             connector, tiers = VirtualConnector(record, self.network), self._tiers(fleets, speed)
             engine = VirtualEngine(record, config, self._time, speed, connector, self._on_output, tiers)
             if tiers is not None:
                 tiers.on_event = engine.wake
-            self._engines.append(engine)
-        self._served: dict[str, _RoutedRequest] = {}
+            self.engines.append(engine)
+        self.served: dict[str, _RoutedRequest] = {}
 
     def _tiers(self, fleets: SimulatedFleets, speed: Speed) -> VirtualTiers | None:
         if not fleets.num_tier_blocks:
@@ -123,29 +123,28 @@ class RouterSimulation:
         return self._report()
 
     def _arrive(self, index: int, arrival: RequestArrival) -> None:
-        number = index % len(self._gateways)
+        number = index % len(self.gateways)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
-        placement, hands_off = self._gateways[number].policy.reader(self._views(number), request)
+        placement, hands_off = self.gateways[number].policy.reader(self._views(number), request)
         request = msgspec.structs.replace(request, keep_kv=hands_off)
-        self._served[request.request_id] = _RoutedRequest(arrival, number, request, placement)
+        self.served[request.request_id] = _RoutedRequest(arrival, number, request, placement)
         self._send(request, number, placement)
 
     def _views(self, number: int) -> list[EngineView]:
-        outstanding = self._gateways[number].outstanding
-        return [engine.view(outstanding[engine.record.rank], number) for engine in self._engines]
+        outstanding = self.gateways[number].outstanding
+        return [engine.view(outstanding[engine.record.rank]) for engine in self.engines]
 
     def _send(self, request: EngineRequest, number: int, placement: Placement) -> None:
-        gateway, rank = self._gateways[number], placement.engine.rank
+        gateway, rank = self.gateways[number], placement.engine.rank
         gateway.policy.sent(placement)
         gateway.outstanding[rank] += 1
-        self._engines[rank].add(request)
+        self.engines[rank].add(request)
 
     def _on_output(self, output: EngineOutput) -> None:
-        served = self._served[output.request_id]
-        gateway, now_s = self._gateways[served.gateway], self._time()
+        served = self.served[output.request_id]
+        gateway, now_s = self.gateways[served.gateway], self._time()
         assert output.error is None, output.error
-        self._engines[served.placement.engine.rank].heard_by(served.gateway)
         if not served.first_s:
             served.first_s, served.num_cached = now_s, output.num_cached_tokens
             gateway.policy.read(served.placement)
@@ -164,7 +163,7 @@ class RouterSimulation:
             self._send(request, served.gateway, placement)
 
     def _report(self) -> SimulationReport:
-        served = list(self._served.values())
+        served = list(self.served.values())
         ttft_ms = [1e3 * (each.first_s - each.arrival.at_s) for each in served]
         tpot_ms = [
             1e3 * (each.last_s - each.first_s) / (each.arrival.output_tokens - 1)
@@ -173,7 +172,7 @@ class RouterSimulation:
         ]
         latency_ms = [1e3 * (each.last_s - each.arrival.at_s) for each in served]
         num_prompt_tokens = sum(len(each.arrival.prompt) for each in served)
-        work = [engine.prompt_tokens for engine in self._engines if engine.record.role is not Role.DECODE]
+        work = [engine.prompt_tokens for engine in self.engines if engine.record.role is not Role.DECODE]
         return SimulationReport(
             policy=self._policy,
             num_requests=len(served),
@@ -186,7 +185,7 @@ class RouterSimulation:
             latency_p99_ms=_p99(latency_ms),
             handed_off=statistics.fmean(each.handed_off for each in served),
             hit_rate=sum(each.num_cached for each in served) / num_prompt_tokens,
-            restored_rate=sum(engine.restored_tokens for engine in self._engines) / num_prompt_tokens,
+            restored_rate=sum(engine.restored_tokens for engine in self.engines) / num_prompt_tokens,
             imbalance=max(work) / statistics.fmean(work) if any(work) else 1.0,
         )
 

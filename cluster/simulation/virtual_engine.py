@@ -36,7 +36,7 @@ from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 from .traffic import VOCAB_SIZE
 
 KV_TOKEN_BYTES = 128 << 10  # of an 8B model
-STATUS_PERIOD_S = 0.25  # as `engines.status_publisher.STATS_PERIOD_S`
+STATUS_PERIOD_S = 0.05  # as `engines.status_publisher.STATUS_PERIOD_S`
 
 
 @dataclass(frozen=True)
@@ -198,10 +198,8 @@ class VirtualConnector:
 
 
 class VirtualEngine:
-    """One engine. Gateways know its last status.
-
-    All of them get it every `STATUS_PERIOD_S` while it works, and when work begins and ends; each of them gets it with
-    every token.
+    """One engine. Gateways know its last status, which they get every `STATUS_PERIOD_S` while it works, and when work
+    begins and ends.
     """
 
     def __init__(
@@ -225,8 +223,7 @@ class VirtualEngine:
         self._log = self._scheduler.tier_copies.block_log()
         self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
         self._cached.apply(self._log.snapshot())
-        self._stats = self._with_tokens = self._scheduler.stats()
-        self._heard: dict[int, EngineStats] = {}  # by gateways, since all were told
+        self._stats = self._scheduler.stats()
         self._told_at_s = 0.0
         self._busy = False
         connector.on_event, connector.on_measured = self.wake, self._tell_if_idle
@@ -241,14 +238,8 @@ class VirtualEngine:
         tiers = self._scheduler.stats().tiers
         return 0 if tiers is None else tiers.restored_tokens
 
-    def view(self, outstanding: int, gateway: int = 0) -> EngineView:
-        return EngineView(
-            self.record, self._heard.get(gateway, self._stats), outstanding, self._transfers, self._cached
-        )
-
-    def heard_by(self, gateway: int) -> None:
-        """Give a gateway the statistics that come with its tokens."""
-        self._heard[gateway] = self._with_tokens
+    def view(self, outstanding: int) -> EngineView:
+        return EngineView(self.record, self._stats, outstanding, self._transfers, self._cached)
 
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
@@ -277,7 +268,6 @@ class VirtualEngine:
 
     def _settle(self, plan: StepPlan) -> None:
         outputs = self._scheduler.settle(result_of(plan))
-        self._with_tokens = self._scheduler.stats()
         if self._time() - self._told_at_s >= STATUS_PERIOD_S:
             self._tell()
         for output in outputs:
@@ -292,7 +282,6 @@ class VirtualEngine:
     def _tell(self) -> None:
         self._told_at_s = self._time()
         self._stats = self._scheduler.stats()
-        self._heard.clear()
         self._transfers = self._connector.stats()
         if (changes := self._log.take()) is not None:
             self._cached.apply(changes)

@@ -1,14 +1,14 @@
 """The settings of an application: read from files, checked, and turned into requests to Ray and the engines."""
 
-from .application import NOT_AN_ENGINES, REPLICA_CPUS, Bundle, FleetSpec
+from .application import REPLICA_CPUS, Bundle, FleetSpec
+from .deployments import with_user_config
+from .errors import InvalidSpec
 from .files import DEFAULT_NAME, applications_in_file, has_model, load_spec, load_specs, read_mapping, specs_in_file
-from .parts import AutoscalingSpec, Fleet, GatewaySpec, KVTierSpec
+from .parts import AutoscalingSpec, Fleet, GatewaySpec
 from .ray_clusters import is_ray_cluster, load_ray_cluster
-from .validation_errors import InvalidSpec
 
 __all__ = [
     "DEFAULT_NAME",
-    "NOT_AN_ENGINES",
     "REPLICA_CPUS",
     "AutoscalingSpec",
     "Bundle",
@@ -16,7 +16,6 @@ __all__ = [
     "FleetSpec",
     "GatewaySpec",
     "InvalidSpec",
-    "KVTierSpec",
     "applications_in_file",
     "has_model",
     "is_ray_cluster",
@@ -25,4 +24,5 @@ __all__ = [
     "load_specs",
     "read_mapping",
     "specs_in_file",
+    "with_user_config",
 ]

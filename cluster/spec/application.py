@@ -22,12 +22,14 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
+from baton.cluster.gateway.settings import Change, change_of
+from baton.cluster.logs import LogSettings
 from baton.cluster.pluralize import pluralize
 from baton.engine.config import EngineConfig, InvalidEngineConfig
-from baton.kv_transfer.settings import InvalidTransferSettings, TransferSettings, parse_settings
+from baton.engine.strict_model import StrictModel
+from baton.kv_transfer.settings import TransferSettings
 
-from .parts import MAX_PORT, AutoscalingSpec, Fleets, GatewaySpec, LoggingSpec
-from .validation_errors import StrictModel, unknown_key
+from .parts import MAX_PORT, AutoscalingSpec, EngineSpec, Fleets, GatewaySpec
 
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
 MOST_WORKERS = 16_384  # of one application: each is a process with a device
@@ -38,13 +40,6 @@ Bundle = dict[str, float]  # Ray's resources by name
 # These decide the layout and the contents of KV blocks: engines that differ in one could not hand blocks to each other.
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
 
-# Arguments of a single engine that an application decides elsewhere.
-NOT_AN_ENGINES = {
-    "model": "all fleets serve one model; set the top-level `model`",
-    "tokenizer": "gateways tokenize, with the tokenizer in the model's folder",
-    "skip_tokenizer_init": "engines of an application load no tokenizer in any case",
-}
-
 
 class FleetSpec(StrictModel):
     """One application: a model, its gateways and its engines. Build it with `load_spec`, which words errors better."""
@@ -53,11 +48,11 @@ class FleetSpec(StrictModel):
     model_id: str = ""  # by which clients name it; by default the folder's name
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
-    engine: dict[str, Any] = {}
+    engine: EngineSpec = EngineSpec()
     fleets: Fleets
-    transfer: dict[str, Any] = {}
+    transfer: TransferSettings = TransferSettings()
     autoscaling: AutoscalingSpec | None = None
-    logging: LoggingSpec = LoggingSpec()
+    logging: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _scaling_has_bounds(self) -> Self:
@@ -92,7 +87,6 @@ class FleetSpec(StrictModel):
                 f"fleets: they have {self.num_workers} ranks in all, and may have {MOST_WORKERS}: give fewer replicas "
                 "or smaller groups (tensor_parallel_size, data_parallel_size)"
             )
-        self.transfer_settings()
         for role, config in configs.items():
             gpus = self.fleets.present[role].num_gpus
             if gpus is not None and config.world_size > 1 and gpus not in (0, 1):
@@ -133,6 +127,16 @@ class FleetSpec(StrictModel):
     @property
     def served_model_id(self) -> str:
         return self.model_id or Path(self.model).name
+
+    def engine_args(self) -> dict[str, Any]:
+        """Return the arguments of this application that its engines are started with: no limits of gateways, no
+        targets, no API keys.
+        """
+        parts = {"model", "model_id", "engine", "fleets", "transfer", "logging"}
+        args = self.model_dump(mode="json", exclude_unset=True, include=parts)
+        shared = {name for name in type(self.gateway).model_fields if change_of(type(self.gateway), name) is Change.ALL}
+        args["gateway"] = self.gateway.model_dump(mode="json", exclude_unset=True, include=shared)
+        return args if self.autoscaling is None else args | {"autoscaling": {}}
 
     @property
     def num_workers(self) -> int:
@@ -251,25 +255,11 @@ class FleetSpec(StrictModel):
         )
         return "\n".join(missing)
 
-    def transfer_settings(self) -> TransferSettings:
-        """Return the settings of hand-offs. Raises `ValueError` that names the setting."""
-        for name in self.transfer:
-            if name not in TransferSettings.__struct_fields__:
-                raise ValueError(f"transfer: {unknown_key(name, list(TransferSettings.__struct_fields__))}")
-        try:
-            return parse_settings(self.transfer)
-        except InvalidTransferSettings as error:
-            message, at, name = str(error).partition(" - at `$.")
-            raise ValueError(f"transfer.{name.rstrip('`')}: {message}" if at else f"transfer: {error}") from None
-
     def engine_config(self, role: Role) -> EngineConfig:
         """Return the arguments of one engine of this role. Raises `ValueError` that names the argument."""
-        own = self.fleets.present[role].engine
-        for where, args in (("engine", self.engine), (f"fleets.{role}.engine", own)):
-            for name, reason in NOT_AN_ENGINES.items():
-                if name in args:
-                    raise ValueError(f"{where}.{name}: {reason}")
+        given = self.engine.model_dump(exclude_unset=True)
+        own = self.fleets.present[role].engine.model_dump(exclude_unset=True)
         try:
-            return EngineConfig.from_args({**self.engine, **own, "model": self.model})
+            return EngineConfig.from_args({**given, **own, "model": self.model})
         except InvalidEngineConfig as error:
             raise ValueError(f"engine arguments of {role}: {error}") from None

@@ -1,7 +1,19 @@
-"""The `deployments` of an application in a Serve config file, with which Serve overrides options of our deployments.
+"""The `deployments` beside an application's `args` in a Serve config file: what can change while it runs.
 
-The number of replicas is a fleet's, and can so be changed while it serves (docs/operate/scaling.md). Anything else
-would undo what follows from `args`: where ranks are, how long they drain, what the autoscaler decides.
+Serve gives all deployments of an application one version, made of its `args`: whatever changes there replaces every
+engine and every gateway. What it finds in `deployments` it changes where it is:
+
+args: {gateway: {max_inflight_requests: 4096}, ...}
+deployments:
+  - name: gateway
+    user_config:                              # over the same names in `args`; see `Change` for each setting
+      gateway: {max_inflight_requests: 512}
+      autoscaling: {ttft_s: 0.5}
+    num_replicas: 3                           # Serve's options, with load balancing `internal`
+  - name: decode
+    num_replicas: 3                           # of a fleet that is not autoscaled
+
+Other options would undo what follows from `args`: where ranks are, how long they drain, what the autoscaler decides.
 """
 
 from __future__ import annotations
@@ -9,41 +21,110 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.cluster.contracts import Role
+from baton.cluster.contracts import LoadBalancing, Role
+from baton.cluster.gateway.settings import Change, change_of
+from baton.engine.strict_model import hint
 
-from .validation_errors import InvalidSpec, unknown_key
+from .errors import InvalidSpec
+from .parts import GatewaySpec
 
 GATEWAY = "gateway"
 SIZE = "num_replicas"
+USER_CONFIG = "user_config"
+ACTOR_OPTIONS = "ray_actor_options"
+SURGE = "max_surge_percent"
+GATEWAY_OPTIONS = (SIZE, USER_CONFIG, SURGE, ACTOR_OPTIONS)
+BOOKED = ("num_cpus", "resources")  # what `ray_actor_options` may hold
+SECTIONS = (GATEWAY, "autoscaling")  # of `args`, that `user_config` may hold
 INSTEAD = {  # settings in `args`; `{}`: the fleet or the gateways there
     "autoscaling_config": "give fleets.*.min_replicas and max_replicas, and `autoscaling`",
     "graceful_shutdown_timeout_s": "give {}.drain_timeout_s",
     "max_ongoing_requests": "give gateway.max_inflight_requests",
-    "max_surge_percent": "give {}.max_surge_percent",
+    SURGE: "give {}.max_surge_percent",
     "placement_group_bundles": "give {}.num_cpus and {}.resources",
-    "ray_actor_options": "give {}.num_cpus and {}.resources",
+    ACTOR_OPTIONS: "give {}.num_cpus and {}.resources",
 }
 
 
-def with_sizes_of(args: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the arguments with the sizes given in `deployments`. Raises `InvalidSpec` for options it must not change.
+def with_deployments(args: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments with what `deployments` change. Raises `InvalidSpec` for options that these must not change.
 
     Errors of `args` itself are left for `load_spec` to refuse.
     """
-    sized, seen = dict(args), set[str]()
+    changed, seen = dict(args), set[str]()
     for index, given in enumerate(deployments):
         where = f"deployments.{index}"
         name = _name_of(where, given, args)
         if name in seen:
             raise InvalidSpec(f"{where}.name: {name!r} is there twice")
         seen.add(name)
-        for option in given.keys() - {"name", SIZE}:
+        allowed = GATEWAY_OPTIONS if name == GATEWAY else (SIZE,)
+        for option in given.keys() - {"name", *allowed}:
             place = GATEWAY if name == GATEWAY else f"fleets.{name}"
-            instead = INSTEAD.get(option, f"only {SIZE} may be given").replace("{}", place)
+            instead = INSTEAD.get(option, f"only {', '.join(allowed)} may be given").replace("{}", place)
             raise InvalidSpec(f"deployments: {option} of {name} follows from `args`: {instead}")
         if SIZE in given:
-            sized = _sized(sized, name, _size_of(name, given[SIZE]))
-    return sized
+            changed = _sized(changed, name, _size_of(name, given[SIZE]))
+        if name == GATEWAY:
+            changed = with_user_config(_with_options(changed, given), given.get(USER_CONFIG))
+    return changed
+
+
+def with_user_config(args: Mapping[str, Any], user_config: Any) -> dict[str, Any]:
+    """Return the arguments with those of a `user_config` over them. Raises `InvalidSpec` for what it cannot change.
+
+    Mappings are merged, other values replaced. Values are left for `load_spec` to check.
+    """
+    changed = dict(args)
+    if user_config is None:
+        return changed
+    where = f"deployments: {USER_CONFIG} of {GATEWAY}"
+    if not isinstance(user_config, Mapping):
+        raise InvalidSpec(f"{where} must be a mapping with {' and '.join(SECTIONS)}")
+    for section, values in user_config.items():
+        if section not in SECTIONS:
+            raise InvalidSpec(f"{where}: {section!r} cannot change while the application runs: give it in `args`")
+        if not isinstance(values, Mapping):
+            raise InvalidSpec(f"{where}: {section} must be a mapping")
+        if section == GATEWAY:
+            _check_changes(where, values, args.get("load_balancing", LoadBalancing.INTERNAL))
+        changed[section] = _merged(changed.get(section), values)
+    return changed
+
+
+def _check_changes(where: str, values: Mapping[str, Any], load_balancing: Any) -> None:
+    is_internal = load_balancing == LoadBalancing.INTERNAL
+    options = {"replicas": SIZE, SURGE: SURGE} | (
+        {name: f"{ACTOR_OPTIONS}.{name}" for name in BOOKED} if is_internal else {}
+    )
+    for name in values:
+        if name in options:
+            raise InvalidSpec(f"{where}: gateway.{name} is an option of the deployment: give {options[name]} beside it")
+        if name in GatewaySpec.model_fields and change_of(GatewaySpec, name) is Change.ALL:
+            raise InvalidSpec(f"{where}: gateway.{name} is the engines' setting, too: give it in `args`")
+
+
+def _merged(old: Any, new: Mapping[str, Any]) -> Any:
+    if not isinstance(old, Mapping):
+        return dict(new) if old is None else old  # wrong in `args`, which is named first
+    both = {
+        name: _merged(old[name], value) for name, value in new.items() if name in old and isinstance(value, Mapping)
+    }
+    return {**old, **new, **both}
+
+
+def _with_options(args: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the options of the gateways' deployment that are settings there."""
+    own = {SURGE: given[SURGE]} if SURGE in given else {}
+    booked = given.get(ACTOR_OPTIONS, {})
+    unknown = [name for name in booked if name not in BOOKED] if isinstance(booked, Mapping) else [str(booked)]
+    if unknown:
+        raise InvalidSpec(f"deployments: {ACTOR_OPTIONS} of {GATEWAY}: {unknown[0]}: may hold {' and '.join(BOOKED)}")
+    return _with_gateway(args, own | dict(booked)) if own or booked else args
+
+
+def _with_gateway(args: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return args | {GATEWAY: _merged(args.get(GATEWAY), own)}
 
 
 def _name_of(where: str, given: Mapping[str, Any], args: Mapping[str, Any]) -> str:
@@ -54,7 +135,7 @@ def _name_of(where: str, given: Mapping[str, Any], args: Mapping[str, Any]) -> s
     if not isinstance(name, str):
         raise InvalidSpec(f"{where}.name: is missing: one of {', '.join(known)}")
     if name not in known:
-        raise InvalidSpec(f"{where}.name: {unknown_key(name, known).replace('key', 'deployment')}")
+        raise InvalidSpec(f"{where}.name: unknown deployment {name!r}; {hint(name, known)}")
     return name
 
 
@@ -66,8 +147,7 @@ def _size_of(name: str, given: object) -> int:
 
 def _sized(args: dict[str, Any], name: str, size: int) -> dict[str, Any]:
     if name == GATEWAY:
-        gateway = args.get(GATEWAY, {})
-        return args | {GATEWAY: gateway | {"replicas": size}} if isinstance(gateway, dict) else args
+        return _with_gateway(args, {"replicas": size})
     fleet = args["fleets"][name]
     if not isinstance(fleet, dict):
         return args

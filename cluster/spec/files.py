@@ -9,10 +9,12 @@ from typing import Any
 
 import pydantic
 
+from baton.engine.strict_model import describe
+
 from .application import FleetSpec
-from .deployments import with_sizes_of
+from .deployments import with_deployments
+from .errors import InvalidSpec
 from .ray_clusters import is_ray_cluster
-from .validation_errors import InvalidSpec, describe
 from .yaml_text import read_yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -32,7 +34,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     try:
         return FleetSpec.model_validate(dict(args))
     except pydantic.ValidationError as error:
-        raise InvalidSpec(describe(error)) from None
+        raise InvalidSpec(describe(error, secret="api_keys")) from None
 
 
 def find_model_folder(model: str) -> Path:
@@ -110,7 +112,7 @@ class _ServeFile(pydantic.BaseModel):
 def applications_in_file(path: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of Baton's applications in a file, by name. Raises `InvalidSpec`.
 
-    The file is a Serve config, whose sizes under `deployments` count, or holds the arguments of one application.
+    The file is a Serve config, whose `deployments` count, or holds the arguments of one application.
     """
     return _applications_of(read_mapping(path))
 
@@ -130,15 +132,15 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     ours = [each for each in applications if each.import_path == IMPORT_PATH]
     if not ours:
         raise InvalidSpec(f"applications: none has import_path {IMPORT_PATH}, which is Baton's")
-    sized, problems = {}, []
+    changed, problems = {}, []
     for each in ours:
         try:
-            sized[each.name] = with_sizes_of(each.args, each.deployments)
+            changed[each.name] = with_deployments(each.args, each.deployments)
         except InvalidSpec as error:
             problems += [f"{each.name}: {line}" if len(ours) > 1 else line for line in str(error).splitlines()]
     if problems:
         raise InvalidSpec("\n".join(problems))
-    return sized
+    return changed
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
-from baton.cluster.gateway.settings import GatewaySettings
-from baton.cluster.logs import LogSettings
+from baton.cluster.gateway.settings import Change, GatewaySettings, change_of
+from baton.engine.config import EngineArguments
+from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.tiers.settings import TierSettings
 
-from .validation_errors import InvalidSpec, StrictModel
+from .errors import InvalidSpec
 
 MAX_PORT = 65535
 Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
 
 
-class GatewaySpec(StrictModel, GatewaySettings):
+class GatewaySpec(GatewaySettings):
     """The gateways: where they listen, how many there are, and the limits of each."""
 
-    replicas: int = Field(1, ge=1)  # with internal load balancing; else there is one a node or one a rank
-    max_surge_percent: int = Field(100, ge=0, le=100)  # gateways of a new version that start before old ones end
-    host: str = Field("0.0.0.0", min_length=1)
-    port: int = Field(8000, ge=1, le=MAX_PORT)  # the first of a machine, where each gateway has its own
-    num_cpus: float = Field(0.1, ge=0)  # for Ray's placement
-    resources: Resources = {}
+    refused: ClassVar = {"gateway_id": "is not set by hand: every gateway draws its own"}
+
+    # With internal load balancing; else there is one a node or one a rank.
+    replicas: Annotated[int, Change.OPTION] = Field(1, ge=1)
+    # Gateways of a new version that start before old ones end.
+    max_surge_percent: Annotated[int, Change.OPTION] = Field(100, ge=0, le=100)
+    host: Annotated[str, Change.GATEWAYS] = Field("0.0.0.0", min_length=1)
+    # The first of a machine, where each gateway has its own.
+    port: Annotated[int, Change.GATEWAYS] = Field(8000, ge=1, le=MAX_PORT)
+    num_cpus: Annotated[float, Change.GATEWAYS] = Field(0.1, ge=0)  # for Ray's placement
+    resources: Annotated[Resources, Change.GATEWAYS] = {}
 
     def settings(self, gateway_id: str) -> GatewaySettings:
         """Return the settings of the gateway with this identity."""
         limits = {name: getattr(self, name) for name in GatewaySettings.model_fields}
         return GatewaySettings(**{**limits, "gateway_id": gateway_id})
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Return the settings that a gateway keeps from its start on."""
+        names = [name for name in type(self).model_fields if change_of(type(self), name) is Change.GATEWAYS]
+        return {name: getattr(self, name) for name in names}
 
     def keys(self) -> list[str]:
         """Return the API keys that are valid now; their file is read here. Raises `InvalidSpec` where it gives none."""
@@ -40,15 +52,15 @@ class GatewaySpec(StrictModel, GatewaySettings):
         except InvalidKeys as error:
             raise InvalidSpec(str(error)) from None
 
-    @model_validator(mode="after")
-    def _identity_is_ours(self) -> Self:
-        if "gateway_id" in self.model_fields_set:
-            raise ValueError("gateway_id is not set by hand: every gateway draws its own")
-        return self
 
+class EngineSpec(EngineArguments):
+    """Arguments of all engines, or of those of one fleet."""
 
-class LoggingSpec(StrictModel, LogSettings):
-    """Settings of all logs; the fields are those of `LogSettings`."""
+    refused: ClassVar = {
+        "model": "all fleets serve one model; set the top-level `model`",
+        "tokenizer": "gateways tokenize, with the tokenizer in the model's folder",
+        "skip_tokenizer_init": "engines of an application load no tokenizer in any case",
+    }
 
 
 class AutoscalingSpec(StrictModel):
@@ -67,17 +79,13 @@ class AutoscalingSpec(StrictModel):
     downscale_to_zero_delay_s: float | None = Field(None, ge=0)  # without requests; by default `downscale_delay_s`
 
 
-class KVTierSpec(StrictModel, TierSettings):
-    """Memory behind the pool of each engine of a fleet."""
-
-
 class Fleet(StrictModel):
     """Engines of one role. `replicas` counts groups, never ranks; settings of a worker hold for each rank."""
 
     replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
     min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is scaled, see `autoscaling`
     max_replicas: int | None = Field(None, ge=1)
-    engine: dict[str, Any] = {}
+    engine: EngineSpec = EngineSpec()  # over those of all engines
     num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
     num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
     resources: Resources = {}  # of one worker
@@ -120,7 +128,7 @@ class Fleet(StrictModel):
             )
         return self
 
-    kv_tiers: KVTierSpec | None = None  # by default an engine forgets the blocks that it evicts
+    kv_tiers: TierSettings | None = None  # by default an engine forgets the blocks that it evicts
 
     @property
     def markers(self) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .validation_errors import InvalidSpec
+from .errors import InvalidSpec
 
 
 @dataclass(frozen=True)

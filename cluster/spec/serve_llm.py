@@ -17,8 +17,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from baton.engine.strict_model import hint
+
 from .application import SMALLEST_AMOUNT
-from .validation_errors import InvalidSpec, unknown_key
+from .errors import InvalidSpec
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +162,7 @@ def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str], refu
             if value:
                 raise InvalidSpec(f"{at}: {refused[key]}")
         elif key not in known:
-            raise InvalidSpec(f"{where or 'arguments'}: {unknown_key(key, list(known))}")
+            raise InvalidSpec(f"{at}: is unknown; {hint(key, list(known))}")
 
 
 def _warn(where: str, ignored: set[str]) -> None:

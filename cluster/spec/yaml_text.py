@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .validation_errors import InvalidSpec
+from .errors import InvalidSpec
 
 MOST_VALUES = 1_000_000  # of a file whose anchors are written out wherever they are used
 MOST_LEVELS = 200

@@ -73,6 +73,11 @@ class BlockLog:
         self._moves: dict[BlockHash, tuple[Tier | None, Tier | None]] = {}  # from the last `take` to now
         self._number = 0
 
+    @property
+    def number(self) -> int:
+        """The number of the last message."""
+        return self._number
+
     def stored(self, block_hash: BlockHash) -> None:
         self._move(block_hash, self._tier_of(block_hash), Tier.POOL)
 

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from .logprobs import Logprobs
 from .pace import StepTimes
 from .sampling import SamplingParams
 from .stages import Ages
@@ -83,22 +84,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     awaits_first_token: bool = False
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position. Entry 0 is the token itself, the rest are the top ones, best first."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int  # of the token itself among the whole vocabulary, 1 is the most likely
-
-
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The output of one step for one request. The last one of a request has a `finish_reason`."""
 
     request_id: str
     generation: int = 0
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None  # one per token id, where asked for
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; entry 0 is None
+    logprobs: Logprobs | None = None  # a position for each token id, where asked for
+    prompt_logprobs: Logprobs | None = None  # once, with the first token; of all prompt tokens but the first
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it (the eos token counts, and is in token_ids)
     # With HANDOFF; and before any token, where the prompt is on offer while it is still being read.

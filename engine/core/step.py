@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from .messages import TokenLogprobs
+from .logprobs import Logprobs
 from .sampling import SamplingParams
 
 
@@ -108,10 +108,8 @@ class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of one chunk; results are in the order of `StepPlan.chunks`."""
 
     token_id: int | None  # or `NO_TOKEN`; None where the chunk does not sample
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # for prompt tokens start + 1 ... start + num_tokens (within the prompt)
-    )
+    logprobs: Logprobs | None = None  # of the drawn token
+    prompt_logprobs: Logprobs | None = None  # of prompt tokens start + 1 ... start + num_tokens (within the prompt)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -21,8 +21,11 @@ class UnsupportedArchitecture(UnsupportedModel):
     """No model file exists for any of the architectures that config.json names."""
 
     def __init__(self, given: Iterable[str], supported: Iterable[str]) -> None:
+        given = list(given)
+        multimodal = any(name.endswith("ForConditionalGeneration") for name in given)
+        why = " (models of text alone are served, without images, audio or an encoder)" if multimodal else ""
         super().__init__(
-            f"config.json: architectures {list(given)} are not supported; supported are {', '.join(sorted(supported))}"
+            f"config.json: architectures {given} are not supported{why}; supported are {', '.join(sorted(supported))}"
         )
 
 

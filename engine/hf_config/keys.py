@@ -43,6 +43,12 @@ class Keys:
             raise InvalidModelConfig(f"{self.file}: {name!r} must be a number, not {value!r}")
         return float(value)
 
+    def optional_positive(self, name: str) -> float | None:
+        value = self.optional_number(name)
+        if value is not None and value <= 0:
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be more than 0, not {value:g}")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

@@ -1,53 +1,85 @@
-"""The model's configuration, read from its folder: config.json, generation_config.json and the headers of its weights.
+"""The model's configuration: its shapes, its types, and what a token keeps in its caches.
 
-Imports neither torch nor transformers: a model's context length or end tokens are there in milliseconds.
+    config.json ──ConfigRules of its architecture (`config_reader.py`)──> ModelConfig ──> layers, `baton plan`
+
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.layout import KVLayout
-from ..models import families
-from ..models.family import CacheShape, Family
-from ..weights.checkpoint import Checkpoint
-from .errors import (
-    InvalidModelConfig,
-    MaxModelLenTooLong,
-    ModelError,
-    UnsupportedArchitecture,
-    UnsupportedModel,
-    WeightsError,
-)
-from .experts import ExpertsConfig, checked_experts
-from .folder import GenerationDefaults, ModelFolder, read_eos_token_ids, read_generation
+from .experts import ExpertsConfig
+from .folder import GenerationDefaults
 from .keys import Keys
 from .latent import LatentShape
-from .quantization import Quantization, read_quantization
-from .rope import Rope, default_positions, reachable_positions, read_rope
-from .windows import read_layer_windows
-
-__all__ = [
-    "GenerationDefaults",
-    "InvalidModelConfig",
-    "MaxModelLenTooLong",
-    "ModelConfig",
-    "ModelError",
-    "UnsupportedArchitecture",
-    "UnsupportedModel",
-    "WeightsError",
-]
+from .quantization import Quantization
+from .rope import Rope
+from .windows import WindowRule
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # of 8-bit formats only E4M3: its values are near enough to each other
-_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-_MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """The shape of what one token keeps in one layer's cache."""
+
+    num_kv_heads: int
+    num_planes: int  # 2: a key and a value; 1: a latent
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors and caps that a family reads from its config. By default there are none."""
+
+    embedding: float = 1.0  # of the embedding's rows; rounded to the model's dtype, as they are
+    score: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    score_cap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_cap: float | None = None  # and so do logits
+
+
+def keys_and_values(config: ModelConfig) -> CacheShape:
+    """Keep a key and a value of every KV head."""
+    return CacheShape(num_kv_heads=config.num_kv_heads, num_planes=2, head_dim=config.head_dim)
+
+
+def latents(config: ModelConfig) -> CacheShape:
+    """Keep a latent and the rotated part of a key, which all heads share."""
+    assert config.latent is not None, "a config of this family has latents"
+    return CacheShape(num_kv_heads=1, num_planes=1, head_dim=config.latent.rank + config.latent.rope_dim)
+
+
+def no_scales(keys: Keys) -> Scales:
+    return Scales()
+
+
+def no_tensors(config: ModelConfig) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigRules:
+    """The reading of one architecture's config, and what a token keeps in its caches."""
+
+    architecture: str  # its name in `architectures` of config.json
+    cache: Callable[[ModelConfig], CacheShape]  # what a token keeps in each layer
+    # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
+    experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
+    latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
+    scales: Callable[[Keys], Scales] = no_scales
+    norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
+    activation: str = "silu"  # that its layers compute; a config that names another is refused
+    activation_key: str = "hidden_act"  # under which a config names it
+    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +87,8 @@ class ModelConfig:
     """A model, the type it computes in, the longest sequence it serves, and which weights it has."""
 
     folder: Path
-    architecture: str  # a key of `baton.engine.models.families()`
+    architecture: str  # its name in `architectures` of config.json
+    rules: ConfigRules = field(repr=False, compare=False)  # of its architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -69,11 +102,13 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     rope: Rope
+    window_rope: Rope | None  # of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # behind the last layer, for guessing further tokens: in the checkpoint, and never run
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
+    scales: Scales
     layer_windows: tuple[int | None, ...]  # of each layer: how many keys a query sees, itself included; None: all
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
@@ -84,12 +119,8 @@ class ModelConfig:
     identity: str  # equal where the weights and what is computed with them are; 32 hex digits
 
     @property
-    def family(self) -> Family:
-        return families()[self.architecture]
-
-    @property
     def cache(self) -> CacheShape:
-        return self.family.cache(self)
+        return self.rules.cache(self)
 
     @property
     def layout(self) -> KVLayout:
@@ -108,166 +139,3 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """The number of dimensions of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
-
-    @classmethod
-    def from_folder(
-        cls,
-        path: str | Path,
-        *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        load_format: str = "auto",
-        kv_cache_dtype: str = "auto",
-        seed: int = 0,
-    ) -> ModelConfig:
-        """Read a checkpoint's folder.
-
-        `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
-        `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times
-        as many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed`
-        and needs config.json only. Raises `ModelError`.
-        """
-        _require_choice("load_format", load_format, LOAD_FORMATS)
-        _require_choice("dtype", dtype, ("auto", *DTYPES))
-        _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-        folder = ModelFolder.open(Path(path), with_weights=load_format != "dummy")
-        computed = _computed(folder)
-        computed_in = _dtype(dtype, folder)
-        max_positions = folder.keys.integer("max_position_embeddings")
-        max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
-        computed["rope"] = computed["rope"].at_length(max_model_len, _rotary_dim(computed))
-        return cls(
-            folder=folder.path,
-            **computed,
-            **_cached(kv_cache_dtype, computed_in, folder, computed["latent"]),
-            num_draft_layers=_num_draft_layers(folder.keys),
-            dtype=computed_in,
-            max_model_len=max_model_len,
-            eos_token_ids=read_eos_token_ids(folder.generation, folder.keys.values, computed["vocab_size"]),
-            generation=read_generation(folder.generation),
-            load_format=load_format,
-            seed=seed,
-            identity=_identity(computed, folder.checkpoint, seed),
-        )
-
-
-def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise InvalidModelConfig(f"{name} is {given!r}, must be one of {', '.join(allowed)}")
-
-
-def _computed(folder: ModelFolder) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that say what the layers compute."""
-    keys, family = folder.keys, folder.family
-    _refuse_what_no_layer_computes(keys)
-    latent = None if family.latent is None else family.latent(keys)
-    shape = _shape(keys, latent)
-    num_layers = shape["num_layers"]
-    moe = None if family.experts is None else checked_experts(family.experts(keys, num_layers), folder.tensors)
-    return {
-        "architecture": family.architecture,
-        **shape,
-        "latent": latent,
-        "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
-        "attention_bias": keys.flag("attention_bias", False),
-        "mlp_bias": keys.flag("mlp_bias", False),
-        "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
-        "rope": read_rope(keys.values, keys.integer("max_position_embeddings")),
-        "quantization": read_quantization(keys, folder.tensors),
-        "moe": moe,
-        "layer_windows": read_layer_windows(family.windows, keys, num_layers),
-    }
-
-
-def _rotary_dim(computed: Mapping[str, Any]) -> int:
-    latent = computed["latent"]
-    return int(computed["head_dim"] if latent is None else latent.rope_dim)
-
-
-def _refuse_what_no_layer_computes(keys: Keys) -> None:
-    activation = keys.values.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
-
-
-def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:
-    num_heads = keys.integer("num_attention_heads")
-    hidden_size = keys.integer("hidden_size")
-    num_kv_heads = keys.integer("num_key_value_heads", num_heads)
-    if latent is None and keys.values.get("head_dim") is None and hidden_size % num_heads:
-        raise InvalidModelConfig(
-            f"config.json: without a head_dim, hidden_size ({hidden_size}) must be a multiple of "
-            f"num_attention_heads ({num_heads})"
-        )
-    head_dim = keys.integer("head_dim", hidden_size // num_heads) if latent is None else latent.head_dim
-    if num_heads % num_kv_heads:
-        raise InvalidModelConfig(
-            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
-        )
-    if head_dim % 2:
-        raise InvalidModelConfig(f"config.json: head_dim ({head_dim}) must be even for rotary embeddings")
-    return {
-        "vocab_size": keys.integer("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("intermediate_size"),
-        "num_layers": keys.integer("num_hidden_layers", maximum=_MAX_LAYERS),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
-
-
-def _num_draft_layers(keys: Keys) -> int:
-    name = next((name for name in _DRAFT_LAYERS if keys.values.get(name) is not None), _DRAFT_LAYERS[0])
-    count = keys.optional_integer(name, 0) or 0
-    if not 0 <= count <= _MAX_LAYERS:
-        raise InvalidModelConfig(f"config.json: {name!r} must be from 0 to {_MAX_LAYERS}, not {count}")
-    return count
-
-
-def _dtype(asked: str, folder: ModelFolder) -> str:
-    if asked != "auto":
-        return asked
-    values, stored = folder.keys.values, folder.checkpoint.dtype if folder.checkpoint is not None else None
-    found = values.get("dtype") or values.get("torch_dtype") or stored or "float32"
-    if found not in DTYPES:
-        raise UnsupportedModel(f"config.json: dtype {found!r} is not supported; ask for one of {', '.join(DTYPES)}")
-    return str(found)
-
-
-def _cached(asked: str, dtype: str, folder: ModelFolder, latent: LatentShape | None) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that say how keys and values are cached."""
-    if asked == "auto":
-        return {"cache_dtype": dtype, "cache_scales": False}
-    if latent is not None:
-        raise UnsupportedModel(f"kv_cache_dtype {asked!r}: caches of latents are kept in the model's dtype")
-    measured = folder.checkpoint is not None and folder.checkpoint.has_cache_scales
-    return {"cache_dtype": "float8_e4m3fn", "cache_scales": measured}
-
-
-def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
-    if asked is None:
-        return default_positions(rope, max_positions)
-    limit = reachable_positions(rope, max_positions)
-    if asked < 1:
-        raise InvalidModelConfig(f"max_model_len is {asked}, must be at least 1")
-    if asked > limit:
-        raise MaxModelLenTooLong(asked, limit)
-    return asked
-
-
-def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
-    """Over what is computed and with which weights; not over paths, file layout, or keys that change no result."""
-    plain = {name: _plain(value) for name, value in computed.items()}
-    weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
-    text = json.dumps([plain, weights], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: a dataclass by its kind and fields."""
-    return (
-        {"kind": type(value).__name__, **asdict(value)}
-        if is_dataclass(value) and not isinstance(value, type)
-        else value
-    )

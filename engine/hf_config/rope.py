@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import InvalidModelConfig, UnsupportedModel
+from .windows import FULL, SLIDING
 
 DEFAULT_THETA = 10_000.0
 
@@ -75,10 +76,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
 
     `max_positions` is the config's `max_position_embeddings`. Raises `ModelError`.
     """
-    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(where) or {}
-    if not isinstance(given, Mapping):
-        raise InvalidModelConfig(f"config.json: {where!r} must be an object, not {given!r}")
+    given = _object(config, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     keys = {key: value for key, value in given.items() if value is not None}
     keys.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
     _refuse_what_no_layer_computes(config, keys)
@@ -89,6 +87,33 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
     if not isinstance(kind, str) or kind not in _READERS:
         raise UnsupportedModel(f"config.json: rope_type {kind!r} is not supported; supported are {', '.join(_READERS)}")
     return _READERS[kind](keys, max_positions)
+
+
+def read_ropes_by_window(config: Mapping[str, Any], max_positions: int) -> tuple[Rope, Rope]:
+    """Read the ropes of layers without a window and of those with one, where the two differ.
+
+    They are `rope_parameters.full_attention` and `.sliding_attention` (transformers 5), or `rope_theta` with
+    `rope_scaling`, and `rope_local_base_freq`. Raises `ModelError`.
+    """
+    rest = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    by_kind = _object(config, "rope_parameters")
+    if set(by_kind) - {FULL, SLIDING}:
+        raise InvalidModelConfig(
+            f"config.json: 'rope_parameters' must have those of {FULL} and of {SLIDING}, not {', '.join(by_kind)}"
+        )
+    full = {**_object(by_kind, FULL), **_object(config, "rope_scaling")}
+    windowed = {**rest, "rope_theta": _number(config, "rope_local_base_freq", DEFAULT_THETA)}
+    return (
+        read_rope({**rest, "rope_parameters": full}, max_positions),
+        read_rope({**windowed, "rope_parameters": _object(by_kind, SLIDING)}, max_positions),
+    )
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise InvalidModelConfig(f"config.json: {name!r} must be an object, not {value!r}")
+    return value
 
 
 def default_positions(rope: Rope, max_positions: int) -> int:

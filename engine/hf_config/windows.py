@@ -17,12 +17,16 @@ class WindowRule:
     switched: bool = False  # nowhere, unless `use_sliding_window`
     listed: bool = False  # where `layer_types` names the layer's kind, if that is given
     from_layer: bool = False  # else from layer `max_window_layers` on
+    pattern: int | None = (
+        None  # else all but every n-th, n being `sliding_window_pattern`, or this where it is left out
+    )
     turns: tuple[str, ...] = (SLIDING,)  # else these kinds in turns
+    own_rope: bool = False  # these layers have rope parameters of their own, so there must be a window
 
 
 def read_layer_windows(rule: WindowRule | None, keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     """Return for each layer how many keys a query sees, itself included; None: all. Raises `ModelError`."""
-    if rule is None or keys.values.get("sliding_window") is None:
+    if rule is None or (keys.values.get("sliding_window") is None and not rule.own_rope):
         return (None,) * num_layers
     if rule.switched and not keys.flag("use_sliding_window", False):
         return (None,) * num_layers
@@ -35,6 +39,9 @@ def _kinds(rule: WindowRule, keys: Keys, num_layers: int) -> list[str]:
     first = (keys.optional_integer("max_window_layers") or 0) if rule.from_layer else 0
     if given is not None:
         return _checked(given, num_layers)
+    if rule.pattern is not None:
+        pattern = keys.integer("sliding_window_pattern", rule.pattern)
+        return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
     return [FULL if layer < first else rule.turns[layer % len(rule.turns)] for layer in range(num_layers)]
 
 

@@ -6,7 +6,7 @@
     weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
     attention    `attention` (keys and values), `mla` (latents), `rotary`
     MLPs         `mlp`, `moe` with `experts`
-    around       `norm`, `residual`, `embedding`, `decoder`
+    around       `norm`, `residual`, `embedding`, `decoder` with `decoder_layer`
 
 Importing this package loads no torch: a block is loaded when it is first named, so that model files can be imported
 where configs are read and nothing is computed.
@@ -18,21 +18,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton.kernels.linear import Activation
+
     from .attention import Attention
-    from .decoder import LayerStep
+    from .decoder_layer import LayerStep
     from .mla import LatentAttention
     from .mlp import FeedForward, GatedMLP
     from .moe import MoE
     from .norm import RMSNorm
 
-__all__ = ["Attention", "FeedForward", "GatedMLP", "LatentAttention", "LayerStep", "MoE", "RMSNorm"]
+__all__ = ["Activation", "Attention", "FeedForward", "GatedMLP", "LatentAttention", "LayerStep", "MoE", "RMSNorm"]
 
 _MODULES = {
+    "Activation": "mlp",
     "Attention": "attention",
     "FeedForward": "mlp",
     "GatedMLP": "mlp",
     "LatentAttention": "mla",
-    "LayerStep": "decoder",
+    "LayerStep": "decoder_layer",
     "MoE": "moe",
     "RMSNorm": "norm",
 }

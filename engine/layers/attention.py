@@ -23,12 +23,20 @@ from .rows import rows_at
 
 
 @dataclass(frozen=True)
+class CosSin:
+    """Angles of all positions, [max_model_len, rotated dimensions] float32, see `layers.rotary`."""
+
+    plain: Tensor  # for layers that see all keys
+    windowed: Tensor  # for layers with a window: the same, unless the model has a rope of their own for them
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """Inputs of one step that every layer reads beside the hidden states."""
 
     batch: AttentionBatch
     kv: Tensor  # [num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim], see `core.layout`
-    cos_sin: Tensor  # [max_model_len, rotated dimensions] float32, see `layers.rotary`
+    cos_sin: CosSin
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
 
 
@@ -70,6 +78,8 @@ class Attention(SelfAttention):
     qk_norm     "head": RMSNorm of every query and key head before the rotation
                 "width": RMSNorm of all query heads together, and of all key heads
     sinks       a score without a key for every query head, which takes weight from the others and gives no value
+
+    Scores are scaled and capped as `config.scales` says.
     """
 
     def __init__(
@@ -93,12 +103,14 @@ class Attention(SelfAttention):
         self.k_norm: RMSNorm | None = None
         if qk_norm is not None:
             q_width, k_width = (dim, dim) if qk_norm == "head" else (heads * dim, kv_heads * dim)
-            self.q_norm = RMSNorm(q_width, config.rms_norm_eps)
-            self.k_norm = RMSNorm(k_width, config.rms_norm_eps)
+            offset = config.rules.norm_offset
+            self.q_norm = RMSNorm(q_width, config.rms_norm_eps, offset=offset)
+            self.k_norm = RMSNorm(k_width, config.rms_norm_eps, offset=offset)
         self.sinks = Parameter(heads, dtype=torch.float32) if sinks else None
         self.layer = layer
         self.window = config.layer_windows[layer]
-        self.scale = dim**-0.5
+        self.scale = dim**-0.5 if config.scales.score is None else config.scales.score
+        self.soft_cap = config.scales.score_cap
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim = dim
@@ -128,6 +140,7 @@ class Attention(SelfAttention):
         self._rule = AttentionRule(
             self.scale,
             window=self.window,
+            soft_cap=self.soft_cap,
             sinks=None if self.sinks is None else self.sinks.data,
             k_scale=None if self.k_scale is None else self.k_scale.data,
             v_scale=None if self.v_scale is None else self.v_scale.data,
@@ -157,7 +170,7 @@ class Attention(SelfAttention):
             q,
             k,
             v,
-            context.cos_sin,
+            context.cos_sin.plain if self.window is None else context.cos_sin.windowed,
             kv,
             self.layer,
             batch,

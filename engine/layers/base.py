@@ -14,7 +14,6 @@ module loads no torch, as model files begin with it.
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from baton.engine.parallel.groups import Group, ParallelGroups
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from .decoder import LayerStep
 
 
 @dataclass(frozen=True)
@@ -241,14 +238,6 @@ class Layer:
         """Lay weights out for the kernels, one layer at a time. Called once all slots are filled."""
         for _, child in self.children():
             child.finish()
-
-
-class DecoderLayer(Layer, abc.ABC):
-    """One layer of a decoder: blocks as attributes under their names in checkpoints, and how they follow each other."""
-
-    @abc.abstractmethod
-    def __call__(self, step: LayerStep) -> None:
-        """Add to the residual stream of `step` what each block makes of it."""
 
 
 Kind = TypeVar("Kind", bound=Layer)

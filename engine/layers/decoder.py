@@ -10,57 +10,27 @@ import torch
 from torch import Tensor
 
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope import Rope
+from baton.kernels.activation import soft_cap
 from baton.kernels.attention import AttentionBatch
 
-from .attention import LayerContext, SelfAttention
-from .base import DecoderLayer, Layer
+from .attention import CosSin, LayerContext, SelfAttention
+from .base import Layer
+from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
-from .mlp import FeedForward
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
-from .rows import RankRows, TokenRows, rows_at
-
-
-class LayerStep:
-    """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
-
-    step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
-    step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
-    """
-
-    def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
-        """Let only the `wanted` tokens [R] go on behind attention, where that is given."""
-        self._stream = stream
-        self._context = context
-        self._wanted = wanted
-        self._rows = TokenRows(context.batch.slots, context.rows_of_ranks)
-
-    def attend(self, attention: SelfAttention, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(attention(before(x)))` to the stream."""
-        stream, wanted = self._stream, self._wanted
-        x, norm = stream.read(before)
-        if wanted is not None:
-            stream.keep(wanted)
-            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, wanted))
-        add_to = stream.target if behind is None else None
-        stream.take(attention(x, self._context, wanted, norm=norm, add_to=add_to), behind)
-
-    def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(mlp(before(x)))` to the stream."""
-        stream = self._stream
-        x, norm = stream.read(before)
-        add_to = stream.target if behind is None else None
-        stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
+from .rows import RankRows
 
 
 class Decoder(Layer):
     """Embedding, layers, last norm: token ids [T] -> hidden states [T, hidden], or those of the `wanted` tokens [R]."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.scales.embedding)
         self.layers = layers
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.rules.norm_offset)
 
     def __call__(
         self,
@@ -86,9 +56,8 @@ class Decoder(Layer):
 class CausalLM(Layer):
     """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
         self.config = config
-        layers = [config.family.layer(config, index) for index in range(config.num_layers)]
         self.model = Decoder(config, layers)
         # In a tuple, so that it is no layer below this one.
         self._attention = tuple(child for _, child in layers[0].children() if isinstance(child, SelfAttention))
@@ -97,7 +66,7 @@ class CausalLM(Layer):
             self.lm_head = TiedHead(self.model.embed_tokens)
         else:
             self.lm_head = Head(config.hidden_size, config.vocab_size)
-        self._cos_sin: Tensor | None = None
+        self._cos_sin: CosSin | None = None
 
     @property
     def num_heads(self) -> int:
@@ -116,12 +85,18 @@ class CausalLM(Layer):
         Rope frequencies and a second copy of a tied embedding say nothing new; scales are for a cache in 8 bits.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        by_family = self.config.family.ignored_tensors(self.config)
+        by_family = self.config.rules.ignored_tensors(self.config)
         return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied, *by_family)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
-        self._cos_sin = cos_sin_table(self.config.rope, self.config.rotary_dim, self.config.max_model_len, device)
+        config = self.config
+
+        def table(rope: Rope) -> Tensor:
+            return cos_sin_table(rope, config.rotary_dim, config.max_model_len, device)
+
+        of_all = table(config.rope)
+        self._cos_sin = CosSin(of_all, of_all if config.window_rope is None else table(config.window_rope))
 
     def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
         """Return what the layers' attention shares in a step, worked out once before the first of them."""
@@ -167,12 +142,14 @@ class CausalLM(Layer):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, vocab] of hidden states [R, hidden], in float32 on a CPU, elsewhere in the model's type.
+        """[R, vocab] of hidden states [R, hidden], capped, in float32 on a CPU, elsewhere in the model's type.
 
         Written to `out`, of the model's type, where one is given.
         """
-        logits = self.lm_head.logits(hidden, out=out)
-        return logits.float() if logits.is_cpu else logits
+        logits, cap = self.lm_head.logits(hidden, out=out), self.config.scales.logit_cap
+        if logits.is_cpu:
+            logits = logits.float()
+        return logits if cap is None else soft_cap(logits, cap)
 
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:

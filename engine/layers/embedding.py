@@ -40,24 +40,28 @@ class Vocabulary:
 
 
 class Embedding(Layer):
-    """Rows of weight [vocab, hidden] by token id [T] -> [T, hidden]."""
+    """Rows of weight [vocab, hidden] by token id [T] -> [T, hidden], times `scale` rounded to the weight's type."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         self.weight = Parameter(vocab_size, hidden_size)
         self.vocabulary = Vocabulary(vocab_size)
+        self._scale = scale
 
     def divide(self, groups: ParallelGroups) -> None:
         self.vocabulary = Vocabulary(self.vocabulary.size, groups.tp)
         self.weight.keep(0, self.vocabulary.share)
 
+    def finish(self) -> None:
+        self._scale = torch.tensor(self._scale, dtype=self.weight.data.dtype).item()
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         group, share = self.vocabulary.group, self.vocabulary.share
         if group.size == 1:
-            return embedding(token_ids, self.weight.data)
+            return embedding(token_ids, self.weight.data, self._scale)
         if not share.size:
             return group.all_reduce(self.weight.data.new_zeros(len(token_ids), self.weight.shape[1]))
         elsewhere = (token_ids < share.start) | (token_ids >= share.end)
-        rows = functional.embedding((token_ids - share.start).masked_fill_(elsewhere, 0), self.weight.data)
+        rows = embedding((token_ids - share.start).masked_fill_(elsewhere, 0), self.weight.data, self._scale)
         return group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
 

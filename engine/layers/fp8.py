@@ -19,10 +19,10 @@ from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.kernels import fp8
 from baton.kernels.fp8 import BLOCK
-from baton.kernels.linear import RowNorm
+from baton.kernels.linear import Activation, RowNorm
 
 from .base import Parameter, Share, Slot
-from .method import Activation, ExpertsShape, LinearMethod, LinearWeight
+from .method import ExpertsShape, LinearMethod, LinearWeight
 from .plain_experts import FusedMethod, slots_of_each
 
 E4M3 = torch.float8_e4m3fn
@@ -120,13 +120,13 @@ class Fp8LinearWeight(LinearWeight):
         x: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: Activation = Activation.NONE,
+        activation: Activation | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if activation is Activation.SILU_AND_MUL:
-            return fp8.gated_linear(x, self.weight, bias, norm=norm)
+        if activation is not None:
+            return fp8.gated_linear(x, self.weight, bias, activation=activation, norm=norm)
         return fp8.linear(x, self.weight, bias, norm=norm, add_to=add_to, out=out)
 
 

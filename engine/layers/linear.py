@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from baton.engine.parallel.groups import ALONE, Group
-from baton.kernels.linear import RowNorm
+from baton.kernels.linear import Activation, RowNorm
 
 from .base import Layer, Parameter, Share, Slot, join
-from .method import PLAIN, Activation, LinearMethod, LinearWeight
+from .method import PLAIN, LinearMethod, LinearWeight
 
 
 class Linear(Layer):
@@ -88,7 +88,7 @@ class Linear(Layer):
         self,
         x: Tensor,
         *,
-        activation: Activation = Activation.NONE,
+        activation: Activation | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,

@@ -15,23 +15,15 @@ allocated. A method never sees the device: a device without kernels for it gets 
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.kernels.linear import PackedWeight, RowNorm, gated_linear, linear, pack
+from baton.kernels.linear import Activation, PackedWeight, RowNorm, gated_linear, linear, pack
 from baton.kernels.moe import GatedActivation
 
 from .base import Held, Parameter, Share, Slot
-
-
-class Activation(enum.Enum):
-    """The function that a product applies to its result before it returns."""
-
-    NONE = enum.auto()
-    SILU_AND_MUL = enum.auto()  # silu(first half) * second half: half as wide
 
 
 class LinearWeight(abc.ABC):
@@ -43,12 +35,13 @@ class LinearWeight(abc.ABC):
         x: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: Activation = Activation.NONE,
+        activation: Activation | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute `activation(norm(x) @ weight.T + bias)`: x [T, K] -> [T, N], or [T, N / 2] of gates and ups.
+        """Compute y = norm(x) @ weight.T + bias: x [T, K] -> [T, N]. With an activation, whose gates are the first
+        half of y, `activation(gates) * ups` [T, N / 2] of it.
 
         Without an activation, the result is written to `out` or added to `add_to` in place where one is given.
         """
@@ -101,13 +94,13 @@ class PlainWeight(LinearWeight):
         x: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: Activation = Activation.NONE,
+        activation: Activation | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if activation is Activation.SILU_AND_MUL:
-            return gated_linear(x, self.packed, bias, norm=norm)
+        if activation is not None:
+            return gated_linear(x, self.packed, bias, activation=activation, norm=norm)
         return linear(x, self.packed, bias, norm=norm, add_to=add_to, out=out)
 
 

@@ -103,7 +103,7 @@ class LatentAttention(SelfAttention):
             q[..., shape.nope_dim :],
             compressed,
             kv_norm.weight.data,
-            context.cos_sin,
+            context.cos_sin.plain,
             kv,
             self.layer,
             batch,

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer of Llama and its successors (SwiGLU, arXiv:2002.05202)."""
+"""The gated feed-forward layer of Llama and its successors (SwiGLU and GEGLU, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.parallel.groups import Group, ParallelGroups
-from baton.kernels.linear import RowNorm
+from baton.kernels.linear import Activation, RowNorm
 
 from .base import Layer, Share
 from .linear import Linear, MergedLinear
-from .method import Activation
 from .rows import TokenRows
 
 CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
@@ -34,12 +33,20 @@ class FeedForward(Layer, abc.ABC):
 
 
 class GatedMLP(FeedForward):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Activation = Activation.SILU,
+    ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self._activation = activation
 
     def divide(self, groups: ParallelGroups) -> None:
         self.divide_over(groups.tp)
@@ -63,4 +70,4 @@ class GatedMLP(FeedForward):
         return self._all_at_once(hidden, norm, add_to)
 
     def _all_at_once(self, hidden: Tensor, norm: RowNorm | None, add_to: Tensor | None) -> Tensor:
-        return self.down_proj(self.gate_up_proj(hidden, activation=Activation.SILU_AND_MUL, norm=norm), add_to=add_to)
+        return self.down_proj(self.gate_up_proj(hidden, activation=self._activation, norm=norm), add_to=add_to)

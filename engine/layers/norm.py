@@ -11,14 +11,18 @@ from baton.engine.parallel.groups import Group
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import rms_norm
 
-from .base import Layer, Parameter
+from .base import Layer, Parameter, Share, Slot
 
 
 class RMSNorm(Layer):
-    """x / rms(x) * weight over the last dimension."""
+    """x / rms(x) * (offset + weight) over the last dimension.
 
-    def __init__(self, size: int, eps: float) -> None:
-        self.weight = Parameter(size, typical=1.0)
+    With an offset, `weight` holds the sum, in float32: the model's type would round it, and products then have no
+    addition to make.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
+        self.weight = OffsetParameter(size, offset=offset) if offset else Parameter(size, typical=1.0)
         self.eps = eps
 
     @property
@@ -35,6 +39,27 @@ class RMSNorm(Layer):
         """(norm of x + residual, x + residual) in one pass."""
         normed, total = rms_norm(x, self.weight.data, self.eps, residual)
         return normed, total
+
+
+class OffsetParameter(Parameter):
+    """The sum of what a checkpoint stores and `offset`, in float32."""
+
+    __slots__ = ("offset",)
+
+    def __init__(self, size: int, *, offset: float) -> None:
+        super().__init__(size, dtype=torch.float32)
+        self.offset = offset
+
+    def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
+        return _OffsetSlot(name, self, start, rows)
+
+
+class _OffsetSlot(Slot):
+    __slots__ = ()
+
+    def _place(self, share: Tensor) -> None:
+        assert isinstance(self.parameter, OffsetParameter)
+        super()._place(share.float() + self.parameter.offset)
 
 
 def norms_over_ranks(parts: Sequence[tuple[RMSNorm, Tensor]], group: Group) -> list[Tensor]:

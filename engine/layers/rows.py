@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from baton.kernels.embedding import embedding
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,6 @@ def rows_at(x: Tensor, wanted: Tensor) -> Tensor:
     """Return x[wanted] of x [T] or [T, N] and indices [R] int64. On a CPU it is a call that can be recorded."""
     if not x.is_cpu:
         return x[wanted]
+    from baton.kernels.embedding import embedding
+
     return embedding(wanted, x) if x.dim() == 2 else embedding(wanted, x.unsqueeze(1)).squeeze(1)

@@ -1,6 +1,9 @@
 """The families of models, one file each: config reading, caches, and the forward of a layer (README.md).
 
-Importing this package loads no torch: families read configs, and `make_model` builds the layers.
+    config.json ──ConfigRules: defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
+                                                                          └──ConfigRules.cache──> KVLayout, `baton plan`
+
+Importing this package loads no torch: `load_config` reads what a folder says, and `make_model` builds the layers.
 """
 
 from __future__ import annotations
@@ -8,19 +11,28 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.engine.hf_config.config_reader import read_config
+from baton.engine.hf_config.model_config import ConfigRules, ModelConfig
+from baton.engine.layers.decoder_layer import DecoderLayer
 from baton.engine.parallel.groups import ALL_ALONE, ParallelGroups
 
 if TYPE_CHECKING:
     import torch
 
-    from baton.engine.hf_config.model_config import ModelConfig
     from baton.engine.layers.decoder import CausalLM
     from baton.engine.weights.progress import Progress
 
-    from .family import Family
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ConfigRules):
+    """One architecture: how its config is read, what a token keeps in its caches, and its decoder layer."""
+
+    layer: Callable[[ModelConfig, int], DecoderLayer]  # of a model, by index
 
 
 @functools.cache
@@ -31,11 +43,39 @@ def families() -> Mapping[str, Family]:
     return {family.architecture: family for family in found}
 
 
+def load_config(
+    folder: str | Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    load_format: str = "auto",
+    kv_cache_dtype: str = "auto",
+    seed: int = 0,
+) -> ModelConfig:
+    """Return the configuration of the checkpoint in `folder`.
+
+    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
+    `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
+    many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and
+    needs config.json only. Raises `ModelError`.
+    """
+    return read_config(
+        folder,
+        families(),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        load_format=load_format,
+        kv_cache_dtype=kv_cache_dtype,
+        seed=seed,
+    )
+
+
 def make_model(config: ModelConfig) -> CausalLM:
     """Return the whole model of `config`, before it is divided and has memory."""
     from baton.engine.layers.decoder import CausalLM
 
-    return CausalLM(config)
+    layer = families()[config.architecture].layer
+    return CausalLM(config, [layer(config, index) for index in range(config.num_layers)])
 
 
 def load_model(

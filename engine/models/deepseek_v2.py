@@ -7,10 +7,10 @@ from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.latent import read_latent
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.layers.base import DecoderLayer
+from baton.engine.hf_config.model_config import ModelConfig, latents
+from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family, latents
+from . import Family
 
 
 class DeepseekV2Layer(DecoderLayer):

@@ -6,10 +6,10 @@ from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.latent import LatentShape, read_latent
-from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig, latents
 
+from . import Family
 from .deepseek_v2 import DeepseekV2Layer
-from .family import Family, latents
 
 
 class DeepseekV3Layer(DeepseekV2Layer):

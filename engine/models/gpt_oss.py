@@ -5,11 +5,11 @@ from __future__ import annotations
 from baton.engine import layers
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
 from baton.engine.hf_config.windows import FULL, SLIDING, WindowRule
-from baton.engine.layers.base import DecoderLayer
+from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family, keys_and_values
+from . import Family
 
 
 class GptOssLayer(DecoderLayer):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
 from baton.engine.hf_config.windows import WindowRule
-from baton.engine.layers.base import DecoderLayer
+from baton.engine.layers.decoder_layer import DecoderLayer
 
-from .family import Family, keys_and_values
+from . import Family
 
 
 class Qwen3Layer(DecoderLayer):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,29 +30,35 @@ class StartupFailed(RuntimeError):
     """A process that should have started an engine ended, or took too long. The message has its last words."""
 
 
+@dataclass(frozen=True)
+class RandomBatch:
+    """Prompts of random tokens. Lengths are in tokens, and exact."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    seed: int = 0
+
+
 def throughput(
     model: str,
+    batch: RandomBatch,
     *,
-    num_prompts: int = 100,
-    input_len: int = 128,
-    output_len: int = 128,
-    seed: int = 0,
     engine_args: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """All prompts at once: requests and tokens per second. Prompts are random tokens, lengths are exact."""
+    """All prompts at once: requests and tokens per second."""
     llm = _make_llm(model, engine_args)
-    _run(llm, _prompts(llm, 1, input_len, seed + 1), min(output_len, 8))
-    prompts = _prompts(llm, num_prompts, input_len, seed)
-    elapsed_s = _run(llm, prompts, output_len, progress)
-    output_tokens = num_prompts * output_len
-    total_tokens = num_prompts * input_len + output_tokens
+    _run(llm, _prompts(llm, replace(batch, num_prompts=1, seed=batch.seed + 1)), min(batch.output_len, 8))
+    elapsed_s = _run(llm, _prompts(llm, batch), batch.output_len, progress)
+    output_tokens = batch.num_prompts * batch.output_len
+    total_tokens = batch.num_prompts * batch.input_len + output_tokens
     return {
         "elapsed_time": elapsed_s,
-        "num_requests": num_prompts,
+        "num_requests": batch.num_prompts,
         "total_num_tokens": total_tokens,
         "total_output_tokens": output_tokens,
-        "requests_per_second": num_prompts / elapsed_s,
+        "requests_per_second": batch.num_prompts / elapsed_s,
         "tokens_per_second": total_tokens / elapsed_s,
         "output_throughput": output_tokens / elapsed_s,
     }
@@ -59,21 +66,18 @@ def throughput(
 
 def latency(
     model: str,
+    batch: RandomBatch,
     *,
-    batch_size: int = 8,
-    input_len: int = 32,
-    output_len: int = 128,
     num_iters_warmup: int = 2,
     num_iters: int = 10,
-    seed: int = 0,
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Seconds of one batch, first prompt token to last output token. The prefix cache is off by default."""
     llm = _make_llm(model, {"enable_prefix_caching": False, **(engine_args or {})})
-    prompts = _prompts(llm, batch_size, input_len, seed)
+    prompts = _prompts(llm, batch)
     for _ in range(num_iters_warmup):
-        _run(llm, prompts, output_len)
-    latencies = [_run(llm, prompts, output_len) for _ in range(num_iters)]
+        _run(llm, prompts, batch.output_len)
+    latencies = [_run(llm, prompts, batch.output_len) for _ in range(num_iters)]
     return {
         "avg_latency": sum(latencies) / len(latencies),
         "latencies": latencies,
@@ -128,10 +132,10 @@ def _make_llm(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
     return LLM(model, **{"skip_tokenizer_init": True, **(engine_args or {})})
 
 
-def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
+def _prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
+    rng = random.Random(batch.seed)
     vocab_size = llm.engine.model_config.vocab_size
-    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    return [[rng.randrange(vocab_size) for _ in range(batch.input_len)] for _ in range(batch.num_prompts)]
 
 
 def _run(llm: LLM, prompts: list[list[int]], output_len: int, progress: bool = False) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..core.messages import EngineOutput, TokenLogprobs
+from ..core.logprobs import TokenLogprobs
+from ..core.messages import EngineOutput
 from ..core.sampling import SamplingParams
 from ..text import TextStream, Tokenizer
 
@@ -73,8 +74,9 @@ class Continuation:
             output.text += delta.text
             num_tokens, stop = delta.num_tokens, delta.stop
         output.token_ids += step.token_ids[:num_tokens]
-        for entry in (step.logprobs or ())[:num_tokens]:
-            self._add_logprobs(entry)
+        if step.logprobs is not None:
+            for entry in step.logprobs.entries(0, num_tokens):
+                self._add_logprobs(entry)
         if stop is not None:
             output.finish_reason, output.stop_reason = "stop", stop
         elif step.finish_reason is not None:

@@ -242,9 +242,8 @@ class LLM:
                 raise InvalidPrompt(f"prompt {request.output.request_id}: {step.error.text}")
             raise GenerationFailed(request.output.request_id, step.error)
         if step.prompt_logprobs is not None:
-            request.output.prompt_logprobs = [
-                None if entry is None else logprob_dict(entry, self.tokenizer) for entry in step.prompt_logprobs
-            ]
+            entries = [logprob_dict(entry, self.tokenizer) for entry in step.prompt_logprobs]
+            request.output.prompt_logprobs = [None, *entries]
         request.output.num_cached_tokens = max(request.output.num_cached_tokens, step.num_cached_tokens)
         continuation.take(step)
         if continuation.output.finish_reason is not None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ _FAILED = 1
 class _Order(msgspec.Struct):
     """The order that a member gets at its start, as one line of JSON."""
 
-    config: EngineConfig
+    engine_args: dict[str, Any]
     rank: int
     rendezvous: str
     desk: str  # where requests come from; "" where there is one data-parallel rank
@@ -55,8 +55,10 @@ class LocalMembers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._failure: str | None = None
         self._desk = RequestDesk() if config.data_parallel_size > 1 else None
-        order = _Order(config, 0, self._rendezvous.address, "" if self._desk is None else self._desk.address)
-        self.member = _member(order)
+        order = _Order(
+            config.model_dump(), 0, self._rendezvous.address, "" if self._desk is None else self._desk.address
+        )
+        self.member = _member(order, config)
         try:
             for rank in range(1, config.world_size):
                 self._start(msgspec.structs.replace(order, rank=rank))
@@ -126,8 +128,7 @@ def _require_devices(config: EngineConfig) -> None:
         )
 
 
-def _member(order: _Order) -> Member:
-    config = order.config
+def _member(order: _Order, config: EngineConfig) -> Member:
     return Member(
         rank=order.rank,
         tensor_parallel_size=config.tensor_parallel_size,
@@ -150,12 +151,13 @@ def _main() -> None:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     from ..startup.build import build_engine, follow
 
-    member = _member(order)
+    config = EngineConfig.from_args(order.engine_args)
+    member = _member(order, config)
     try:
         if member.tp_rank > 0:
-            follow(order.config, member)
+            follow(config, member)
         else:
-            serve_requests(build_engine(order.config, member=member).core, order.desk, member.dp_rank)
+            serve_requests(build_engine(config, member=member).core, order.desk, member.dp_rank)
     except GroupFailed as error:
         logger.error("rank %d ends: %s", order.rank, error)
         code = _FAILED

@@ -2,7 +2,6 @@
 
 groups        collective operations of a group; the groups that there are
 member        a process's place in its group
-division      checks that a model can be divided as the arguments ask
 rendezvous    members find each other there
 rank_group    one member's connections to its group, from start to end
 collectives   groups over torch.distributed: gloo on CPUs, NCCL on GPUs
@@ -14,11 +13,10 @@ addresses     addresses of those sockets
 watch         liveness of members
 placement     the ranks on which experts lie
 dispatch      tokens on their way to the experts' ranks, and back
-balance       moves experts so that tokens are shared out evenly
 errors        failures between members
 measure_plans measures what a plan takes from rank to rank: a command
 
-`groups`, `member` and `division` load no torch.
+`groups` and `member` load no torch.
 """
 
 from .groups import ALONE, Group, GroupFailed, ParallelGroups

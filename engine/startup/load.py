@@ -16,8 +16,8 @@ from ..core.layout import KVRegion
 from ..core.messages import ExpertReview
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
-from ..parallel.balance import ExpertBalancer, ReviewingRunner
 from ..parallel.rank_group import RankGroup
+from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
 from .device import DeviceContext, DeviceStartup
 from .kv_cache import region_of
 from .phases import Phases

@@ -11,8 +11,9 @@ from baton.kernels.compiler import Compiler, start_compiler
 
 from ..config import DTYPES, EngineConfig, InvalidEngineConfig
 from ..hf_config.model_config import ModelConfig
-from ..parallel.division import check_division
+from ..models import load_config
 from ..parallel.member import Member
+from .division import check_division
 from .phases import Phases
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _require_group_size(config: EngineConfig, member: Member) -> None:
 
 def _read_model_config(config: EngineConfig) -> ModelConfig:
     """Read the checkpoint's config. Raises `InvalidEngineConfig` where the model cannot be divided as asked."""
-    model_config = ModelConfig.from_folder(
+    model_config = load_config(
         config.model,
         dtype=DTYPES[config.dtype] or "auto",
         max_model_len=config.max_model_len,

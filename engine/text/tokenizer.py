@@ -90,6 +90,11 @@ class Tokenizer:
         template = None if found.chat_templates is None else ChatTemplate(found.chat_templates)
         return cls(Backend.from_str(found.backend), found.special_tokens, template)
 
+    @property
+    def backend(self) -> Backend:
+        """The `tokenizers` object underneath, for a tokenizer of the same vocabulary with another template."""
+        return self._backend
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the greatest token id, added tokens included. A model's output layer may be wider."""

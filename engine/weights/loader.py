@@ -19,13 +19,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.engine.absent import FETCH_AGAIN
+from baton.engine.hf_config.checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Slot
 from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
 
-from .checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
 from .progress import Progress
 from .quantized import use_quantized_methods
 

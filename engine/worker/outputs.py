@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.kernels.logprobs import token_logprobs
 from baton.kernels.step import OutputRing
 
-from ..core.messages import TokenLogprobs
+from ..core.logprobs import Logprobs
 from ..core.step import ChunkResult, StepResult
 
 # Float32 logits are computed in pieces: those of a long prompt over a large vocabulary would take gigabytes at once.
@@ -82,14 +82,12 @@ class LogprobColumns:
         """Return the columns with `change` applied to each, such as a copy to another device."""
         return LogprobColumns(*(change(column) for column in self.columns()))
 
-    def entries(self) -> list[TokenLogprobs]:
-        """Return one entry a position: its token, then the likeliest ones. Reads the columns on the CPU."""
-        return [
-            TokenLogprobs([token, *tops], [logprob, *top_values], rank)
-            for token, logprob, rank, tops, top_values in zip(
-                *(column.tolist() for column in self.columns()), strict=True
-            )
-        ]
+    def pack(self) -> Logprobs:
+        """Return them with no object for each. Reads the columns, which must be on the CPU."""
+        token_ids = torch.cat((self.token_ids[:, None], self.top_ids), dim=1).int()
+        logprobs = torch.cat((self.logprobs[:, None], self.top_logprobs), dim=1)
+        columns = (token_ids, logprobs, self.ranks.int())
+        return Logprobs(token_ids.shape[1], *(column.numpy().tobytes() for column in columns))
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class FinishedStep:
         return self.finished
 
 
-class PendingStep:
+class LaunchedStep:
     """A step that the device works on. Implements `engine.core.step.PendingStep`."""
 
     def __init__(self, step: int, page: _Page, samples: Sequence[bool], logprobs: StepLogprobs) -> None:
@@ -142,22 +140,18 @@ class PendingStep:
                 for token, samples in zip(tokens, self._samples, strict=True)
             ]
         sampled = self._sampled_logprobs()
-        prompts = {index: columns.entries() for index, columns in self._logprobs.prompts.items()}
+        prompts = {index: columns.pack() for index, columns in self._logprobs.prompts.items()}
         return [
             ChunkResult(token if samples else None, sampled.get(index), prompts.get(index))
             for index, (token, samples) in enumerate(zip(tokens, self._samples, strict=True))
         ]
 
-    def _sampled_logprobs(self) -> dict[int, TokenLogprobs]:
+    def _sampled_logprobs(self) -> dict[int, Logprobs]:
         """Return those of sampled tokens by chunk. One kernel gave all as many alternatives as any chunk asked for."""
         if self._logprobs.sampled is None:
             return {}
-        return {
-            index: TokenLogprobs(entry.token_ids[: count + 1], entry.logprobs[: count + 1], entry.rank)
-            for (index, count), entry in zip(
-                self._logprobs.counts.items(), self._logprobs.sampled.entries(), strict=True
-            )
-        }
+        packed = self._logprobs.sampled.pack()
+        return {index: packed.at(row, count + 1) for row, (index, count) in enumerate(self._logprobs.counts.items())}
 
 
 class StepOutputs:
@@ -182,11 +176,11 @@ class StepOutputs:
         if reader is not None:
             reader.result()
 
-    def send(self, step: int, samples: Sequence[bool], logprobs: StepLogprobs) -> PendingStep:
+    def send(self, step: int, samples: Sequence[bool], logprobs: StepLogprobs) -> LaunchedStep:
         """Return the step that was launched since `make_room`; nothing is added to it any more."""
         page = self._pages[self._turn]
         page.filled.record()
-        page.reader = PendingStep(step, page, samples, logprobs)
+        page.reader = LaunchedStep(step, page, samples, logprobs)
         self._turn = (self._turn + 1) % self.NUM_PAGES
         return page.reader
 
@@ -195,4 +189,4 @@ class _Page:
     def __init__(self, tokens: Tensor, filled: Event) -> None:
         self.tokens = tokens
         self.filled = filled
-        self.reader: PendingStep | None = None
+        self.reader: LaunchedStep | None = None

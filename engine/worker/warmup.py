@@ -18,8 +18,8 @@ from ..core.layout import BLOCK_SIZE
 from ..core.sampling import MAX_LOGPROBS, SamplingParams
 from ..core.step import Chunk, RowStart, Runner, StepPlan
 from ..layers.base import Layer
-from ..parallel.balance import spread_experts
 from ..parallel.groups import ParallelGroups
+from .expert_balance import spread_experts
 from .runner import ModelRunner
 from .shapes import StepLimits, StepShape
 

@@ -25,8 +25,7 @@ def paged_attention(
     out: Tensor | None,
 ) -> Tensor:
     kernel = _kernel()
-    is_plain = rule.soft_cap is None and not rule.is_scaled
-    if kernel is None or not is_plain or not _fits(q, kv):
+    if kernel is None or rule.is_scaled or not _fits(q, kv):
         return reference.paged_attention(q, kv, layer, batch, rule, out=out)
     num_tokens, num_heads, dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != dim:
@@ -52,6 +51,7 @@ def paged_attention(
         0 if batch.table_rows is None else batch.table_rows.data_ptr(),
         0 if rule.sinks is None else rule.sinks.data_ptr(),
         rule.scale,
+        rule.cap,
         torch.get_num_threads(),
     )
     return out
@@ -78,4 +78,4 @@ def _fits(q: Tensor, kv: Tensor) -> bool:
 def _kernel() -> native.NativeFunction | None:
     pointer = native.POINTER
     tensors = (pointer, pointer, pointer, ctypes.POINTER(ctypes.c_int64), pointer, pointer, pointer, pointer, pointer)
-    return native.function("baton_paged_attention", native.INT, *tensors, native.F32, native.INT)
+    return native.function("baton_paged_attention", native.INT, *tensors, native.F32, native.F32, native.INT)

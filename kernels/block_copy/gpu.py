@@ -13,6 +13,8 @@ WORDS = 4096  # of 4 bytes, that one program copies
 NUM_WARPS = 8
 ALIGNMENT = 16  # bytes: addresses and lengths of ranges are multiples of it
 MAX_RANGES = 1 << 16
+SOURCE, TARGET, NUM_BYTES = (tl.constexpr(field) for field in range(3))  # of a range, in words of 8 bytes
+FIELDS = tl.constexpr(3)
 PROGRAMS = 4 * 132  # a Hopper GPU has 132 multiprocessors; four programs each keep its memory busy
 
 
@@ -125,13 +127,13 @@ def _copy_kernel(
 
 @triton.jit
 def _copy_ranges_kernel(
-    ranges,  # int64 [n, 3]: source address, target address, bytes
+    ranges,  # int64 [n, FIELDS]: source address, target address, bytes
     WORDS: tl.constexpr,
 ):
-    row = ranges + 3 * tl.program_id(0)
-    source = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int32)), 16)
-    target = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.int32)), 16)
-    num_words = tl.multiple_of(tl.load(row + 2) // 4, 4)
+    row = ranges + FIELDS * tl.program_id(0)
+    source = tl.multiple_of(tl.load(row + SOURCE).to(tl.pointer_type(tl.int32)), 16)
+    target = tl.multiple_of(tl.load(row + TARGET).to(tl.pointer_type(tl.int32)), 16)
+    num_words = tl.multiple_of(tl.load(row + NUM_BYTES) // 4, 4)
     start = tl.program_id(1).to(tl.int64) * WORDS
     while start < num_words:
         words = start + tl.arange(0, WORDS)

@@ -13,35 +13,41 @@ from baton.kernels import native
 __all__ = ["embedding"]
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Look up rows of weight [vocab, hidden] by token_ids [T], int32 or int64 -> [T, hidden].
+def embedding(token_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Look up rows of weight [vocab, hidden] by token_ids [T], int32 or int64, times `scale` -> [T, hidden].
 
-    Ids must be in the vocabulary. The definition is `torch.nn.functional.embedding`.
+    Ids must be in the vocabulary. The definition is `torch.nn.functional.embedding(token_ids, weight) * scale`, rounded
+    once.
     """
-    kernel = _kernel() if weight.is_cpu and _fits(token_ids, weight) else None
+    kernel = _kernel() if weight.is_cpu and _fits(token_ids, weight, scale) else None
     if kernel is None:
-        return functional.embedding(token_ids, weight)
+        rows = functional.embedding(token_ids, weight)
+        return rows if scale == 1.0 else rows.mul_(scale)
     num_rows, width = weight.shape
     out = torch.empty((len(token_ids), width), dtype=weight.dtype)
     kernel(
+        native.DTYPE_NUMBER.get(weight.dtype, -1),
         weight.data_ptr(),
         num_rows,
         width * weight.itemsize,
         token_ids.data_ptr(),
         int(token_ids.dtype == torch.int64),
         len(token_ids),
+        scale,
         out.data_ptr(),
     )
     return out
 
 
-def _fits(token_ids: Tensor, weight: Tensor) -> bool:
+def _fits(token_ids: Tensor, weight: Tensor, scale: float) -> bool:
     """Return true for tensors that the C++ function reads as they lie in memory."""
     contiguous = token_ids.dim() == 1 and token_ids.is_contiguous() and weight.dim() == 2 and weight.is_contiguous()
-    return contiguous and token_ids.dtype in (torch.int32, torch.int64)
+    known = scale == 1.0 or weight.dtype in native.DTYPE_NUMBER
+    return contiguous and known and token_ids.dtype in (torch.int32, torch.int64)
 
 
 @functools.cache
 def _kernel() -> native.NativeFunction | None:
     pointer, i64 = native.POINTER, native.I64
-    return native.function("baton_embedding", pointer, i64, i64, pointer, native.INT, native.ROWS, pointer)
+    table, ids = (native.INT, pointer, i64, i64), (pointer, native.INT, native.ROWS)
+    return native.function("baton_embedding", *table, *ids, native.F32, pointer)

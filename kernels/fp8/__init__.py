@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.activation import Activation, activation_and_mul
 from baton.kernels.linear import RowNorm
-from baton.kernels.silu_and_mul import silu_and_mul
 
 from . import reference
 from .weight import BLOCK, Fp8Weight, dequantize, quantize_weight
@@ -56,11 +56,14 @@ def gated_linear(
     weight: Fp8Weight,
     bias: Tensor | None = None,
     *,
+    activation: Activation = Activation.SILU,
     norm: RowNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `silu(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`; weight [2 F, K] -> [T, F]."""
-    return silu_and_mul(linear(x, weight, bias, norm=norm), out)
+    """Compute `activation(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`: weight [2 F, K], the gates
+    first -> [T, F].
+    """
+    return activation_and_mul(linear(x, weight, bias, norm=norm), activation, out)
 
 
 def _check(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out: Tensor | None) -> None:

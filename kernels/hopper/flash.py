@@ -67,6 +67,15 @@ class FlashScoring:
 
 
 @record
+class Partial:
+    """The running softmax over some of the keys: a part, as `split_kv` merges them, with queries in columns."""
+
+    sums: gl.tensor  # [VALUE, ROWS], of values
+    weight: gl.tensor  # [ROWS]
+    top: gl.tensor  # [ROWS], scores
+
+
+@record
 class Pipe:
     """The rings and barriers between the producer and the two consumers."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.activation import Activation, activation_and_mul
 
 from . import cpu
 from .operands import PackedWeight, RowNorm, pack
 
-__all__ = ["PackedWeight", "RowNorm", "gated_linear", "linear", "pack"]
+__all__ = ["Activation", "PackedWeight", "RowNorm", "gated_linear", "linear", "pack"]
 
 
 def linear(
@@ -35,7 +35,7 @@ def linear(
     if x.is_cuda:
         from . import gpu
 
-        return gpu.linear(x, weight.data, bias, norm=norm, add_to=add_to, out=out, gated=False)
+        return gpu.linear(x, weight.data, bias, norm=norm, add_to=add_to, out=out, activation=None)
     product = _product(x if norm is None else norm(x), weight, bias)
     if add_to is not None:
         return add_to.add_(product)
@@ -47,19 +47,20 @@ def gated_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     *,
+    activation: Activation = Activation.SILU,
     norm: RowNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `silu(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`; weight [2 F, K], gates first ->
-    [T, F].
+    """Compute `activation(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`; weight [2 F, K], the gates
+    first -> [T, F].
 
     The product need not be rounded before the activation.
     """
     if x.is_cuda:
         from . import gpu
 
-        return gpu.linear(x, weight.data, bias, norm=norm, add_to=None, out=out, gated=True)
-    return silu_and_mul(_product(x if norm is None else norm(x), weight, bias), out)
+        return gpu.linear(x, weight.data, bias, norm=norm, add_to=None, out=out, activation=activation)
+    return activation_and_mul(_product(x if norm is None else norm(x), weight, bias), activation, out)
 
 
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

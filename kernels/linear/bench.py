@@ -9,7 +9,7 @@ import torch
 
 from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
 
-from . import RowNorm, gated_linear, linear, pack
+from . import Activation, RowNorm, gated_linear, linear, pack
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class LayerShape:
     gated: bool = False
     norm: bool = False
     add: bool = False
+
+    @property
+    def activation(self) -> Activation | None:
+        return Activation.SILU if self.gated else None
 
     @property
     def weight_rows(self) -> int:

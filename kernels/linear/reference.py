@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.activation.reference import Activation, activation_and_mul
 from baton.kernels.rms_norm.reference import rms_norm
-from baton.kernels.silu_and_mul.reference import silu_and_mul
 
 from .operands import RowNorm
 
@@ -24,9 +24,16 @@ def linear(
     return product if add_to is None else add_to.add_(product)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: RowNorm | None = None) -> Tensor:
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = Activation.SILU,
+    norm: RowNorm | None = None,
+) -> Tensor:
     """See `baton.kernels.linear.gated_linear`; weight [2 F, K]."""
-    return silu_and_mul(_product(x, weight, bias, norm))
+    return activation_and_mul(_product(x, weight, bias, norm), activation)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None) -> Tensor:

@@ -53,7 +53,9 @@ def _runs(
 
     def make_run(options: Options) -> Callable[[], object]:
         def run(weight: torch.Tensor) -> None:
-            gpu.linear(x, weight, None, norm=norm, add_to=add_to, out=None, gated=shape.gated, options=options)
+            gpu.linear(
+                x, weight, None, norm=norm, add_to=add_to, out=None, activation=shape.activation, options=options
+            )
 
         return cycling(run, weights)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.activation import Activation, activation_and_mul
 
 from .reference import gated, of_expert
 from .weights import SILU, ExpertWeights, GatedActivation
@@ -38,6 +38,6 @@ def fused_experts(
 def _gated(hidden: Tensor, activation: GatedActivation) -> Tensor:
     """Apply the activation to [rows, 2 F], gates and ups next to each other."""
     if activation == SILU:
-        return silu_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
+        return activation_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1), Activation.SILU)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     return gated(wide[:, 0::2], wide[:, 1::2], activation).to(hidden.dtype)

@@ -23,9 +23,11 @@ struct AttentionBatch {
     int64_t block_stride, head_stride, half_stride, window, num_tokens;
     const int32_t *query_start, *seq_lens, *tables, *table_rows;
     const float* sinks;  // one for each query head, or null
-    float scale;
+    float scale, soft_cap;  // see `AttentionRule`; no cap where that is 0
 
     int64_t group() const { return q_heads / kv_heads; }
+    float score_unit() const { return (soft_cap == 0.0f ? scale : soft_cap) * LOG2_E; }
+    float cap_scale() const { return soft_cap == 0.0f ? 0.0f : scale / soft_cap; }
     const int32_t* table(int64_t seq) const { return tables + (table_rows ? table_rows[seq] : seq) * table_stride; }
 };
 
@@ -134,7 +136,7 @@ template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegiste
         int64_t operand = sizeof(typename Op::T), block = KEYS * dim * operand / sizeof(float);
         float* scratch = attention_scratch(2 * state_size() + 2 * block + MAX_ROWS * dim);
         float *total = scratch, *part = total + state_size(), *blocks = part + state_size();
-        AttentionTile<Op, T> tile{dim, rows, group, task.position, Sight{batch.window}, batch.scale * LOG2_E,
+        AttentionTile<Op, T> tile{dim, rows, group, task.position, Sight{batch.window}, batch.score_unit(), batch.cap_scale(),
                                   reinterpret_cast<typename Op::T*>(blocks + 2 * block),
                                   reinterpret_cast<typename Op::T*>(blocks),
                                   reinterpret_cast<typename Op::T*>(blocks + block), total};
@@ -204,12 +206,14 @@ extern "C" {
 // sizes: the integers of AttentionBatch in its order; dim and block_size are multiples of 16, query heads a multiple of
 // KV heads and at most 128 times as many. kv_layer points at the layer in block 0 and head 0. Sequence i's blocks are
 // row table_rows[i] of the tables, row i where that is null. sinks: a score without a key for each query head, or null.
+// soft_cap: 0 for none.
 void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void* out, const int64_t* sizes,
                            const int32_t* query_start, const int32_t* seq_lens, const int32_t* tables,
-                           const int32_t* table_rows, const float* sinks, float scale, int threads) {
+                           const int32_t* table_rows, const float* sinks, float scale, float soft_cap,
+                           int threads) {
     baton::AttentionBatch batch{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],    sizes[6], sizes[7],
                                 sizes[8], sizes[9], sizes[10], sizes[11], sizes[12],
-                                query_start, seq_lens, tables, table_rows, sinks, scale};
+                                query_start, seq_lens, tables, table_rows, sinks, scale, soft_cap};
     BATON_DISPATCH(dtype, baton::paged_attention, batch, q, kv_layer, out, threads)
 }
 

@@ -73,6 +73,7 @@ class InTiles {
             f32x16 own[1][Tile::NV];
 #pragma GCC unroll 4
             for (int v = 0; v < Tile::NV; v++) own[0][v] = load(scores[r] + v * LANES);
+            if (tile.is_capped()) tile.cap(own[0]);
             if (masked) tile.mask(own, row + r, first);
             fades[r] = tile.weigh(own[0], tile.row_state(row + r) + tile.dim, weights[r])[0];
         }

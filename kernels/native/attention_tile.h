@@ -124,6 +124,7 @@ template <class Op, class T> struct AttentionTile {
     int64_t dim, rows, group, first_position;  // row r is query head r % group at position first_position + r / group
     Sight sight;
     float scale;                       // of scores, times log2(e): weights are powers of two
+    float cap_scale;                   // scores become tanh(cap_scale * score) before that; 0: they do not
     Operand *queries, *keys, *values;  // [rows][dim], one key block, one value block
     float* state;                      // [rows][row_state_size]
 
@@ -186,6 +187,8 @@ template <class Op, class T> struct AttentionTile {
         f32x16 scores[R][NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v += TILE_VECTORS) score<R>(scores, row, v);
+        if (is_capped())
+            for (int r = 0; r < R; r++) cap(scores[r]);
         if (sees_part(row, R, first)) mask(scores, row, first);
         Operand weights[R][KEYS];
         f32x16 fade[R];
@@ -205,6 +208,13 @@ template <class Op, class T> struct AttentionTile {
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
             for (int i = 0; i < TILE_VECTORS; i++) scores[r][v + i] = part[r][i];
+    }
+
+    bool is_capped() const { return cap_scale != 0.0f; }
+
+    void cap(f32x16 (&scores)[NV]) const {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) scores[v] = tanh(scores[v] * cap_scale);
     }
 
     template <int R> void mask(f32x16 (&scores)[R][NV], int64_t row, int64_t first) const {

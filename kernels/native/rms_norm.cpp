@@ -7,7 +7,7 @@
 namespace baton {
 
 // Scales row by weight and the inverse root of its mean square. `sum_squares` may come from the pass before.
-template <class T> void scale_row(const T* row, const T* weight, T* out, int64_t n, float sum_squares, float eps) {
+template <class T, class W> void scale_row(const T* row, const W* weight, T* out, int64_t n, float sum_squares, float eps) {
     f32x16 scale = splat(1.0f / std::sqrt(sum_squares / n + eps));
     for_lanes(n, [&](int64_t i, int lanes) {
         store_upto(out + i, load_upto(row + i, lanes) * scale * load_upto(weight + i, lanes), lanes);
@@ -34,9 +34,9 @@ template <class T> float add_and_square(const T* x, const T* residual, T* total,
     return sum(squares);
 }
 
-template <class T>
-void rms_norm(const void* x, int64_t x_stride, const void* residual, int64_t residual_stride, const void* weight,
-              void* total, void* out, int64_t rows, int64_t n, float eps, int threads) {
+template <class T, class W>
+void rms_norm_by(const void* x, int64_t x_stride, const void* residual, int64_t residual_stride, const void* weight,
+                 void* total, void* out, int64_t rows, int64_t n, float eps, int threads) {
     bool parallel = rows > 1 && rows * n >= 65536;  // below that, waking threads takes longer
 #pragma omp parallel for num_threads(threads) if (parallel)
     for (int64_t r = 0; r < rows; r++) {
@@ -49,18 +49,25 @@ void rms_norm(const void* x, int64_t x_stride, const void* residual, int64_t res
             squares = add_and_square(row, static_cast<const T*>(residual) + r * residual_stride, sums, n);
             row = sums;
         }
-        scale_row(row, static_cast<const T*>(weight), static_cast<T*>(out) + r * n, n, squares, eps);
+        scale_row(row, static_cast<const W*>(weight), static_cast<T*>(out) + r * n, n, squares, eps);
     }
+}
+
+template <class T>
+void rms_norm(int weight_dtype, const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
+              const void* weight, void* total, void* out, int64_t rows, int64_t n, float eps, int threads) {
+    auto run = static_cast<DType>(weight_dtype) == DType::F32 ? rms_norm_by<T, float> : rms_norm_by<T, T>;
+    run(x, x_stride, residual, residual_stride, weight, total, out, rows, n, eps, threads);
 }
 
 }  // namespace baton
 
 extern "C" {
 
-// x [rows, n]; residual [rows, n] or null; total (written where there is a residual) and out [rows, n] contiguous.
-void baton_rms_norm(int dtype, const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
-                    const void* weight, void* total, void* out, int64_t rows, int64_t n, float eps, int threads) {
-    BATON_DISPATCH(dtype, baton::rms_norm, x, x_stride, residual, residual_stride, weight, total, out, rows, n, eps,
+// weight is float32 or of the type of all others. x [rows, n]; residual [rows, n] or null; total (written where there is a residual) and out [rows, n] contiguous.
+void baton_rms_norm(int dtype, int weight_dtype, const void* x, int64_t x_stride, const void* residual,
+                    int64_t residual_stride, const void* weight, void* total, void* out, int64_t rows, int64_t n, float eps, int threads) {
+    BATON_DISPATCH(dtype, baton::rms_norm, weight_dtype, x, x_stride, residual, residual_stride, weight, total, out, rows, n, eps,
                    threads)
 }
 

@@ -18,7 +18,7 @@ struct RopeBatch {
 };
 
 // Normalises (where there is a norm) and rotates one head in place.
-template <class T> void turn_head(T* head, const T* norm, const float* cosines, const RopeBatch& batch) {
+template <class T, class W> void turn_head(T* head, const W* norm, const float* cosines, const RopeBatch& batch) {
     float values[MAX_HEAD_DIM];
     int64_t dim = batch.head_dim, half = batch.rotary_dim / 2;
     f32x16 squares = {};
@@ -45,9 +45,9 @@ template <class T> void turn_head(T* head, const T* norm, const float* cosines, 
     });
 }
 
-template <class T>
-void rope_and_cache(void* q, void* k, const void* v, const void* q_norm, const void* k_norm, void* kv_layer,
-                    const RopeBatch& batch, int threads) {
+template <class T, class W>
+void rope_and_cache_by(void* q, void* k, const void* v, const void* q_norm, const void* k_norm, void* kv_layer,
+                       const RopeBatch& batch, int threads) {
     bool parallel = batch.tokens * (batch.q_heads + batch.kv_heads) >= 1024;  // below that, waking threads takes longer
     int64_t head_bytes = batch.head_dim * sizeof(T);
 #pragma omp parallel for num_threads(threads) if (parallel)
@@ -55,14 +55,14 @@ void rope_and_cache(void* q, void* k, const void* v, const void* q_norm, const v
         const float* cosines = batch.cos_sin + batch.positions[t] * batch.rotary_dim;
         T* q_token = static_cast<T*>(q) + t * batch.q_stride;
         for (int64_t h = 0; h < batch.q_heads; h++)
-            turn_head(q_token + h * batch.head_dim, static_cast<const T*>(q_norm), cosines, batch);
+            turn_head(q_token + h * batch.head_dim, static_cast<const W*>(q_norm), cosines, batch);
 
         if (batch.slots[t] < 0) continue;  // padding: belongs nowhere
         int64_t block = batch.slots[t] / batch.block_size, offset = batch.slots[t] % batch.block_size;
         T* page = static_cast<T*>(kv_layer) + block * batch.block_stride + offset * batch.head_dim;
         for (int64_t h = 0; h < batch.kv_heads; h++, page += batch.head_stride) {
             T* k_head = static_cast<T*>(k) + t * batch.k_stride + h * batch.head_dim;
-            turn_head(k_head, static_cast<const T*>(k_norm), cosines, batch);
+            turn_head(k_head, static_cast<const W*>(k_norm), cosines, batch);
             std::memcpy(page, k_head, head_bytes);
             std::memcpy(page + batch.half_stride, static_cast<const T*>(v) + t * batch.v_stride + h * batch.head_dim,
                         head_bytes);
@@ -70,17 +70,24 @@ void rope_and_cache(void* q, void* k, const void* v, const void* q_norm, const v
     }
 }
 
+template <class T>
+void rope_and_cache(int norm_dtype, void* q, void* k, const void* v, const void* q_norm, const void* k_norm,
+                    void* kv_layer, const RopeBatch& batch, int threads) {
+    auto run = static_cast<DType>(norm_dtype) == DType::F32 ? rope_and_cache_by<T, float> : rope_and_cache_by<T, T>;
+    run(q, k, v, q_norm, k_norm, kv_layer, batch, threads);
+}
+
 }  // namespace baton
 
 extern "C" {
 
-// sizes: the integers of RopeBatch in its order. kv_layer points at the layer in block 0 and head 0. Norms may be null.
-void baton_rope_and_cache(int dtype, void* q, void* k, const void* v, const void* q_norm, const void* k_norm,
-                          void* kv_layer, const int64_t* sizes, const float* cos_sin, const int64_t* positions,
+// Norms are float32 or of the type of all others. sizes: the integers of RopeBatch in its order. kv_layer points at the layer in block 0 and head 0. Norms may be null.
+void baton_rope_and_cache(int dtype, int norm_dtype, void* q, void* k, const void* v, const void* q_norm,
+                          const void* k_norm, void* kv_layer, const int64_t* sizes, const float* cos_sin, const int64_t* positions,
                           const int64_t* slots, float eps, int threads) {
     baton::RopeBatch batch{sizes[0], sizes[1], sizes[2],  sizes[3],  sizes[4], sizes[5],  sizes[6], sizes[7],
                            sizes[8], sizes[9], sizes[10], sizes[11], cos_sin,  positions, slots,    eps};
-    BATON_DISPATCH(dtype, baton::rope_and_cache, q, k, v, q_norm, k_norm, kv_layer, batch, threads)
+    BATON_DISPATCH(dtype, baton::rope_and_cache, norm_dtype, q, k, v, q_norm, k_norm, kv_layer, batch, threads)
 }
 
 }

@@ -214,6 +214,19 @@ inline f32x16 power_of_two(f32x16 x) {
 #endif
 }
 
+// Within 4 units in the last place; NaN stays. 1 - 2 / (e^2x + 1), and near 0, where that cancels, a polynomial (minimax,
+// as in the Cephes library's tanhf).
+inline f32x16 tanh(f32x16 x) {
+    f32x16 square = x * x;
+    f32x16 near = splat(-5.70498872745e-3f);
+    near = near * square + 2.06390887954e-2f;
+    near = near * square - 5.37397155531e-2f;
+    near = near * square + 1.33314422036e-1f;
+    near = near * square - 3.33332819422e-1f;
+    near = near * square * x + x;
+    return choose(greater(splat(0.625f * 0.625f), square), near, 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f));
+}
+
 }  // namespace baton
 
 // Calls function<T>(args...) for the element type with number `dtype`.

@@ -30,7 +30,7 @@ from baton.kernels.tune import as_json
 from baton.kernels.tuned import LIBRARY, Entry, Options, device_name, entries, path_for
 
 from . import gpu
-from .options import METHODS, Method, Op, fitting_method, tuning_key
+from .options import METHODS, Algorithm, Op, fitting_method, tuning_key
 from .peer_memory import Exchange, PeerMemory
 from .token_exchange import RankSlots, RoutedTokens
 
@@ -61,9 +61,9 @@ class Times:
     def best(self) -> Options:
         """The fastest options; the method is the library's where an alternative is faster."""
         if not self.by_options:
-            return {"method": int(Method.LIBRARY), "BLOCK": BLOCKS[0]}
+            return {"method": int(Algorithm.LIBRARY), "BLOCK": BLOCKS[0]}
         options, elapsed = min(self.by_options, key=lambda pair: pair[1])
-        return options if elapsed < min(self.otherwise.values()) else {**options, "method": int(Method.LIBRARY)}
+        return options if elapsed < min(self.otherwise.values()) else {**options, "method": int(Algorithm.LIBRARY)}
 
     def __str__(self) -> str:
         said = [f"{name} {elapsed:.2f} us" for name, elapsed in self.otherwise.items()]
@@ -233,7 +233,7 @@ def _combines(memory: PeerMemory, device: torch.device, reduce_scatter: Collecti
     table, places = _experts_on(memory.size, device)
     for num_tokens in TOKENS:
         tokens = _random_tokens(num_tokens, memory, device, 0)
-        visits = gpu.dispatch(tokens, table, places, memory, {"method": Method.ONE_SHOT, "BLOCK": BLOCKS[0]}).visits
+        visits = gpu.dispatch(tokens, table, places, memory, {"method": Algorithm.ONE_SHOT, "BLOCK": BLOCKS[0]}).visits
         buffers = _zeros((memory.size * num_tokens, HIDDEN), device)
         given = buffers[0]
         over_peers = _by_options(Op.REDUCE_SCATTER, given, memory, partial(gpu.reduce_scatter, memory=memory))

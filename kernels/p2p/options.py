@@ -28,18 +28,18 @@ class Op(StrEnum):
     COMBINE = "combine"
 
 
-class Method(IntEnum):
+class Algorithm(IntEnum):
     LIBRARY = 0
     ONE_SHOT = 1
     TWO_SHOTS = 2
 
 
 METHODS = {
-    Op.ALL_REDUCE: (Method.ONE_SHOT, Method.TWO_SHOTS),
-    Op.ALL_GATHER: (Method.ONE_SHOT,),
-    Op.REDUCE_SCATTER: (Method.ONE_SHOT,),
-    Op.DISPATCH: (Method.ONE_SHOT,),
-    Op.COMBINE: (Method.ONE_SHOT,),
+    Op.ALL_REDUCE: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOTS),
+    Op.ALL_GATHER: (Algorithm.ONE_SHOT,),
+    Op.REDUCE_SCATTER: (Algorithm.ONE_SHOT,),
+    Op.DISPATCH: (Algorithm.ONE_SHOT,),
+    Op.COMBINE: (Algorithm.ONE_SHOT,),
 }
 IN_PARTS = (Op.REDUCE_SCATTER, Op.COMBINE)  # what is given has a part for each rank
 OF_TOKENS = (Op.DISPATCH, Op.COMBINE)  # rows [T, hidden_size], of which a program takes a block at a time
@@ -59,7 +59,9 @@ def options_of_any_size(op: Op, memory: PeerMemory) -> list[tuned.Options]:
         entry.config for entry in tuned.known("p2p", memory.addresses.device) if words.items() <= entry.key.items()
     ]
     found = measured or [untuned(op, memory.size, 1 << bits) for bits in range(40)]
-    return [each for index, each in enumerate(found) if each["method"] != Method.LIBRARY and each not in found[:index]]
+    return [
+        each for index, each in enumerate(found) if each["method"] != Algorithm.LIBRARY and each not in found[:index]
+    ]
 
 
 def tuning_key(op: Op, ranks: int, num_bytes: int) -> tuned.Key:
@@ -73,30 +75,30 @@ def untuned(op: Op, ranks: int, num_bytes: int) -> tuned.Options:
     The others are the library's until they have been measured.
     """
     if op is not Op.ALL_REDUCE or num_bytes > 4 << 20:
-        method = Method.LIBRARY
+        method = Algorithm.LIBRARY
     else:
-        method = Method.ONE_SHOT if ranks == 2 or num_bytes * ranks <= 2 << 20 else Method.TWO_SHOTS
+        method = Algorithm.ONE_SHOT if ranks == 2 or num_bytes * ranks <= 2 << 20 else Algorithm.TWO_SHOTS
     return {"method": method, "BLOCK": 1024}
 
 
-def fitting_method(op: Op, options: tuned.Options, x: Tensor, memory: PeerMemory) -> Method:
+def fitting_method(op: Op, options: tuned.Options, x: Tensor, memory: PeerMemory) -> Algorithm:
     """Return the method of the options where it takes x and there is room for its values, else the library's."""
-    method, block = Method(options["method"]), options["BLOCK"]
-    if method is Method.LIBRARY or not _is_plain(op, x, memory.size):
-        return Method.LIBRARY
+    method, block = Algorithm(options["method"]), options["BLOCK"]
+    if method is Algorithm.LIBRARY or not _is_plain(op, x, memory.size):
+        return Algorithm.LIBRARY
     _, steps = programs_and_steps(op, method, block, x.shape, memory.size)
     of_rank = block + (ROUTING_VALUES if op is Op.DISPATCH else 0)
-    needed = steps * of_rank * memory.size * (2 if method is Method.TWO_SHOTS else 1)
-    return method if needed <= room(memory) else Method.LIBRARY
+    needed = steps * of_rank * memory.size * (2 if method is Algorithm.TWO_SHOTS else 1)
+    return method if needed <= room(memory) else Algorithm.LIBRARY
 
 
-def programs_and_steps(op: Op, method: Method, block: int, shape: Sequence[int], ranks: int) -> tuple[int, int]:
+def programs_and_steps(op: Op, method: Algorithm, block: int, shape: Sequence[int], ranks: int) -> tuple[int, int]:
     """Return the number of programs and the steps of each. A step takes a block of values, of each rank where ranks get
     parts.
 
     Of tokens, it is a block of a row.
     """
-    parts = ranks if op in IN_PARTS or method is Method.TWO_SHOTS else 1
+    parts = ranks if op in IN_PARTS or method is Algorithm.TWO_SHOTS else 1
     if op in OF_TOKENS:
         blocks = shape[0] // parts * cdiv(shape[1], block)
     else:

@@ -10,9 +10,9 @@ __all__ = ["rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x [..., N], weight [N]; x's shape and
-    dtype.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x [..., N]; x's shape and dtype.
 
+    weight [N] is of x's dtype, or float32 where that would round it (norms that are stored as their distance from 1).
     With `residual` (x's shape and dtype): the pair (norm of the sum, sum), sum = x + residual. Computed in float32 and
     rounded once. A row's result does not depend on the other rows.
     """

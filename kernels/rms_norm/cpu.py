@@ -15,7 +15,7 @@ from . import reference
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     kernel = _kernel()
     number = native.DTYPE_NUMBER.get(x.dtype)
-    same_type = weight.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
+    same_type = weight.dtype in (x.dtype, torch.float32) and (residual is None or residual.dtype == x.dtype)
     if kernel is None or number is None or not same_type:
         return reference.rms_norm(x, weight, eps, residual)
     width = x.shape[-1]
@@ -32,6 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         total = torch.empty(x.shape, dtype=x.dtype)
     kernel(
         number,
+        native.DTYPE_NUMBER[weight.dtype],
         rows.data_ptr(),
         rows.stride(0),
         0 if residual_rows is None else residual_rows.data_ptr(),
@@ -56,5 +57,5 @@ def _rows(x: Tensor) -> Tensor:
 @functools.cache
 def _kernel() -> native.NativeFunction | None:
     pointer, i64, integer = native.POINTER, native.I64, native.INT
-    inputs = (integer, pointer, i64, pointer, i64, pointer)
+    inputs = (integer, integer, pointer, i64, pointer, i64, pointer)
     return native.function("baton_rms_norm", *inputs, pointer, pointer, native.ROWS, i64, native.F32, integer)

@@ -28,8 +28,9 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate q [T, H, D] in place, write k and v [T, KV, D] to the batch's slots of `layer` in kv, and return q.
 
-    Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D] and `eps`, where given) and rotated
-    (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim on stay).
+    Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D], both of q's dtype or float32, and `eps`,
+    where given) and rotated (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim
+    on stay).
     `cos_sin` [max_positions, rotary_dim] float32: cosines, then sines. Computed in float32, rounded once.
     q, k and v may be views into one tensor: only their last two dimensions must be contiguous.
 

@@ -45,6 +45,7 @@ def rope_and_cache(
     )
     kernel(
         number,
+        number if q_norm is None else native.DTYPE_NUMBER[q_norm.dtype],
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -72,7 +73,8 @@ def _fits(
     """
     dim = q.shape[2]
     same_type = k.dtype == v.dtype == kv.dtype == q.dtype and cos_sin.dtype == torch.float32
-    same_type &= all(norm is None or norm.dtype == q.dtype for norm in (q_norm, k_norm))
+    norm_types = {norm.dtype for norm in (q_norm, k_norm) if norm is not None}
+    same_type &= norm_types in (set(), {q.dtype}, {torch.float32})
     contiguous_heads = all(heads.stride(2) == 1 and heads.stride(1) == dim for heads in (q, k, v))
     return (
         same_type
@@ -90,4 +92,4 @@ MAX_HEAD_DIM = 512  # as in native/rope_kv.cpp
 def _kernel() -> native.NativeFunction | None:
     pointers = (native.POINTER,) * 6
     tables = (ctypes.POINTER(ctypes.c_int64), native.POINTER, native.POINTER, native.POINTER)
-    return native.function("baton_rope_and_cache", native.INT, *pointers, *tables, native.F32, native.INT)
+    return native.function("baton_rope_and_cache", native.INT, native.INT, *pointers, *tables, native.F32, native.INT)

@@ -22,6 +22,7 @@ from baton.kernels.attention_batch import AttentionBatch
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
 FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
+FIRST, SECOND, BEHIND = (tl.constexpr(part) for part in range(3))  # of a head: two halves turn, the rest stays
 
 
 def rope_and_cache(
@@ -194,13 +195,13 @@ def _norm(parts, weight, eps, DIM: tl.constexpr):
 
 @triton.jit
 def _normed(parts, weight, eps, DIM: tl.constexpr):
-    squares = tl.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1, keep_dims=True)
+    squares = tl.sum(parts[FIRST] * parts[FIRST] + parts[SECOND] * parts[SECOND], axis=1, keep_dims=True)
     if len(parts) > 2:
-        squares += tl.sum(parts[2] * parts[2], axis=1, keep_dims=True)
+        squares += tl.sum(parts[BEHIND] * parts[BEHIND], axis=1, keep_dims=True)
     scale = tl.rsqrt(squares / DIM + eps)
-    normed = (parts[0] * scale * weight[0], parts[1] * scale * weight[1])
+    normed = (parts[FIRST] * scale * weight[FIRST], parts[SECOND] * scale * weight[SECOND])
     if len(parts) > 2:
-        normed = normed + (parts[2] * scale * weight[2],)
+        normed = normed + (parts[BEHIND] * scale * weight[BEHIND],)
     return normed
 
 
@@ -208,7 +209,7 @@ def _normed(parts, weight, eps, DIM: tl.constexpr):
 def _rotate(parts, angles):
     """Turn the second part against the first by `angles`: cosines and sines."""
     cos, sin = angles
-    return (parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin) + parts[2:]
+    return (parts[FIRST] * cos - parts[SECOND] * sin, parts[SECOND] * cos + parts[FIRST] * sin) + parts[2:]
 
 
 @triton.jit
@@ -225,11 +226,11 @@ def _store(
     cells = target + heads[:, None] * head_stride
     known = (heads < NUM_HEADS)[:, None]
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-    _store_part(cells + half, parts[0], known & (half < HALF), scale)
-    _store_part(cells + HALF + half, parts[1], known & (half < HALF), scale)
+    _store_part(cells + half, parts[FIRST], known & (half < HALF), scale)
+    _store_part(cells + HALF + half, parts[SECOND], known & (half < HALF), scale)
     if DIM > 2 * HALF:
         behind = 2 * HALF + tl.arange(0, triton.next_power_of_2(DIM - 2 * HALF))[None, :]
-        _store_part(cells + behind, parts[2], known & (behind < DIM), scale)
+        _store_part(cells + behind, parts[BEHIND], known & (behind < DIM), scale)
 
 
 @triton.jit

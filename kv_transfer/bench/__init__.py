@@ -22,13 +22,26 @@ from baton.engine.net.curve import ClusterKey
 from .ranks import BenchFailed, Prompt, RankProcess, Ranks, RankSpec
 from .stages import HandoffStage, since_asked
 
-__all__ = ["BenchFailed", "TransferRow", "measure", "table"]
+__all__ = ["BenchFailed", "TransferCase", "TransferRow", "measure", "table"]
 
 DEFAULT_LAYOUT = KVLayout(
     model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"
 )  # 1.8 MB a block
-DEFAULT_TOKENS = (16, 64, 256, 1024)
-DEFAULT_IN_FLIGHT = (1, 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferCase:
+    """The prompts that are moved, and the two groups of processes between which they are."""
+
+    num_tokens: Sequence[int] = (16, 64, 256, 1024)  # of a prompt
+    in_flight: Sequence[int] = (1, 4)  # prompts handed off at the same time
+    repeats: int = 15
+    run_blocks: int = 1  # blocks that lie next to each other on both sides
+    device: str = "cpu"
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    seed: int = 0
+    stages: bool = False  # both rank 0 stamp what they do, which takes some microseconds
 
 
 class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,50 +57,40 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     stages_us: dict[str, float]  # from when the connector was asked; empty unless stamped
 
 
-def measure(
-    layout: KVLayout = DEFAULT_LAYOUT,
-    *,
-    num_tokens: Sequence[int] = DEFAULT_TOKENS,
-    in_flight: Sequence[int] = DEFAULT_IN_FLIGHT,
-    repeats: int = 15,
-    run_blocks: int = 1,
-    device: str = "cpu",
-    prefill_tp: int = 1,
-    decode_tp: int = 1,
-    seed: int = 0,
-    stages: bool = False,
-) -> dict[str, Any]:
-    """Move blocks between two groups. `run_blocks` is how many blocks lie next to each other on both sides.
-
-    `stages`: both rank 0 stamp what they do, which takes some microseconds.
+def measure(layout: KVLayout, case: TransferCase) -> dict[str, Any]:
+    """Move blocks of a layout between two groups.
 
     On "cuda" the holder's ranks take the first GPUs and the reader's the next ones, from the first again where there
     are too few. Raises `BenchFailed`, and `UnevenHeads` for sizes over which the heads cannot be shared out.
     """
-    largest = max(-(-length // layout.block_size) for length in num_tokens) * max(in_flight)
-    num_blocks = -(-largest // run_blocks) * run_blocks
+    largest = max(-(-length // layout.block_size) for length in case.num_tokens) * max(case.in_flight)
+    num_blocks = -(-largest // case.run_blocks) * case.run_blocks
     holder = RankSpec(
         side="holder",
         layout=layout,
         num_blocks=num_blocks,
-        device=device,
+        device=case.device,
         first_device=0,
         key=ClusterKey.generate(),
-        size=prefill_tp,
-        stamped=stages,
+        size=case.prefill_tp,
+        stamped=case.stages,
     )
-    reader = dataclasses.replace(holder, side="reader", first_device=prefill_tp, size=decode_tp)
+    reader = dataclasses.replace(holder, side="reader", first_device=case.prefill_tp, size=case.decode_tp)
     with Ranks() as ranks:
         bench = _Bench(ranks.start(holder), ranks.start(reader))
-        rng = random.Random(seed)
-        rows = [bench.row(length, width, repeats, run_blocks, rng) for length in num_tokens for width in in_flight]
+        rng = random.Random(case.seed)
+        rows = [
+            bench.row(length, width, case.repeats, case.run_blocks, rng)
+            for length in case.num_tokens
+            for width in case.in_flight
+        ]
         return {
-            "device": device,
+            "device": case.device,
             "block_bytes": layout.block_bytes,
-            "prefill_tp": prefill_tp,
-            "decode_tp": decode_tp,
-            "run_blocks": run_blocks,
-            "repeats": repeats,
+            "prefill_tp": case.prefill_tp,
+            "decode_tp": case.decode_tp,
+            "run_blocks": case.run_blocks,
+            "repeats": case.repeats,
             "rows": [msgspec.to_builtins(row) for row in rows],
         }
 

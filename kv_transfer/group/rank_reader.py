@@ -59,7 +59,7 @@ def worst(states: Iterable[State]) -> State:
 
 
 @dataclasses.dataclass(slots=True)
-class _Source:
+class _RankSource:
     """One rank of a holder from which we read some of our heads."""
 
     peer: PeerHandle
@@ -70,7 +70,7 @@ class _Source:
 
 
 @dataclasses.dataclass(slots=True)
-class _Read:
+class _GroupRead:
     parts: list[ReadHandle]  # of the transport, not yet released
     state: ReadState = ReadState.RUNNING
     reason: str = ""
@@ -97,8 +97,8 @@ class RankReader:
         self.region = region
         self._transport = transport
         self._block_bytes = block_bytes
-        self._peers: dict[PeerHandle, list[_Source]] = {}
-        self._reads: dict[ReadHandle, _Read] = {}
+        self._peers: dict[PeerHandle, list[_RankSource]] = {}
+        self._reads: dict[ReadHandle, _GroupRead] = {}
         self.num_bytes = 0  # asked of the transport since the start
         self.num_descriptors = 0
 
@@ -120,13 +120,13 @@ class RankReader:
         Raises `MalformedMessage` or `TransportError` for metadata that make no sense; nothing was begun then.
         """
         holders = _decode_group(metadata)
-        sources: list[_Source] = []
+        sources: list[_RankSource] = []
         try:
             for assigned in assign_heads(self.rank, self.region.heads, [holder.heads for holder in holders]):
                 holder = holders[assigned.holder_rank]
                 piece = slice_heads(assigned.heads, holder.heads, self.region.heads, self.region.layout.head_bytes)
                 peer_rank = self._transport.add_peer(holder.transport)
-                sources.append(_Source(peer_rank, piece, assigned.holder_rank, assigned.heads, holder.heads))
+                sources.append(_RankSource(peer_rank, piece, assigned.holder_rank, assigned.heads, holder.heads))
         except Exception:
             for source in sources:
                 self._transport.remove_peer(source.peer)
@@ -148,7 +148,7 @@ class RankReader:
 
     def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Begin to read the peer's `source_blocks` into our `blocks`, of the same number."""
-        entry = self._reads[read] = _Read([])
+        entry = self._reads[read] = _GroupRead([])
         for source in self._peers[peer]:
             ranges = block_ranges(source_blocks, blocks, source.slice)
             try:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Call = Callable[[], None]
 
 
-class _Job(NamedTuple):
+class _SlotCopy(NamedTuple):
     is_down: bool  # blocks into slots
     pairs: Sequence[SlotPair]
     after_copy: Call | None  # called in the thread that copied
@@ -34,7 +34,7 @@ class CopyThread:
     def __init__(self, begin: Callable[[], BlockCopier], wake: Call, device: str, cpu_affinity: str) -> None:
         self._begin, self._device, self._cpu_affinity = begin, device, cpu_affinity
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_SlotCopy | None] = queue.SimpleQueue()
         self._done: collections.deque[Call] = collections.deque()
         self._failure: Exception | None = None
         self._thread = OwnerThread("baton-copies", self._run)
@@ -42,11 +42,11 @@ class CopyThread:
 
     def down(self, pairs: Sequence[SlotPair], after_copy: Call, on_poll: Call) -> None:
         """Copy blocks into slots, then call `after_copy` in the copying thread and have `poll` return `on_poll`."""
-        self._jobs.put(_Job(True, pairs, after_copy, on_poll))
+        self._jobs.put(_SlotCopy(True, pairs, after_copy, on_poll))
 
     def up(self, pairs: Sequence[SlotPair], on_poll: Call) -> None:
         """Copy slots into blocks, then have `poll` return `on_poll`."""
-        self._jobs.put(_Job(False, pairs, None, on_poll))
+        self._jobs.put(_SlotCopy(False, pairs, None, on_poll))
 
     def poll(self) -> list[Call]:
         """Return the calls that follow finished copies. Raises `TransferThreadDied` once nothing more can happen."""
@@ -75,7 +75,7 @@ class CopyThread:
             self._failure = error
             self._wake()
 
-    def _copy(self, copier: BlockCopier, job: _Job) -> None:
+    def _copy(self, copier: BlockCopier, job: _SlotCopy) -> None:
         if job.is_down:
             copier.down(job.pairs)
         else:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from baton.engine.strict_model import StrictModel
 
 SAVE_S = 5.0
 
 
-class TierSettings(BaseModel):
+class TierSettings(StrictModel):
     """Sizes for one rank of an engine. Raises `pydantic.ValidationError` for values that cannot work."""
-
-    model_config = ConfigDict(frozen=True)
 
     host_bytes: int = Field(0, ge=0)  # of the host's memory; 0: no such tier
     disk_path: str = ""  # a folder that only engines of this application use; each takes files of its own in it

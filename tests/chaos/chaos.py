@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faults import Fault, all_faults
-from hosts import Hosts
-from load import Answerer, Quiz
-from ordeal import DEADLINE_S, STREAMS, Ordeal, Verdict, summary
-from ray_hosts import ENGINE_HOSTS, HEAD, BatonOnHosts, demo_config
-from schedule import make_schedule
+from ..hosts.hosts import Hosts
+from ..hosts.ray_hosts import ENGINE_HOSTS, HEAD, BatonOnHosts, demo_config
+from .fault_trial import DEADLINE_S, STREAMS, FaultTrial, Verdict, summary
+from .faults import Fault, all_faults
+from .load import Answerer, Quiz
+from .schedule import make_schedule
 
 QUESTIONS = 64
 SHORTEST_S = 10.0  # of any fault with its load: a schedule of one fault each so many seconds is long enough
@@ -39,18 +39,18 @@ def run(seconds: float, seed: int) -> list[Verdict]:
         quiz = Quiz(seed, QUESTIONS)
         accuracy = quiz.learn(Answerer(baton.url, DEADLINE_S), STREAMS)
         assert accuracy >= MIN_ACCURACY, f"an undisturbed server is right {accuracy:.1%} of the time"
-        ordeal = Ordeal(baton, quiz, seed)
+        trial = FaultTrial(baton, quiz, seed)
         end_s = time.monotonic() + seconds
         for planned in schedule:
             time.sleep(planned.pause_s)
             if time.monotonic() > end_s:
                 break
-            verdicts.append(endured(ordeal, faults[planned.fault]))
+            verdicts.append(tried(trial, faults[planned.fault]))
     return verdicts
 
 
-def endured(ordeal: Ordeal, fault: Fault) -> Verdict:
-    verdict = ordeal.endure(fault)
+def tried(trial: FaultTrial, fault: Fault) -> Verdict:
+    verdict = trial.run(fault)
     print(verdict.line(), flush=True)
     return verdict
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hosts import BRIDGE, PREFIX
-from ray_hosts import DISK, EAST, ENGINE_HOSTS, HEAD, ROLES, TIER_FOLDERS, WEST, WORKER, BatonOnHosts
-
 from baton.cluster.cli.processes import kill
 
-WIRE = Path(__file__).parents[1] / "multihost/wire.py"
+from ..hosts.hosts import BRIDGE, PREFIX
+from ..hosts.ray_hosts import DISK, EAST, ENGINE_HOSTS, HEAD, ROLES, TIER_FOLDERS, WEST, WORKER, BatonOnHosts
+
+WIRE = Path(__file__).parents[1] / "hosts/slow_link.py"
 FAR = f"{PREFIX}far"  # the slow cable's end at the bridge, and its other end
 RAYS_PROCESSES = ("gcs_server", "raylet", "ray::", "ray-dashboard", "monitor.py")  # parts of their titles
 BALLAST = f"{DISK}/ballast"

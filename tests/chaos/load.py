@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-from resuming import Refused, ResumableStream
 
 from baton.cluster.recall import Question, make_questions
+
+from ..helpers.resumable_stream import Refused, ResumableStream
 
 LENGTHS = (64, 256, 700, 1500)  # tokens of a prompt, about
 MODEL = "baton-demo"

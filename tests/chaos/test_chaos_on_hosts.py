@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from faults import Fault, all_faults
-from hosts import Hosts, left_over
-from load import MODEL, TOKENS, Answerer, Fate, Load, Quiz
-from ordeal import DEADLINE_S, STREAMS, Ordeal
-from ray_hosts import ENGINE_HOSTS, ENVIRONMENT, HEAD, ROLES, START_S, WEST, BatonOnHosts, demo_config
-from served import eventually
+
+from ..helpers.served import eventually
+from ..hosts.hosts import Hosts, left_over
+from ..hosts.ray_hosts import ENGINE_HOSTS, ENVIRONMENT, HEAD, ROLES, START_S, WEST, BatonOnHosts, demo_config
+from .fault_trial import DEADLINE_S, STREAMS, FaultTrial
+from .faults import Fault, all_faults
+from .load import MODEL, TOKENS, Answerer, Fate, Load, Quiz
 
 SEED = 1
 QUESTIONS = 32
@@ -39,8 +40,8 @@ def quiz(baton: BatonOnHosts) -> Quiz:
 
 
 @pytest.fixture(scope="module")
-def ordeal(baton: BatonOnHosts, quiz: Quiz) -> Ordeal:
-    return Ordeal(baton, quiz, SEED)
+def trial(baton: BatonOnHosts, quiz: Quiz) -> FaultTrial:
+    return FaultTrial(baton, quiz, SEED)
 
 
 def test_each_engine_and_what_keeps_it_are_on_their_host(baton: BatonOnHosts) -> None:
@@ -87,18 +88,18 @@ def test_a_load_tells_a_wrong_answer_from_a_right_one(baton: BatonOnHosts, quiz:
 
 
 @pytest.mark.parametrize("name", ALWAYS)
-def test_nothing_is_wrong_hangs_or_is_stranded_when_this_happens_under_load(ordeal: Ordeal, name: str) -> None:
-    _endure(ordeal, FAULTS[name])
+def test_nothing_is_wrong_hangs_or_is_stranded_when_this_happens_under_load(trial: FaultTrial, name: str) -> None:
+    _run(trial, FAULTS[name])
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", sorted(set(FAULTS) - set(ALWAYS)))
-def test_nothing_is_wrong_hangs_or_is_stranded_when_that_happens_under_load(ordeal: Ordeal, name: str) -> None:
-    _endure(ordeal, FAULTS[name])
+def test_nothing_is_wrong_hangs_or_is_stranded_when_that_happens_under_load(trial: FaultTrial, name: str) -> None:
+    _run(trial, FAULTS[name])
 
 
-def _endure(ordeal: Ordeal, fault: Fault) -> None:
-    verdict = ordeal.endure(fault)
+def _run(trial: FaultTrial, fault: Fault) -> None:
+    verdict = trial.run(fault)
     print(verdict.line())
     assert verdict.problems == ()
     assert verdict.fates[Fate.RIGHT] > 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from faults import all_faults
-from load import Fate
-from ordeal import Verdict, summary
-from schedule import make_schedule
+from .fault_trial import Verdict, summary
+from .faults import all_faults
+from .load import Fate
+from .schedule import make_schedule
 
 NAMES = [fault.name for fault in all_faults(seed=1)]
 

@@ -17,14 +17,18 @@ from typing import Any
 import httpx
 import openai
 import yaml
-from free_ports import free_port
-from served import BATON, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
 from baton.cluster.recall import make_question
 
+from .. import ROOT
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, config_file, eventually, sum_of
+from . import deployments
+
 READY_S = 120.0
 DRAIN_TIMEOUT_S = 20.0
+PROCESSES = {"engines": "data", "gateways": "gateways"}  # in the table of ranks
 
 
 class Cluster:
@@ -43,7 +47,8 @@ class Cluster:
             fleet |= {"drain_timeout_s": DRAIN_TIMEOUT_S, "max_surge_percent": 100, "step_timeout_s": 60.0}
         args["gateway"] |= {"drain_s": 1, "drain_timeout_s": 30, "capacity_timeout_s": 90.0}
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("deployments.py"))],
+            [sys.executable, "-m", deployments.__name__],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -70,6 +75,11 @@ class Cluster:
         self.config["applications"][0]["deployments"] = deployments
         self.deploy()
 
+    def give_gateways(self, **user_config: Any) -> None:
+        """Change what gateways take while they run."""
+        self.config["applications"][0]["deployments"] = [{"name": "gateway", "user_config": user_config}]
+        self.deploy()
+
     def drain(self, rank: int) -> None:
         words = [BATON, "drain", str(rank), "--app", "scaled", "--address", self.address]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -79,12 +89,16 @@ class Cluster:
         table = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json()
         return list(table["data"])
 
+    def processes(self) -> dict[str, list[int]]:
+        """Return the process ids of its engines and gateways."""
+        table = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0).raise_for_status().json()
+        return {name: sorted(each["pid"] for each in table[key]) for name, key in PROCESSES.items()}
+
     def wait_for(self, what: Callable[[list[dict[str, Any]]], bool]) -> None:
         eventually(lambda: what(self.ranks()), READY_S, lambda: f"it does not come to it: {self.ranks()}")
 
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+    def metric(self, name: str, **labels: str) -> float:
+        return sum_of(httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text, name, labels)
 
     def close(self) -> None:
         below = descendants(self._process.pid)

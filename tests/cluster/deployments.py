@@ -1,4 +1,4 @@
-"""A Ray cluster of one machine on which Serve config files are deployed: `python deployments.py`.
+"""A Ray cluster of one machine on which Serve config files are deployed: `python -m tests.cluster.deployments`.
 
 Each line on stdin is a file that is deployed as `serve deploy` does; ends with stdin. Prints the cluster's address,
 and a line for each file.

@@ -1,5 +1,5 @@
-"""A Ray cluster of several nodes on one machine: `python several_nodes.py RESOURCE ...`, one node each beside the head.
-Each of them has the resource `decode_node` as well.
+"""A Ray cluster of several nodes on one machine: `python -m tests.cluster.several_nodes RESOURCE ...`, one node each
+beside the head. Each of them has the resource `decode_node` as well.
 
 Prints the cluster's address; each line on stdin names a resource whose node is lost; ends with stdin.
 """

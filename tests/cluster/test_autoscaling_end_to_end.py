@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from deployed import Cluster, Question, ask_undisturbed, in_thread, load_on, roles
+
+from .deployed import Cluster, Question, ask_undisturbed, in_thread, load_on, roles
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -21,8 +21,6 @@ import httpx
 import openai
 import pytest
 import yaml
-from free_ports import free_port
-from served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import wait_until_gone
 from baton.cluster.contracts import Role
@@ -30,6 +28,9 @@ from baton.cluster.gateway.routing.breaker import CircuitState
 from baton.cluster.gateway.serving.timeline import Stamp
 from baton.engine.core.messages import ExpertReview
 from baton.engine.core.tiers import TierStats
+
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, STEP_TIMEOUT_S, Server, baton_serve, config_file, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -126,7 +127,7 @@ def test_status_lists_the_engines(server: Server) -> None:
 
 
 OPERATIONS = Path(__file__).parents[2] / "docs/operate/operations.md"
-NO_FIELDS = {*Role, *CircuitState, "list", "null"}  # what the page's table names beside fields
+NO_FIELDS = {Role.UNIFIED, *CircuitState, "list", "null"}  # what the page's table names beside fields
 
 
 def test_status_tells_programs_every_field_that_the_page_for_operators_names_and_no_other(server: Server) -> None:
@@ -358,8 +359,7 @@ LOG_LINE = re.compile(
 
 async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.AsyncOpenAI, server: Server) -> None:
     victim = server.rank_of("decode")
-    gone = 'baton_request_retries_total{reason="engine-gone"}'
-    before = server.counted(gone)
+    before = server.counted("baton_request_retries_total", reason="engine-gone")
 
     async def watched(number: int) -> None:
         stream = await client.completions.create(
@@ -384,7 +384,7 @@ async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.Asyn
     group = f"engine group {victim['group_id']} "
     ends = [line for line in server.log_lines("worker-*.err") if group in line and " is gone: " in line]
     assert [match["name"] for line in ends if (match := LOG_LINE.fullmatch(line))] == ["baton-directory:main"], ends
-    assert len(attempts) == server.counted(gone) - before
+    assert len(attempts) == server.counted("baton_request_retries_total", reason="engine-gone") - before
     await asyncio.to_thread(server.wait_until_whole, ROLES)
 
 
@@ -437,6 +437,7 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
         return victim["epoch"] not in [rank["epoch"] for rank in server.ranks()]
 
     await asyncio.to_thread(eventually, noticed, noticed_s, "the dead engine is still listed")
+    assert victim["engine_id"] not in httpx.get(f"{server.url}/metrics").text
     await asyncio.to_thread(server.wait_until_whole, ROLES)
     healed_s = time.monotonic() - killed_s
     stop.set()
@@ -502,6 +503,7 @@ def test_a_serve_config_file_deploys_an_application(
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     answer = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 4}, timeout=30)
     assert answer.headers["x-baton-path"].startswith(path)
+    scrapes_of_whichever_gateway_answers_are_alike(url, processes=len(roles) + gateways + 1)
     httpx.get(f"{url}/nowhere", headers={"x-request-id": "lost-1"})
     lines = [json.loads(line) for line in server.log_lines(f"serve/replica_{path}_*.log")]  # Serve's, too
     (told,) = (line for line in lines if line.get("request_id") == "lost-1")
@@ -511,6 +513,26 @@ def test_a_serve_config_file_deploys_an_application(
     listed = {message for line in heard if "is listed" in (message := json.loads(line)["message"])}
     assert len(listed) == len(roles) + gateways, listed
     server.look()
+
+
+def scrapes_of_whichever_gateway_answers_are_alike(url: str, processes: int) -> None:
+    """Each scrape is a connection of its own, so the kernel chooses among gateways that share the port."""
+    before: dict[str, float] = {}
+    engines: set[str] = set()
+    for _ in range(16):
+        lines = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
+        now = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+        up = [value for name, value in now.items() if name.startswith("baton_process_up")]
+        assert up == [1.0] * processes
+        counted = {name: value for name, value in now.items() if name.partition("{")[0].endswith("_total")}
+        assert all(counted[name] >= value for name, value in before.items())
+        before = counted
+        of_engines = {name for name in now if 'engine="' in name}
+        engines = engines or of_engines
+        assert of_engines == engines
+    answered = [name for name in before if name.startswith("baton_http_responses_total") and '"/metrics"' in name]
+    num_engines = sum(name.startswith("baton_engine_steps_total") for name in engines)
+    assert len(answered) == processes - num_engines - 1, "every gateway was asked"
 
 
 def test_ctrl_c_leaves_no_process(server: Server) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
-from served import BATON, Server, baton_serve, config_file, eventually
+
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, Server, baton_serve, config_file, eventually
 
 pytestmark = [
     pytest.mark.cluster,

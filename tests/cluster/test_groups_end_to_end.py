@@ -22,12 +22,13 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from balanced import HAPROXY, Load, answered_by, is_missing, running, wait_until_healthy
-from checkpoints import DIFFERENCES, SHAPE
-from free_ports import free_port
-from served import BATON, Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import Process, descendants, wait_until_gone
+
+from ..helpers.balancer import HAPROXY, Load, answered_by, is_missing, running, wait_until_healthy
+from ..helpers.checkpoints import DIFFERENCES, SHAPE
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, Server, baton_serve, config_file, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,13 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from free_ports import free_port
-from served import Server, baton_serve, config_file, eventually
 
 from baton.cluster.cli.processes import descendants, kill
+
+from .. import ROOT
+from ..helpers.free_ports import free_port
+from ..helpers.served import Server, baton_serve, config_file, eventually
+from . import several_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -28,10 +32,10 @@ class Nodes:
     """The nodes, as a process."""
 
     def __init__(self) -> None:
-        script = Path(__file__).with_name("several_nodes.py")
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
         self.process = subprocess.Popen(
-            [sys.executable, str(script), *DECODE_NODES],
+            [sys.executable, "-m", several_nodes.__name__, *DECODE_NODES],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -126,6 +130,31 @@ def test_what_starts_and_watches_a_group_is_on_the_node_of_its_ranks(server: Ser
         ranks = [rank["pid"] for rank in table_at(server.port)["data"] if rank["role"] == role]
         replicas = [pid for pid, title in titles.items() if title.startswith(f"ray::ServeReplica:nodes:{role}")]
         assert sorted(map(parent_of, replicas)) == sorted(map(parent_of, ranks)) != []
+
+
+def test_gateways_beside_ranks_take_other_settings_without_another_process(server: Server, nodes: Nodes) -> None:
+    """As Serve tells the controller a changed `user_config`."""
+    before = table_at(server.port)
+    script = (
+        "import sys, json, ray; from ray import serve; ray.init(sys.argv[1], log_to_driver=False);"
+        "controller = serve.get_deployment_handle('gateway', 'nodes');"
+        "controller.reconfigure.remote(json.loads(sys.argv[2])).result(timeout_s=30)"
+    )
+    body = {"model": "baton-demo", "prompt": ["Hello", "there"], "max_tokens": 1}
+
+    def statuses() -> list[int]:
+        urls = [f"http://127.0.0.1:{gateway['port']}/v1/completions" for gateway in before["gateways"]]
+        return [httpx.post(url, json=body, timeout=30).status_code for url in urls]
+
+    for user_config, wanted in (({"gateway": {"max_choices": 1}}, 400), ({}, 200)):
+        words = [sys.executable, "-c", script, nodes.address, json.dumps(user_config)]
+        done = subprocess.run(
+            words, env={**os.environ, "RAY_AUTH_MODE": "token"}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        eventually(lambda wanted=wanted: statuses() == [wanted, wanted], 30.0, f"they do not all answer {wanted}")
+    after = table_at(server.port)
+    assert [gateway["pid"] for gateway in after["gateways"]] == [gateway["pid"] for gateway in before["gateways"]]
 
 
 def test_a_gateway_that_hangs_is_replaced_at_its_port(server: Server) -> None:

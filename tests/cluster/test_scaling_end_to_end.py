@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
-from deployed import Cluster, Load, Question, ask_undisturbed, in_thread, load_on, roles, settled
+
+from ..helpers.served import eventually
+from .deployed import Cluster, Load, Question, ask_undisturbed, in_thread, load_on, roles, settled
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -29,6 +34,47 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def questions(cluster: Cluster) -> list[Question]:
     return ask_undisturbed(cluster, seed=5, count=16, longest=400)
+
+
+async def test_gateways_take_other_settings_without_another_process_or_a_broken_stream(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    processes, keys = cluster.processes(), tmp_path / "keys"
+    keys.write_text("sk-one\n")
+    body = {"model": "baton-demo", "prompt": "Once", "max_tokens": 1}
+
+    async def status(key: str) -> int:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
+            return (await client.post(f"{cluster.url}/v1/completions", json=body)).status_code
+
+    async def comes_to(key: str, wanted: int) -> None:
+        async with asyncio.timeout(30):
+            while await status(key) != wanted:
+                await asyncio.sleep(0.1)
+
+    client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+    long = {"ignore_eos": True}
+    async with (
+        client,
+        await client.completions.create(
+            model="baton-demo", prompt="Once", max_tokens=1900, stream=True, extra_body=long
+        ) as stream,
+    ):
+        events = aiter(stream)
+        await anext(events)
+        limits = {"max_inflight_requests": 1, "request_timeout_s": 5.0}
+        await in_thread(cluster.give_gateways, gateway=limits | {"api_keys_file": str(keys)})
+        await comes_to("sk-none", 401)
+        assert await status("sk-one") == 429, "the stream is the one request that may run"
+        await in_thread(cluster.give_gateways, gateway={"max_inflight_requests": 0})
+        await in_thread(eventually, lambda: cluster.metric("baton_gateway_settings_refused") == 1, 30.0, "it is told")
+        assert await status("sk-none") == 401, "those of before hold"
+        *_, last = [event async for event in events]
+    assert last.choices[0].finish_reason == "length"
+    await comes_to("sk-one", 200)
+    await in_thread(cluster.give_gateways)
+    await comes_to("sk-none", 200)
+    assert cluster.processes() == processes
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -98,7 +144,7 @@ async def test_what_the_last_engine_of_its_kind_hands_over_goes_on_in_its_succes
     assert load.lost == []
     assert load.right == len(load.answers) > 0
     assert cluster.metric("baton_drain_handed_over_total") > 0
-    assert cluster.metric('baton_request_retries_total{reason="engine-leaving"}') > 0
+    assert cluster.metric("baton_request_retries_total", reason="engine-leaving") > 0
 
 
 async def test_an_upgrade_to_another_layout_under_load_loses_no_answer(
@@ -108,3 +154,11 @@ async def test_an_upgrade_to_another_layout_under_load_loses_no_answer(
     load, same_layout = await upgrade(cluster, questions, {"kv_cache_dtype": "fp8"})
     assert not same_layout
     assert [pair for pair in load.answers if not pair[1].startswith(pair[0].value)] == []
+
+
+async def test_a_setting_that_gateways_keep_replaces_them_and_no_engine(cluster: Cluster) -> None:
+    before = cluster.processes()
+    await in_thread(cluster.give_gateways, gateway={"body_processes": 1})
+    await in_thread(cluster.wait_for, lambda _: cluster.processes()["gateways"] != before["gateways"])
+    assert cluster.processes()["engines"] == before["engines"]
+    assert httpx.get(f"{cluster.url}/health").status_code == 200

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
-from served import BATON, eventually
 
 from baton.cluster.cli.processes import Process, descendants, kill, wait_until_gone
+
+from ..helpers.free_ports import free_port
+from ..helpers.served import BATON, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from served import Server, baton_serve, config_file, eventually
+
+from ..helpers.free_ports import free_port
+from ..helpers.served import Server, baton_serve, config_file, eventually
 
 pytestmark = [
     pytest.mark.cluster,

@@ -7,7 +7,6 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-import msgspec
 import pytest
 from pydantic import BaseModel
 
@@ -15,7 +14,7 @@ from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
 from baton.cluster.gateway.routing.breaker import BreakerSettings
 from baton.cluster.gateway.routing.rates import CostRates
-from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.gateway.settings import Change, QueueLimits, change_of
 from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec
 from baton.cluster.spec.parts import AutoscalingSpec
@@ -147,9 +146,9 @@ def test_the_page_of_the_http_api_says_what_each_route_does() -> None:
 def test_the_page_for_operators_names_settings_that_exist() -> None:
     page = (ROOT / "docs/operate/operations.md").read_text()
     known = {
-        "engine": set(EngineConfig.__struct_fields__),
+        "engine": set(EngineConfig.model_fields),
         "gateway": set(GatewaySpec.model_fields),
-        "transfer": set(TransferSettings.__struct_fields__),
+        "transfer": set(TransferSettings.model_fields),
         "fleets.*": set(Fleet.model_fields),
     }
     named = re.findall(r"`(engine|gateway|transfer|fleets\.\*)\.([a-z_]+)", page)
@@ -170,7 +169,8 @@ def settings_in(section: str) -> dict[str, str]:
 
 def spelled(default: object) -> str:
     """As the page writes it."""
-    if default is None or default == "" or (isinstance(default, list | dict) and not default):
+    empty = isinstance(default, BaseModel) and not default.model_fields_set  # whose parts have tables of their own
+    if default is None or default == "" or (isinstance(default, list | dict) and not default) or empty:
         return "none"
     if isinstance(default, bool):
         return str(default).lower()
@@ -183,19 +183,15 @@ def of_model(model: type[BaseModel]) -> dict[str, object]:
     return {name: field.default for name, field in model.model_fields.items()}
 
 
-def of_struct(struct: type[msgspec.Struct]) -> dict[str, object]:
-    return {field.name: field.default for field in msgspec.structs.fields(struct)}
-
-
 SETTINGS = {
-    "engine": of_struct(EngineConfig),
+    "engine": of_model(EngineConfig),
     "gateway": of_model(GatewaySpec)
     | {f"queue_limits.{name}": value for name, value in of_model(QueueLimits).items()}
     | {f"breaker.{name}": value for name, value in of_model(BreakerSettings).items()},
     "gateway.cost": of_model(CostRates),
     "fleets.*": of_model(Fleet),
     "fleets.*.kv_tiers": of_model(TierSettings),
-    "transfer": of_struct(TransferSettings),
+    "transfer": of_model(TransferSettings),
     "autoscaling": of_model(AutoscalingSpec),
     "logging": of_model(LogSettings),
 }
@@ -216,6 +212,20 @@ def test_the_page_of_settings_has_each_of_them_with_its_default(section: str) ->
     }
     shown.pop("cost", None)
     assert shown == wanted
+
+
+def test_the_page_of_settings_says_what_a_change_of_each_of_gateways_takes() -> None:
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    table = page.partition("## `gateway`\n")[2].partition("\n## ")[0]
+    said = {
+        name.partition(".")[0]: change
+        for names, change in re.findall(r"^\| (`[^|]+) \|[^|]*\| ([^|]*) \|", table, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+    assert said == {
+        name: change_of(GatewaySpec, name).value for name in GatewaySpec.model_fields if name != "gateway_id"
+    }
+    assert [kind for kind in Change if f"* **{kind}**" not in table] == [], "each is explained"
 
 
 def test_arguments_that_have_one_value_are_named_beside_the_table() -> None:

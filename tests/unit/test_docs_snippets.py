@@ -78,7 +78,7 @@ def fault_of(program: str, line: str) -> str | None:
         known = getattr(command, "commands", {})
     options = {option for param in command.params for option in [*param.opts, *param.secondary_opts]} | {"--help"}
     if (command.context_settings or {}).get("ignore_unknown_options"):
-        engine = {name.replace("_", "-") for name in EngineConfig.__struct_fields__}
+        engine = {name.replace("_", "-") for name in EngineConfig.model_fields}
         options |= {f"--{prefix}{name}" for name in engine for prefix in ("", "no-")}
     given = {word.partition("=")[0].rstrip(",;.") for word in words if word.startswith("--")}
     unknown = sorted(given - options)

@@ -67,10 +67,3 @@ def test_dependencies_are_what_the_packages_import() -> None:
 
 def test_the_demo_model_is_small_enough_to_ship() -> None:
     assert sum(file.stat().st_size for file in (ROOT / "configs/demo/model").iterdir()) <= 16_000_000
-
-
-def test_no_test_imports_another() -> None:
-    """What several tests share has a module of its own, which says by its name what it is."""
-    imports = re.compile(r"^(?:from|import) test_\w+", re.MULTILINE)
-    found = {str(file): imports.findall(file.read_text()) for file in (ROOT / "tests").rglob("*.py")}
-    assert {file: names for file, names in found.items() if names} == {}

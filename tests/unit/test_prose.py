@@ -1,4 +1,4 @@
-"""What `make lint` refuses in docstrings and Markdown, on small trees."""
+"""What `make lint` refuses in docstrings, Markdown and names of classes, on small trees."""
 
 import subprocess
 import sys
@@ -60,3 +60,24 @@ def test_a_line_or_a_cell_that_is_too_long_is_refused(tree: Path, line: str) -> 
     (tree / "kernels/page.md").write_text(f"# Title\n\n{line}\n")
     (finding,) = refused(tree)
     assert finding.startswith("kernels/page.md:3: ")
+
+
+def test_a_class_name_that_a_package_has_twice_is_refused(tree: Path) -> None:
+    (tree / "kernels/other").mkdir()
+    (tree / "kernels/norm/gpu.py").write_text("class Plan:\n    pass\n")
+    (tree / "kernels/other/gpu.py").write_text("x = 1\n\n\nclass Plan:\n    pass\n")
+    assert refused(tree) == ["kernels/other/gpu.py:4: kernels/norm/gpu.py has a class Plan, too: name one anew"]
+
+
+def test_a_private_class_may_share_its_name_within_a_folder_only(tree: Path) -> None:
+    (tree / "kernels/other").mkdir()
+    for file in ("norm/cpu.py", "norm/gpu.py", "other/cpu.py"):
+        (tree / "kernels" / file).write_text("class _State:\n    pass\n")
+    assert [line.partition(": ")[0] for line in refused(tree)] == ["kernels/other/cpu.py:1"]
+
+
+def test_packages_may_share_a_class_name(tree: Path) -> None:
+    (tree / "engine").mkdir()
+    for folder in ("kernels/norm", "engine"):
+        (tree / folder / "plan.py").write_text("class Plan:\n    pass\n")
+    assert refused(tree) == []

@@ -35,6 +35,7 @@ from ..bodies.messages import (
 )
 from ..errors import ApiError, too_expensive
 from ..model import ServedModel
+from ..settings import GatewaySettings
 from .body_reader import BodyReader, RequestKind
 
 WAITING = 6  # limit of elapsed time, as a multiple of the CPU time
@@ -67,7 +68,7 @@ def _reader(setup: ReaderSetup, file: int) -> BodyReader:
         tuple(setup.eos_token_ids),
         setup.generation_defaults,
     )
-    return BodyReader(model, setup.settings(), in_event_loop=False)
+    return BodyReader(model, GatewaySettings(), in_event_loop=False)
 
 
 def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
@@ -76,6 +77,7 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
     with asyncio.Runner() as runner:
         while True:
             order, body = receive(channel, ReadOrder)
+            reader.reconfigure(order.settings())
             result = os.memfd_create("read")
             _limit_time(timeout_s)
             try:

@@ -61,6 +61,10 @@ class BodyReader:
         }
         self._answers = {RequestKind.TOKENIZE: self._tokenize, RequestKind.DETOKENIZE: self._detokenize}
 
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Take other settings from the next body on."""
+        self._preparer.settings = settings
+
     async def prepare(self, kind: RequestKind, text: bytes, key_salt: str) -> PreparedRequest:
         """Prepare a generation. `key_salt` separates the cached prefixes of different API keys; "" shares them."""
         data = parse_object(text)

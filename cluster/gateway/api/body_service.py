@@ -34,9 +34,16 @@ class BodyService:
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self.budget = MemoryBudget(settings.request_memory_bytes)
-        self.processes = BodyProcessPool(PROCESS_MODULE, model, settings.max_choices, settings.body_processes, metrics)
+        self.processes = BodyProcessPool(PROCESS_MODULE, model, settings.body_processes, metrics)
+        self._settings = settings
         self._reader = BodyReader(model, settings)
         metrics.watch_memory(lambda: self.budget.held_bytes)
+
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Take other settings from the next body on; what is held goes on, also if it is more than now allowed."""
+        self._settings = settings
+        self.budget.limit_bytes = settings.request_memory_bytes
+        self._reader.reconfigure(settings)
 
     async def prepare(self, kind: RequestKind, body: Body, key_salt: str, held: Reservation) -> PreparedRequest:
         """Prepare a generation, and hold its prompts in place of the body. `key_salt`: see `Preparer`."""
@@ -51,7 +58,7 @@ class BodyService:
         if text is not None:
             with contextlib.suppress(TooLargeForEventLoop):
                 return self._held(TextAnswer(await self._reader.answer(kind, text)), held)
-        reply, file = await self.processes.read(ReadOrder(kind, ""), body.file())
+        reply, file = await self.processes.read(self._order(kind), body.file())
         assert isinstance(reply, AnswerReply)
         return self._held(TextAnswer(size=reply.num_bytes, file=file), held)
 
@@ -63,12 +70,16 @@ class BodyService:
             raise
         return answer
 
+    def _order(self, kind: RequestKind, key_salt: str = "") -> ReadOrder:
+        settings = self._settings
+        return ReadOrder(kind, key_salt, settings.max_choices, settings.special_tokens_in_messages)
+
     async def _prepare(self, kind: RequestKind, body: Body, key_salt: str) -> PreparedRequest:
         text = body.small_text()
         if text is not None:
             with contextlib.suppress(TooLargeForEventLoop):
                 return await self._reader.prepare(kind, text, key_salt)
-        reply, file = await self.processes.read(ReadOrder(kind, key_salt), body.file())
+        reply, file = await self.processes.read(self._order(kind, key_salt), body.file())
         try:
             assert isinstance(reply, PreparedReply)
             return await _read_prepared(reply, file)

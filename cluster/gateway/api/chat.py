@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -11,8 +14,8 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
 from .job import GenerationJob, UsageOptions
-from .logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
-from .renderer import DONE, Usage, UsageCounter, encode, error_event, join, sse
+from .logprobs import chat_logprobs, prompt_logprobs
+from .renderer import DONE, HOLE, Pieces, Text, Usage, UsageCounter, at_once, error_event, fill, join, sse, sse_filled
 from .tools import call_id
 
 
@@ -40,7 +43,7 @@ class ChatDelta(msgspec.Struct):
 class ChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    logprobs: msgspec.Raw | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
 
@@ -74,7 +77,7 @@ class AnsweredMessage(msgspec.Struct, tag_field="role", tag="assistant"):
 class ChatChoice(msgspec.Struct):
     index: int
     message: AnsweredMessage
-    logprobs: ChatLogprobs | None
+    logprobs: msgspec.Raw | None
     finish_reason: str | None
     stop_reason: str | int | None
 
@@ -85,7 +88,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
@@ -102,7 +105,7 @@ class ChatRenderer:
         self._begun = [False] * len(job.sequences)
         self._readers = [job.parser_config.new_parser() for _ in job.sequences]
 
-    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         self._tally.add(index, delta)
         opening = b""
         if not self._begun[index]:
@@ -115,12 +118,16 @@ class ChatRenderer:
         choice = ChunkChoice(
             index,
             last,
-            self._logprobs(delta),
+            HOLE if delta.tokens else None,
             self._finish_reason(index, delta),
             delta.stop_reason if delta.finish_reason else UNSET,
         )
-        before = b"".join([self._chunk([ChunkChoice(index, each)]) for each in first])
-        return opening + before + self._chunk([choice], event_id)
+        before = opening + b"".join([self._chunk([ChunkChoice(index, each)]) for each in first])
+        if not delta.tokens:
+            return before + self._chunk([choice], event_id)
+        chunk = self._as_chunk([choice])
+        event = sse_filled(chunk, event_id, [chat_logprobs(self._tokenizer, delta.tokens)], delta.num_logprobs)
+        return before + event if isinstance(event, bytes) else chain([before], event)
 
     def end(self) -> bytes:
         told = self._tally.at_end(self._usage)
@@ -129,25 +136,34 @@ class ChatRenderer:
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
         answer = []
+        parts: list[Pieces] = []
+        num_logprobs = 0
         prompt = None
         for index, deltas in enumerate(choices):
             delta = join(deltas)
             self._tally.add(index, delta)
-            prompt = prompt or delta.prompt_logprobs  # equal in all choices
+            prompt = delta.prompt_logprobs if prompt is None else prompt  # equal in all choices
+            num_logprobs += delta.num_logprobs
+            if delta.tokens:
+                parts.append(chat_logprobs(self._tokenizer, delta.tokens))
             message = self._message(index, delta)  # first, because the finish reason depends on its calls
             reason = self._finish_reason(index, delta)
-            answer.append(ChatChoice(index, message, self._logprobs(delta), reason, delta.stop_reason))
+            answer.append(ChatChoice(index, message, HOLE if delta.tokens else None, reason, delta.stop_reason))
         completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._tally.usage())
         if prompt is not None:
-            completion.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt)
+            completion.prompt_logprobs = HOLE
+            parts.append(prompt_logprobs(self._tokenizer, prompt))
         completion.baton_timeline = self._tally.timelines()
-        return encode(completion)
+        return at_once(fill(completion, parts), num_logprobs)
 
     def _chunk(self, choices: list[ChunkChoice], event_id: bytes = b"") -> bytes:
+        return sse(self._as_chunk(choices), event_id)
+
+    def _as_chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         usage = self._tally.in_chunk(self._usage)
-        return sse(ChatChunk(self._id, self._job.created, self._model_id, choices, usage), event_id)
+        return ChatChunk(self._id, self._job.created, self._model_id, choices, usage)
 
     def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:
         """Return what a delta adds to a choice, in order."""
@@ -192,6 +208,3 @@ class ChatRenderer:
 
     def _call_id(self, index: int, number: int) -> str:
         return call_id(self._job.request_id, self._job.created, index, number)
-
-    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, delta.tokens) if delta.tokens else None

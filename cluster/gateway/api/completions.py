@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -11,17 +14,17 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
 from .job import GenerationJob, UsageOptions
-from .logprobs import CompletionLogprobs, PromptLogprob, prompt_logprobs
-from .renderer import DONE, Usage, UsageCounter, encode, error_event, join, sse
+from .logprobs import answer_positions, completion_logprobs, prompt_logprobs, prompt_positions
+from .renderer import DONE, HOLE, Pieces, Text, Usage, UsageCounter, at_once, error_event, fill, join, sse, sse_filled
 
 
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: msgspec.Raw | None
     finish_reason: str | None
     stop_reason: str | int | None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -46,12 +49,14 @@ class CompletionRenderer:
         self._tally = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
 
-    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         delta = self._count(index, delta)
         echoes = self._job.echoes is not None and not self._begun[index]
         if not (delta.text or delta.tokens or delta.finish_reason or echoes):
             return b""
-        return sse(self._completion([self._choice(index, delta)], self._tally.in_chunk(self._usage)), event_id)
+        choice, parts = self._choice(index, delta)
+        chunk = self._completion([choice], self._tally.in_chunk(self._usage))
+        return sse_filled(chunk, event_id, parts, delta.num_logprobs) if parts else sse(chunk, event_id)
 
     def end(self) -> bytes:
         told = self._tally.at_end(self._usage)
@@ -60,10 +65,12 @@ class CompletionRenderer:
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
         joined = [self._count(index, join(deltas)) for index, deltas in enumerate(choices)]
         answer = [self._choice(index, delta) for index, delta in enumerate(joined)]
-        return encode(self._completion(answer, self._tally.usage(), self._tally.timelines()))
+        completion = self._completion([choice for choice, _ in answer], self._tally.usage(), self._tally.timelines())
+        parts = [part for _, its_own in answer for part in its_own]
+        return at_once(fill(completion, parts), sum(delta.num_logprobs for delta in joined))
 
     def _completion(
         self,
@@ -84,19 +91,24 @@ class CompletionRenderer:
         self._tally.add(index, delta)
         return delta
 
-    def _choice(self, index: int, delta: ChoiceDelta) -> CompletionChoice:
+    def _choice(self, index: int, delta: ChoiceDelta) -> tuple[CompletionChoice, list[Pieces]]:
+        """Return a choice, and the parts that fill its holes."""
         job, opens = self._job, not self._begun[index]
         self._begun[index] = True
         prompt = index // job.sampling.n
         echo = job.echoes[prompt] if job.echoes is not None else ""
         text = echo + delta.text if opens else delta.text
-        logprobs = CompletionLogprobs()
-        if opens and job.echoes is not None and delta.prompt_logprobs is not None:
-            logprobs.add_prompt(self._tokenizer, job.prompts[prompt], delta.prompt_logprobs, echo)
-        logprobs.add(self._tokenizer, delta.tokens, len(echo))
-        choice = CompletionChoice(
-            index, text, logprobs if logprobs.tokens else None, delta.finish_reason, delta.stop_reason
-        )
+        choice = CompletionChoice(index, text, None, delta.finish_reason, delta.stop_reason)
+        parts: list[Pieces] = []
+        positions = answer_positions(delta.tokens, len(echo))
+        echoes = opens and job.echoes is not None and delta.prompt_logprobs is not None
+        if echoes and delta.prompt_logprobs is not None:
+            before = prompt_positions(self._tokenizer, job.prompts[prompt], delta.prompt_logprobs, echo)
+            positions = chain(before, positions)
+        if echoes or delta.tokens:
+            choice.logprobs = HOLE
+            parts.append(completion_logprobs(self._tokenizer, positions))
         if job.shows_prompt_logprobs and delta.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
-        return choice
+            choice.prompt_logprobs = HOLE
+            parts.append(prompt_logprobs(self._tokenizer, delta.prompt_logprobs))
+        return choice, parts

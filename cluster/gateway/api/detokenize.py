@@ -10,7 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from baton.engine.core.messages import EngineOutput, FinishReason, TokenLogprobs
+from baton.engine.core.logprobs import Logprobs
+from baton.engine.core.messages import EngineOutput, FinishReason
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.text import TextStream, Tokenizer
 
@@ -34,11 +35,14 @@ class ChoicePosition(msgspec.Struct, frozen=True, array_like=True):
         return (self.num_tokens, self.is_whole) > (other.num_tokens, other.is_whole)
 
 
-class LocatedToken(msgspec.Struct, frozen=True):
-    """A token's log probabilities, and its offset in the choice's text, in characters."""
+class LocatedToken(msgspec.Struct, frozen=True, gc=False):
+    """A token's log probabilities, and its offset in the choice's text, in characters.
+
+    A whole answer keeps them all until its end: the garbage collector need not look at them.
+    """
 
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: Logprobs  # one position
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
@@ -48,11 +52,17 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     tokens: list[LocatedToken] = []  # if log probabilities were asked for
     num_tokens: int = 0  # generated, visible or not
     num_cached_tokens: int = 0  # of the prompt; with the first output
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output
+    prompt_logprobs: Logprobs | None = None  # with the first output
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
     position: ChoicePosition | None = None  # the choice's position, if the stream is resumable
     timeline: TimelineReport | None = None  # in the last delta, if it was asked for
+
+    @property
+    def num_logprobs(self) -> int:
+        """Number of values to be written, of tokens and prompt."""
+        in_prompt = self.prompt_logprobs.num_values if self.prompt_logprobs is not None else 0
+        return in_prompt + (len(self.tokens) * self.tokens[0].logprobs.width if self.tokens else 0)
 
     @property
     def model_ended(self) -> bool:
@@ -105,9 +115,11 @@ class SequenceDetokenizer:
         """Push tokens one by one to record their offsets; return text, stop string and number of tokens."""
         text, last = "", len(output.token_ids) - 1
         hides_last = output.stop_token_id is not None and not self._params.include_stop_str_in_output
-        for index, (token, logprobs) in enumerate(zip(output.token_ids, output.logprobs or (), strict=True)):
-            if not (hides_last and index == last):
-                self._waiting.append(LocatedToken(self._stream.length, logprobs))
+        if output.token_ids and (output.logprobs is None or len(output.logprobs) != len(output.token_ids)):
+            raise ValueError("tokens without their log probabilities")
+        for index, token in enumerate(output.token_ids):
+            if output.logprobs is not None and not (hides_last and index == last):
+                self._waiting.append(LocatedToken(self._stream.length, output.logprobs.part(index, index + 1)))
             stop_token_id = output.stop_token_id if index == last else None
             piece = self._stream.push([token], stop_token_id=stop_token_id)
             text += piece.text

@@ -39,7 +39,7 @@ from .deadlines import RequestDeadlines
 from .detokenize import ChoiceDelta, SequenceDetokenizer
 from .job import GenerationJob, PreparedRequest
 from .renderer import Renderer
-from .response_writer import ResponseWriter
+from .response_writer import ResponseWriter, WritingTurns
 from .resume import LAST_EVENT_ID_HEADER, ResumableStream, StreamPosition
 from .streams import ClientDisconnected, merge_streams, run_until_disconnect
 
@@ -54,12 +54,17 @@ class GatewayServices:
     """The parts of a gateway that every request uses."""
 
     model: ServedModel
-    settings: GatewaySettings
     metrics: GatewayMetrics
     admission: AdmissionControl
     serving: ServingContext
     bodies: BodyService
     spans: RequestSpans | None  # None: no exporter is configured
+    turns: WritingTurns = dataclasses.field(default_factory=WritingTurns)
+
+    @property
+    def settings(self) -> GatewaySettings:
+        """Return the settings that hold now."""
+        return self.serving.settings
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
-            await self._serve(scope, receive, ResponseWriter(send))
+            await self._serve(scope, receive, ResponseWriter(send, gateway.turns))
 
     async def _serve(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         gateway = self._gateway
@@ -283,13 +288,14 @@ class TokenEndpoint:
     reads.
     """
 
-    def __init__(self, bodies: BodyService, max_body_bytes: int, kind: RequestKind) -> None:
-        self._bodies, self._max_body_bytes, self._kind = bodies, max_body_bytes, kind
+    def __init__(self, gateway: GatewayServices, kind: RequestKind) -> None:
+        self._gateway, self._kind = gateway, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._bodies.budget.reservation() as held:
-            with await read_body(Request(scope, receive), self._max_body_bytes, held) as body:
-                answer = await self._bodies.answer(self._kind, body, held)
+        bodies, max_body_bytes = self._gateway.bodies, self._gateway.settings.max_body_bytes
+        with bodies.budget.reservation() as held:
+            with await read_body(Request(scope, receive), max_body_bytes, held) as body:
+                answer = await bodies.answer(self._kind, body, held)
             with answer:
                 length = str(answer.size).encode()
                 headers = [(b"content-type", b"application/json"), (b"content-length", length)]

@@ -28,7 +28,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates are quadratic in messages
 CHARS_A_TOKEN = 8  # more than in most texts
 CUT_TOKENS = 64  # bound on the extra tokens that cutting a text may cause
-MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: an engine's message is decoded in one piece
+MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: a response of them takes some 20 MB
 COPIED = [  # fields that `SamplingParams` has under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -46,7 +46,7 @@ class Preparer:
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
         self._model = model
-        self._settings = settings
+        self.settings = settings
         self._in_event_loop = in_event_loop
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -139,7 +139,7 @@ class Preparer:
         try:
             text = tokenizer.render_chat(**chat)
             self._check_length("messages", tokenizer.least_tokens(text))
-            if self._settings.special_tokens_in_messages:
+            if self.settings.special_tokens_in_messages:
                 return ChatPrompt(text)
             return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, **chat))
         except TextError as error:
@@ -165,7 +165,7 @@ class Preparer:
 
     async def _compute(self, num_chars: int, work: Callable[[], T]) -> T:
         """Run work on a text of `num_chars`, in a thread if the text is long."""
-        if not self._in_event_loop or num_chars <= self._settings.inline_tokenize_chars:
+        if not self._in_event_loop or num_chars <= self.settings.inline_tokenize_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -195,10 +195,10 @@ class Preparer:
         return prompts
 
     def _check_choices(self, prompts: int, n: int) -> None:
-        if prompts * n > self._settings.max_choices:
+        if prompts * n > self.settings.max_choices:
             message = (
                 f"n={n} for {pluralize(prompts, 'prompt')} makes {prompts * n} choices, more than this server's "
-                f"limit of {self._settings.max_choices}."
+                f"limit of {self.settings.max_choices}."
             )
             raise bad_request("n" if n > prompts else "prompt", message)
 
@@ -286,9 +286,7 @@ class Preparer:
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Limit the log probabilities of prompts: an engine sends them in one message, and a response has those of all
-    choices.
-    """
+    """Limit the log probabilities of prompts: a response is held until it is sent, with those of all choices."""
     if sampling.prompt_logprobs is None:
         return
     count = sum(map(len, prompts)) * sampling.n * (sampling.prompt_logprobs + 1)

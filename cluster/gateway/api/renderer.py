@@ -1,8 +1,12 @@
-"""Parts that all responses share: token usage, server-sent events, and joining a choice's deltas."""
+"""Parts that all responses share: token usage, server-sent events, and joining a choice's deltas.
+
+A text is bytes, or an iterator of pieces where it is long: each of them is little work, done as it is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -14,6 +18,12 @@ from .detokenize import ChoiceDelta
 from .job import GenerationJob, UsageOptions
 
 DONE = b"data: [DONE]\n\n"
+
+VALUES_AT_ONCE = 512  # log probabilities that are written before other tasks run: about a millisecond
+HOLE = msgspec.Raw(b"\xff")  # stands for pieces of JSON, which never have this byte
+
+Pieces = Iterator[bytes]
+Text = bytes | Pieces
 
 encode = msgspec.json.Encoder().encode
 
@@ -32,20 +42,20 @@ class Usage(msgspec.Struct):
 class Renderer(Protocol):
     """Writes one response as JSON. Call either `event` for each delta and then `end`, or `whole`."""
 
-    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         """Return server-sent events for a choice's delta; empty if it adds nothing that clients see.
 
         The last event has the id, if one is given.
         """
         ...
 
-    def end(self) -> bytes: ...
+    def end(self) -> Text: ...
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError) -> Text:
         """Return the last event, in place of `end`, of a stream that failed."""
         ...
 
-    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes: ...
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text: ...
 
 
 class UsageCounter:
@@ -94,6 +104,23 @@ class UsageCounter:
 def sse(chunk: msgspec.Struct, event_id: bytes = b"") -> bytes:
     name = b"id: " + event_id + b"\n" if event_id else b""
     return name + b"data: " + encode(chunk) + b"\n\n"
+
+
+def sse_filled(chunk: msgspec.Struct, event_id: bytes, parts: Sequence[Iterable[bytes]], num_values: int) -> Text:
+    """Return an event with log probabilities in the holes of its chunk."""
+    name = b"id: " + event_id + b"\n" if event_id else b""
+    return at_once(chain([name + b"data: "], fill(chunk, parts), [b"\n\n"]), num_values)
+
+
+def fill(skeleton: object, parts: Sequence[Iterable[bytes]]) -> Pieces:
+    """Return the JSON of `skeleton` as it is now, with the pieces of each part in place of a `HOLE`, in order."""
+    first, *rest = encode(skeleton).split(bytes(HOLE))
+    return chain([first], *(chain(part, [after]) for part, after in zip(parts, rest, strict=True)))
+
+
+def at_once(pieces: Pieces, num_values: int) -> Text:
+    """Write pieces with few log probabilities at once."""
+    return b"".join(pieces) if num_values <= VALUES_AT_ONCE else pieces
 
 
 def error_event(error: ApiError) -> bytes:

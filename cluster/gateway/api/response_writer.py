@@ -1,22 +1,28 @@
-"""Writes one HTTP response: whole or as a stream of events, or an error at any point."""
+"""Writes one HTTP response: whole or as a stream of events, or an error at any point.
+
+Long texts, such as those with many log probabilities, are written in pieces between the turns of other tasks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 from starlette.types import Send
 
+from ..bodies.json_structure import PIECE_BYTES
 from ..errors import ApiError
 from ..serving.sequence import ServedSequence
 from .detokenize import ChoiceDelta
-from .renderer import Renderer
+from .renderer import VALUES_AT_ONCE, Pieces, Renderer, Text, join
 from .resume import ResumableStream
 
-Steps = AsyncGenerator[list[tuple[int, ChoiceDelta]], None]
+Step = list[tuple[int, ChoiceDelta]]
+Steps = AsyncGenerator[Step, None]
 
-INLINE_LOGPROBS = 64  # responses with more tokens with log probabilities are written in a thread
+JOINED_AT_ONCE = 64  # deltas of a whole response that become one
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -25,14 +31,47 @@ STREAM_HEADERS = {
 }
 
 
+class WritingTurns:
+    """Lets the long texts of a gateway be written one piece in each turn of the event loop.
+
+    However many there are, other tasks wait for one piece.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def write(self, text: Text) -> list[bytes]:
+        """Write a text, and return it in blocks for sending."""
+        if isinstance(text, bytes):
+            return [text] if text else []
+        blocks: list[bytes] = []
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while (piece := await self._take(text)) is not None:
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes >= PIECE_BYTES:
+                blocks.append(b"".join(pieces))
+                pieces, num_bytes = [], 0
+        return [*blocks, b"".join(pieces)] if num_bytes else blocks
+
+    async def _take(self, text: Pieces) -> bytes | None:
+        async with self._lock:
+            piece = next(text, None)
+            await asyncio.sleep(0)  # within the lock: whosever the next piece is, it belongs to another turn
+            return piece
+
+
 class ResponseWriter:
     """The HTTP response of one request."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, turns: WritingTurns) -> None:
         self._send = send
+        self._turns = turns
         self.status = 0  # 0: not begun
         self.sequences: Sequence[ServedSequence] = ()  # one for each choice
         self._streaming: Renderer | None = None  # set once events are streamed
+        self._is_within_text = False
 
     @property
     def has_begun(self) -> bool:
@@ -50,34 +89,43 @@ class ResponseWriter:
         self._streaming = renderer
         event = renderer.event if resumable is None else partial(resumable.event, renderer)
         async for step in steps:
-            events = await _written(_num_logprobs(step), lambda: b"".join([event(*item) for item in step]))  # noqa: B023
+            events = await self._turns.write(_events(event, step))
             if not self.has_begun and (events or resumable is None):  # until then it may still become a 409
                 await self.begin(STREAM_HEADERS | _path_header([self.sequences[step[0][0]]]))
             if events:
-                await self.write(events)
+                await self._write_blocks(events)
         if not self.has_begun:  # the client has all events but the end
             await self.begin(STREAM_HEADERS | _path_header(self.sequences))
-        await self.write(renderer.end(), more=False)
+        await self._write_blocks(await self._turns.write(renderer.end()), more=False)
 
     async def write_whole(self, renderer: Renderer, steps: Steps) -> None:
-        choices: list[list[ChoiceDelta]] = [[] for _ in self.sequences]
+        choices = [_CollectedChoice() for _ in self.sequences]
         async for step in steps:
             for index, delta in step:
-                choices[index].append(delta)
-        num_logprobs = sum(_num_logprobs(enumerate(deltas)) for deltas in choices)
-        body = await _written(num_logprobs, partial(renderer.whole, choices))
-        length = {"content-length": str(len(body))}
+                choices[index].add(delta)
+        blocks = await self._turns.write(renderer.whole([choice.deltas() for choice in choices]))
+        length = {"content-length": str(sum(map(len, blocks)))}
         await self.begin(JSON_HEADERS | length | _path_header(self.sequences))
-        await self.write(body, more=False)
+        await self._write_blocks(blocks, more=False)
+
+    async def _write_blocks(self, blocks: Sequence[bytes], *, more: bool = True) -> None:
+        *before, last = blocks
+        for block in before:
+            self._is_within_text = True
+            await self.write(block)
+            await asyncio.sleep(0)  # a client that takes all at once makes no one wait
+        await self.write(last, more=more)
+        self._is_within_text = False
 
     async def fail(self, error: ApiError) -> None:
         """End the response with an error: as its status if nothing is sent yet, else as a last event without `[DONE]`.
 
-        A whole response that breaks off stays shorter than its `content-length`, and the server closes the connection.
+        A whole response that breaks off stays shorter than its `content-length`, and a stream that breaks off within an
+        event has no end: the server closes the connection.
         """
         if self.has_begun:
-            if self._streaming is not None:
-                await self.write(self._streaming.failed(error), more=False)
+            if self._streaming is not None and not self._is_within_text:
+                await self._write_blocks(await self._turns.write(self._streaming.failed(error)), more=False)
             return
         body = error.body()
         length = {"content-length": str(len(body))}
@@ -85,14 +133,52 @@ class ResponseWriter:
         await self.write(body, more=False)
 
 
-def _num_logprobs(step: Iterable[tuple[int, ChoiceDelta]]) -> int:
-    """Return the number of tokens with log probabilities: they take ten times as long to write as text."""
-    return sum(len(delta.tokens) + len(delta.prompt_logprobs or ()) for _, delta in step)
+class _CollectedChoice:
+    """The deltas of a choice. Those with log probabilities are joined as they come: a long answer has one a token.
+
+    Without them the offsets of tokens are not known, and what reasoning took is estimated for each delta.
+    """
+
+    def __init__(self) -> None:
+        self._joined: list[ChoiceDelta] = []
+        self._newest: list[ChoiceDelta] = []
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self._newest.append(delta)
+        if len(self._newest) == JOINED_AT_ONCE:
+            self._joined += [join(self._newest)] if any(each.tokens for each in self._newest) else self._newest
+            self._newest = []
+
+    def deltas(self) -> list[ChoiceDelta]:
+        return self._joined + self._newest
 
 
-async def _written(num_logprobs: int, write: Callable[[], bytes]) -> bytes:
-    """Write long pieces in a thread, which passes the interpreter's lock on every few milliseconds."""
-    return write() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(write)
+def _events(event: Callable[[int, ChoiceDelta], Text], step: Step) -> Text:
+    """Return the events of a step; at once, as usual, where they are little work."""
+    if sum(delta.num_logprobs for _, delta in step) > VALUES_AT_ONCE:
+        return _in_pieces(event, step)
+    texts = [event(*item) for item in step]
+    short = [text for text in texts if isinstance(text, bytes)]
+    if len(short) == len(texts):
+        return b"".join(short)
+    return chain.from_iterable([text] if isinstance(text, bytes) else text for text in texts)
+
+
+def _in_pieces(event: Callable[[int, ChoiceDelta], Text], step: Iterable[tuple[int, ChoiceDelta]]) -> Pieces:
+    """Write events as the pieces are taken: long ones in their pieces, short ones together."""
+    short: list[bytes] = []
+    num_values = 0
+    for index, delta in step:
+        if num_values + delta.num_logprobs > VALUES_AT_ONCE:
+            yield b"".join(short)
+            short, num_values = [], 0
+        text = event(index, delta)
+        if isinstance(text, bytes):
+            short.append(text)
+            num_values += delta.num_logprobs
+        else:
+            yield from text
+    yield b"".join(short)
 
 
 def _path_header(sequences: Iterable[ServedSequence]) -> dict[str, str]:

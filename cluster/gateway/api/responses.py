@@ -8,6 +8,8 @@ Responses are not stored, so a client cannot retrieve them later.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -19,12 +21,12 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
 from .job import GenerationJob, PreparedRequest, UsageOptions
-from .logprobs import chat_logprobs
+from .logprobs import num_logprobs
 from .prepare import Preparer
 from .reasoning import TokenAttribution, token_runs
-from .renderer import UsageCounter, encode
+from .renderer import Pieces, Text, UsageCounter, at_once, fill
 from .responses_input import NAMES, ResponseChat, as_chat, response_name
-from .responses_output import Event, Item, Output, Status
+from .responses_output import Event, Item, LogprobList, Output, Status
 from .responses_request import read_request
 from .tools import call_id
 
@@ -153,23 +155,27 @@ class ResponsesRenderer:
         self._length = 0  # of the text so far
         self._num_events = 0
 
-    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> bytes:
+    def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         opening = self._opening()
-        return opening + self._told(self._read(delta), event_id)
+        return self._told([*opening, *self._read(delta)], event_id)
 
-    def end(self) -> bytes:
-        return self._whole_event()
+    def end(self) -> Text:
+        return self._told([self._whole_event()])
 
-    def failed(self, error: ApiError) -> bytes:
-        events = self._opening() + self._told(self._output.close("incomplete", is_in_call=self._reader.is_in_call))
+    def failed(self, error: ApiError) -> Text:
+        events = self._opening() + self._output.close("incomplete", is_in_call=self._reader.is_in_call)
         self._response.error = ResponseError(_error_code(error.status), error.message, error.type)
         self._settle("failed")
-        return events + self._whole_event()
+        return self._told([*events, self._whole_event()])
 
-    def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
-        for delta in choices[0]:
+    def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
+        return self._read_and_write(choices[0])
+
+    def _read_and_write(self, deltas: Sequence[ChoiceDelta]) -> Pieces:
+        for delta in deltas:
             self._read(delta)
-        return encode(self._response)
+            yield b""
+        yield from fill(self._response, self._parts(self._output.lists))
 
     def _read(self, delta: ChoiceDelta) -> list[Event]:
         self._tally.add(0, delta)
@@ -191,7 +197,7 @@ class ResponsesRenderer:
                 case ReasoningPart(text):
                     events += self._output.add_reasoning(text)
                 case ContentPart(text):
-                    events += self._output.add_text(text, chat_logprobs(self._tokenizer, tokens).content)
+                    events += self._output.add_text(text, tokens)
                 case ToolCallStart(number, name):
                     events += self._output.begin_call(name, call_id(self._job.request_id, self._job.created, 0, number))
                 case ToolCallArguments(_, text):
@@ -224,23 +230,31 @@ class ResponsesRenderer:
             total_tokens=counted.total_tokens,
         )
 
-    def _opening(self) -> bytes:
+    def _opening(self) -> list[Event]:
         if self._num_events:
-            return b""
-        return self._told([(kind, {"response": self._response}) for kind in ("created", "in_progress")])
+            return []
+        return [
+            Event(kind, {"response": msgspec.structs.replace(self._response)}) for kind in ("created", "in_progress")
+        ]
 
-    def _whole_event(self) -> bytes:
-        return self._told([(self._response.status, {"response": self._response})])
+    def _whole_event(self) -> Event:
+        return Event(self._response.status, {"response": self._response}, self._output.lists)
 
-    def _told(self, events: list[Event], event_id: bytes = b"") -> bytes:
-        told = []
-        for kind, fields in events:
+    def _told(self, events: list[Event], event_id: bytes = b"") -> Text:
+        texts: list[Iterator[bytes]] = []
+        for kind, fields, lists in events:
             event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}
-            told.append(b"event: response." + kind.encode() + b"\ndata: " + encode(event) + b"\n\n")
+            texts.append(
+                chain([b"event: response." + kind.encode() + b"\ndata: "], fill(event, self._parts(lists)), [b"\n\n"])
+            )
             self._num_events += 1
-        if event_id and told:
-            told[-1] = b"id: " + event_id + b"\n" + told[-1]
-        return b"".join(told)
+        if event_id and texts:
+            texts[-1] = chain([b"id: " + event_id + b"\n"], texts[-1])
+        num_values = sum(num_logprobs(each.tokens) for event in events for each in event.lists)
+        return at_once(chain.from_iterable(texts), num_values)
+
+    def _parts(self, lists: Sequence[LogprobList]) -> list[Pieces]:
+        return [each.write(self._tokenizer, each.tokens) for each in lists]
 
 
 def _error_code(status: int) -> str:

@@ -10,23 +10,40 @@ a call has no parts. Streamed and whole responses take their items from here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from .logprobs import ChatTokenLogprob
+from baton.engine.text import Tokenizer
+
+from .detokenize import LocatedToken
+from .logprobs import chat_tokens, streamed_tokens
+from .renderer import HOLE, Pieces
 from .tools import digest
 
 Status = Literal["in_progress", "completed", "incomplete"]
-Event = tuple[str, dict[str, Any]]  # type without `response.`, and fields beside type and number
+NO_LOGPROBS = msgspec.Raw(b"[]")
+
+
+class LogprobList(NamedTuple):
+    """A list of log probabilities that fills a hole."""
+
+    write: Callable[[Tokenizer, Sequence[LocatedToken]], Pieces]
+    tokens: Sequence[LocatedToken]
+
+
+class Event(NamedTuple):
+    kind: str  # without `response.`
+    fields: dict[str, Any]  # beside type and number
+    lists: Sequence[LogprobList] = ()  # that fill the holes of its fields
 
 
 class OutputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str = ""
     annotations: tuple[()] = ()
-    logprobs: tuple[ChatTokenLogprob, ...] = ()
+    logprobs: msgspec.Raw = NO_LOGPROBS
 
 
 class ReasoningTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -58,19 +75,6 @@ class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="funct
 Item = MessageItem | ReasoningItem | FunctionCallItem
 
 
-class StreamedTop(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-
-
-class StreamedLogprob(msgspec.Struct, frozen=True):
-    """A token's log probability in an event, which lacks the bytes that the content part has."""
-
-    token: str
-    logprob: float
-    top_logprobs: list[StreamedTop]
-
-
 class Output:
     """The output of one response. Each method returns the events of the change that it makes."""
 
@@ -79,7 +83,8 @@ class Output:
         self._response_id = response_id
         self._is_open = False  # True while the last item grows
         self._pieces: list[str] = []  # of its text or arguments
-        self._logprobs: list[ChatTokenLogprob] = []
+        self._tokens: list[LocatedToken] = []  # of the open item, where log probabilities were asked for
+        self.lists: list[LogprobList] = []  # that fill the holes of `items`
 
     def add_reasoning(self, text: str) -> list[Event]:
         opened = (
@@ -88,11 +93,12 @@ class Output:
         self._pieces.append(text)
         return [*opened, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
-    def add_text(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> list[Event]:
+    def add_text(self, text: str, tokens: Sequence[LocatedToken] = ()) -> list[Event]:
         opened = [] if self._grows(MessageItem) else self._open(MessageItem(self._item_id("msg")), OutputTextPart())
         self._pieces.append(text)
-        self._logprobs += logprobs
-        return [*opened, self._event("output_text.delta", content_index=0, delta=text, logprobs=_streamed(logprobs))]
+        self._tokens += tokens
+        delta = self._event("output_text.delta", content_index=0, delta=text, logprobs=_hole(tokens))
+        return [*opened, delta._replace(lists=_lists(streamed_tokens, tokens))]
 
     def begin_call(self, name: str, call_id: str) -> list[Event]:
         return self._open(FunctionCallItem(self._item_id("fc"), call_id, name), None)
@@ -108,12 +114,16 @@ class Output:
             return []
         self._is_open = False
         item, text = self.items[-1], "".join(self._pieces)
+        lists: list[LogprobList] = []
         match item:
             case MessageItem():
-                words = OutputTextPart(text, logprobs=tuple(self._logprobs))
+                words = OutputTextPart(text, logprobs=_hole(self._tokens))
                 self.items[-1] = replace(item, status=status, content=(words,))
-                done = self._event("output_text.done", content_index=0, text=text, logprobs=_streamed(self._logprobs))
-                events = [done, self._event("content_part.done", content_index=0, part=words)]
+                streamed, lists = _lists(streamed_tokens, self._tokens), _lists(chat_tokens, self._tokens)
+                self.lists += lists
+                done = self._event("output_text.done", content_index=0, text=text, logprobs=words.logprobs)
+                part_done = self._event("content_part.done", content_index=0, part=words)
+                events = [done._replace(lists=streamed), part_done._replace(lists=lists)]
             case ReasoningItem():
                 thoughts = ReasoningTextPart(text)
                 self.items[-1] = replace(item, status=status, content=(thoughts,))
@@ -122,7 +132,10 @@ class Output:
             case FunctionCallItem():
                 self.items[-1] = replace(item, status="incomplete" if is_in_call else "completed", arguments=text)
                 events = [self._event("function_call_arguments.done", arguments=text)]
-        return [*events, ("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]})]
+        return [
+            *events,
+            Event("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]}, lists),
+        ]
 
     def finish(self, status: Status, *, is_in_call: bool) -> list[Event]:
         """Close the output. A completed one without a message or call gets a message with an empty text."""
@@ -140,23 +153,26 @@ class Output:
     def _open(self, item: Item, part: OutputTextPart | ReasoningTextPart | None) -> list[Event]:
         events = self.close()
         self.items.append(item)
-        self._is_open, self._pieces, self._logprobs = True, [], []
-        events.append(("output_item.added", {"output_index": len(self.items) - 1, "item": item}))
+        self._is_open, self._pieces, self._tokens = True, [], []
+        events.append(Event("output_item.added", {"output_index": len(self.items) - 1, "item": item}))
         if part is not None:
             events.append(self._event("content_part.added", content_index=0, part=part))
         return events
 
     def _event(self, kind: str, **fields: Any) -> Event:
         """Return an event of the newest item."""
-        return kind, {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, **fields}
+        return Event(kind, {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, **fields})
 
     def _item_id(self, prefix: str) -> str:
         """Return an id that is the same at every gateway, for streams that are resumed."""
         return f"{prefix}_{digest(self._response_id, len(self.items))}"
 
 
-def _streamed(logprobs: Sequence[ChatTokenLogprob]) -> list[StreamedLogprob]:
-    return [
-        StreamedLogprob(each.token, each.logprob, [StreamedTop(top.token, top.logprob) for top in each.top_logprobs])
-        for each in logprobs
-    ]
+def _hole(tokens: Sequence[LocatedToken]) -> msgspec.Raw:
+    return HOLE if tokens else NO_LOGPROBS
+
+
+def _lists(
+    write: Callable[[Tokenizer, Sequence[LocatedToken]], Pieces], tokens: Sequence[LocatedToken]
+) -> list[LogprobList]:
+    return [LogprobList(write, tokens)] if tokens else []

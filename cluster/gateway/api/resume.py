@@ -23,7 +23,7 @@ from baton.engine.core.sampling import SEED_BITS
 from ..errors import ApiError, bad_request
 from .detokenize import ChoiceDelta, ChoicePosition
 from .job import GenerationJob
-from .renderer import Renderer
+from .renderer import Renderer, Text
 
 LAST_EVENT_ID_HEADER = "last-event-id"
 VERSION = "1."  # version of an id's format
@@ -76,7 +76,7 @@ class ResumableStream:
     def replay_filter(self, index: int) -> ReplayFilter:
         return ReplayFilter(ChoicePosition() if self._client_has is None else self._client_has[index])
 
-    def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> bytes:
+    def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> Text:
         """Return the renderer's events with the position behind them; empty if the client has them already."""
         assert delta.position is not None, "each delta of a resumable stream has a position"
         if self._client_has is not None and not delta.position.is_after(self._client_has[index]):
@@ -117,7 +117,7 @@ class ReplayFilter:
 
 def _part(output: EngineOutput, at: int) -> EngineOutput:
     """Return one token of an output. Fields of a first or last output go with the first or last token."""
-    logprobs = None if output.logprobs is None else output.logprobs[at : at + 1]
+    logprobs = None if output.logprobs is None else output.logprobs.part(at, at + 1)
     part = msgspec.structs.replace(output, token_ids=output.token_ids[at : at + 1], logprobs=logprobs)
     if at > 0:
         part = msgspec.structs.replace(part, num_cached_tokens=0, prompt_logprobs=None)

@@ -22,19 +22,15 @@ TOKEN_BYTES = 4
 
 
 class ReaderSetup(msgspec.Struct, frozen=True):
-    """Everything that reading a body depends on, beside the tokenizer."""
+    """The model and the limits of the process, beside the tokenizer."""
 
     model_id: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
     generation_defaults: dict[str, float]
-    max_choices: int
     memory_bytes: int  # beyond what the process takes before its first body
     timeout_s: int  # CPU time for one body
-
-    def settings(self) -> GatewaySettings:
-        return GatewaySettings(max_choices=self.max_choices)
 
 
 class ReadyReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
@@ -46,6 +42,12 @@ class ReadOrder(msgspec.Struct, frozen=True):
 
     kind: str
     key_salt: str  # separates cached prefixes of API keys; "": shared with everyone
+    max_choices: int
+    special_tokens_in_messages: bool
+
+    def settings(self) -> GatewaySettings:
+        """Return the settings that reading this body depends on."""
+        return GatewaySettings(max_choices=self.max_choices, special_tokens_in_messages=self.special_tokens_in_messages)
 
 
 class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):

@@ -59,17 +59,25 @@ class OutcomeCounter(Protocol):
 class BodyProcessPool:
     """Reads bodies in other processes. Start it on the loop that uses it; `close` ends the processes."""
 
-    def __init__(
-        self, module: str, model: ServedModel, max_choices: int, num_processes: int, counters: OutcomeCounter
-    ) -> None:
+    def __init__(self, module: str, model: ServedModel, num_processes: int, counters: OutcomeCounter) -> None:
         """Take the main module of the processes, by its full name."""
-        self._model, self._max_choices, self._counters = model, max_choices, counters
+        self._model, self._counters = model, counters
         self._most_waiting = MAX_WAITING * num_processes
         self._processes = [_BodyProcess(module, self._setup, self._tokenizer) for _ in range(num_processes)]
         self._queue = SmallestFirstQueue(num_processes)
         self._tokenizer_file: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of bodies that no process reads yet."""
+        return self._queue.num_waiting
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that are there now."""
+        return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
         """Start all processes, and return when one is ready for the first large body.
@@ -88,7 +96,7 @@ class BodyProcessPool:
 
         Raises `ApiError`: that of the body; 400 if it takes too much time or memory; 503 if too many others wait.
         """
-        if self._queue.num_waiting >= self._most_waiting:
+        if self.num_waiting >= self._most_waiting:
             raise readers_full(RETRY_S)
         size = os.fstat(body).st_size
         number = await self._queue.take(size)
@@ -158,7 +166,6 @@ class BodyProcessPool:
             model.vocab_size,
             list(model.eos_token_ids),
             dict(model.generation_defaults),
-            self._max_choices,
             MEMORY_BYTES,
             TIMEOUT_S,
         )
@@ -192,6 +199,10 @@ class _BodyProcess:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     @property
     def has_ended(self) -> bool:

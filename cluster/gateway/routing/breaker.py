@@ -16,9 +16,10 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView, Role
+from baton.engine.strict_model import StrictModel
 
 from .prefix_index import EngineKey, engine_key
 from .sliding_window import SlidingWindow
@@ -30,12 +31,10 @@ SUCCESSES, FAILURES = 0, 1
 IDLE_PERIODS = 10  # of window and pause, after which a circuit without events is forgotten
 
 
-class BreakerSettings(BaseModel):
+class BreakerSettings(StrictModel):
     """Circuit breaker: which failures take an engine, or a pair that hands over, out of use for a while. Times are
     seconds.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
     window_s: float = Field(30.0, gt=0)
@@ -75,6 +74,12 @@ class Circuit:
         self._trial: object | None = None  # the attempt that is let through while the circuit is half open
         self.newest_s = clock()
 
+    def reconfigure(self, limits: BreakerSettings) -> None:
+        """Take other limits. Events are counted anew where the window is another one."""
+        if limits.window_s != self._limits.window_s:
+            self._window = SlidingWindow(limits.window_s, self._clock)
+        self._limits = limits
+
     @property
     def state(self) -> CircuitState:
         if self._state is CircuitState.OPEN and self._clock() >= self._opened_s + self._limits.open_s:
@@ -90,6 +95,11 @@ class Circuit:
                 return False
             case CircuitState.HALF_OPEN:
                 return self._trial is None
+
+    @property
+    def has_trial(self) -> bool:
+        """Tell whether a half-open circuit waits for the outcome of an attempt."""
+        return self._trial is not None
 
     def sent(self, attempt: object) -> None:
         """Note an attempt. Call `left` with it in the end, and `succeeded` or `failed` before, if it tells anything."""
@@ -137,6 +147,21 @@ class Breakers:
     ) -> None:
         self._limits, self._clock, self._on_open = limits, clock, on_open
         self._circuits: dict[CircuitKey, Circuit] = {}
+
+    @property
+    def num_circuits(self) -> int:
+        return len(self._circuits)
+
+    @property
+    def num_trials(self) -> int:
+        """The number of circuits that wait for the outcome of a single attempt."""
+        return sum(circuit.has_trial for circuit in self._circuits.values())
+
+    def reconfigure(self, limits: BreakerSettings) -> None:
+        """Take other limits: open circuits, too, follow them."""
+        self._limits = limits
+        for circuit in self._circuits.values():
+            circuit.reconfigure(limits)
 
     def sent(self, keys: Iterable[CircuitKey], attempt: object) -> None:
         """Note an attempt in each circuit. Call `left` with it in the end, whatever it told meanwhile."""

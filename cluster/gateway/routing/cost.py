@@ -1,7 +1,7 @@
 """The cost of serving a request in an engine, or a pair of engines, in seconds.
 
 prefill engine P, decode engine D
-    queue(P) + prefill(P) + restore(P) + lease(P) + handoff(P, D) + decode(D)
+    queue(P) + prefill(P) + restore(P) + release(P) + handoff(P, D) + decode(D)
 unified engine, or decode engine that computes the prompt itself
     queue(E) + prefill(E) + restore(E) + stall(E) + decode(E)
 
@@ -11,7 +11,7 @@ restore  (1 + requests in E whose KV is on its way) x time to compute tokens tha
          took there lately / what computing one did (`UNTRIED` where it is not known). Where that is no less than
          to compute them, or the engine would not restore them, they are computed: then they count as uncached
 stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
-lease    share of P's blocks that wait for readers x lease_s
+release  share of P's blocks that wait for readers x block_release_s
 handoff  handoff_s + the time in which D reads from P the tokens that it lacks + the time in which it reads those of
          requests before this one: requests in D whose KV is on its way, and those in P, as far as that takes longer
          than P needs to compute the prompt
@@ -92,11 +92,11 @@ class Cost:
     def decode_s(self, view: EngineView, load: Load) -> float:
         return load.num_requests * self._rates.request_s(view) + self._rates.slowness_s(view)
 
-    def lease_s(self, view: EngineView) -> float:
+    def release_s(self, view: EngineView) -> float:
         stats = view.stats
         if stats is None or not stats.num_blocks:
             return 0.0
-        return self._rates.guesses.lease_s * stats.num_blocks_held / stats.num_blocks
+        return self._rates.guesses.block_release_s * stats.num_blocks_held / stats.num_blocks
 
 
 def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:

@@ -45,6 +45,11 @@ class LoadTracker:
         self._tokens: Counter[EngineKey] = Counter()
         self._reports: dict[int, _Report] = {}  # by rank: the successor of an engine takes its entry
 
+    @property
+    def own(self) -> Load:
+        """All of this gateway's own requests and tokens, in any engine."""
+        return Load(self._requests.total(), self._tokens.total())
+
     def sent(self, placement: Placement) -> None:
         """Count a request. Call `read` and `ended`, or `given_up`, once for each call of this."""
         key = engine_key(placement.engine)

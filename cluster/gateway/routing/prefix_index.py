@@ -43,6 +43,11 @@ class PrefixIndex:
         self._expected: defaultdict[EngineKey, Counter[BlockName]] = defaultdict(Counter)
         self._ended: deque[tuple[float, EngineKey, Sequence[BlockName]]] = deque()  # until when they are expected
 
+    @property
+    def num_expected(self) -> int:
+        """The number of blocks that are expected, in any engine."""
+        return sum(map(len, self._expected.values()))
+
     def find(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> FoundPrefix:
         """Return the leading blocks that are in the pool by the time the prompt runs, and those to be restored."""
         count, expected = cached.count_prefix(names), self._expected.get(key)

@@ -22,11 +22,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.pace import Line
+from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .prefix_index import EngineKey, engine_key
@@ -39,19 +40,17 @@ RENEWED_S = 1.0  # between two looks at the medians
 TYPICAL_TOKENS = 1024  # of prompts, at which lines are compared
 
 
-class CostRates(BaseModel):
+class CostRates(StrictModel):
     """Settings of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
 
     Rates are first guesses, until engines have measured theirs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine; a guess
     decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine; a guess
     answer_tokens: int = Field(256, ge=0)  # steps for which that is counted, once they are measured
     stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
-    lease_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
+    block_release_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
     handoff_s: float = Field(0.003, ge=0)  # of a hand-off beside the read
     slow_handoff_s: float = Field(0.02, ge=0)  # one that takes no longer is made without comparing costs
     node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node; a guess
@@ -104,6 +103,14 @@ class LearntRates:
         self._request_s = guesses.decode_request_s
         self._step_s = 0.0  # of the fastest; 0: not known
 
+    def reconfigure(self, guesses: CostRates) -> None:
+        """Take other settings from the next choice on. What engines have measured goes before guesses, as ever."""
+        self.guesses = guesses
+        if not self._is_measured:
+            self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)
+        self._request_s = guesses.decode_request_s
+        self._renewed_s = -math.inf
+
     def renew(self, engines: Sequence[EngineView]) -> None:
         """Look at what engines tell: once a second, and until one of them has measured something."""
         now_s = self._clock()
@@ -147,7 +154,8 @@ class LearntRates:
         decode = None if view.stats is None else view.stats.step_times.decode
         if decode is None or not decode.unit_s or not self._step_s or _are_alike(decode.at(1), self._step_s):
             return 0.0
-        return max(0.0, decode.at(1) - self._step_s) * self.guesses.answer_tokens  # it may be the fastest by now
+        later_s = decode.at(1) - self._step_s  # below 0 where the engine has become the fastest since `renew`
+        return max(0.0, later_s) * self.guesses.answer_tokens
 
     def read_s(self, reader: EngineView, source: EngineRecord) -> Line:
         """Return the time in which an engine reads another's tokens, by their number."""

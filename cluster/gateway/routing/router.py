@@ -26,7 +26,7 @@ from baton.engine.core.messages import EngineRequest
 from .cost import Cost, PrefillWork
 from .load import LoadTracker, Placement
 from .prefix_index import EngineKey, PrefixIndex, engine_key, prefix_names
-from .rates import LearntRates
+from .rates import CostRates, LearntRates
 
 EQUAL = 1.05  # costs closer than this are equal: gateways with the same reports must not all choose one engine
 NO_PREFILL_ENGINE = "no-prefill-engine"
@@ -114,6 +114,12 @@ class Router:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self.prefixes = PrefixIndex(clock)
         self.loads = LoadTracker(self.prefixes)
+
+    def reconfigure(self, guesses: CostRates, session_patience_s: float, local_prefill_max_tokens: int) -> None:
+        """Take other settings from the next choice on."""
+        self._rates.reconfigure(guesses)
+        self._session_patience_s = session_patience_s
+        self._local_prefill_max_tokens = local_prefill_max_tokens
 
     def read(
         self,
@@ -210,7 +216,7 @@ class Router:
             ready_s = self._cost.ready_s(view, load, work)
             if (handoff := receivers.cheapest(record, load.num_requests, ready_s)) is None:
                 continue
-            cost_s = ready_s + self._cost.lease_s(view) + handoff.cost_s
+            cost_s = ready_s + self._cost.release_s(view) + handoff.cost_s
             options.append(_Option(is_full, cost_s, placement, handoff=handoff))
             is_slow = self._is_slow(handoff.seconds, self._rates.prefill_s(view, query.num_tokens))
             if is_slow and query.pinned_rank in (None, record.rank):

@@ -29,6 +29,10 @@ class AdmissionControl:
         self._num_by_key: Counter[bytes] = Counter()
         self.num_inflight = 0
 
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Take other limits from the next request on: those that run go on, also if they are more."""
+        self._settings = settings
+
     @contextmanager
     def admit(self, key: bytes | None) -> Iterator[None]:
         """Count a request with this API key until it ends. Raises `ApiError` (429) if there are too many."""
@@ -58,9 +62,9 @@ class AdmissionControl:
 
     def are_full(self, engines: Sequence[EngineView], refused_by: Collection[EngineKey] = ()) -> bool:
         """Return True if no engine that could compute a prompt has room: it has told so, or has refused a prompt."""
-        limits = self._settings.queue_limits
+        bound = self._settings.queue_limits.bound
         return all(
-            engine_key(view.record) in refused_by or (view.stats is not None and limits.reached(view.stats))
+            engine_key(view.record) in refused_by or (view.stats is not None and bound.is_reached(view.stats))
             for view in _prompt_engines(engines)
         )
 

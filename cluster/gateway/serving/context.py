@@ -54,6 +54,14 @@ class ServingContext:
         self.retry_budget = RetryBudget(settings.retry_budget, settings.retry_budget_min, time.monotonic)
         self._scales_from_zero = scales_from_zero
 
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Take other settings. Sequences that run see them with their next wait or further attempt."""
+        self.settings = settings
+        self.router.reconfigure(settings.cost, settings.session_patience_s, settings.local_prefill_max_tokens)
+        self.admission.reconfigure(settings)
+        self.breakers.reconfigure(settings.breaker)
+        self.retry_budget.reconfigure(settings.retry_budget, settings.retry_budget_min)
+
     def retry_after_s(self) -> float:
         """Return the time after which a refused client may come again: when the shortest queue is worked off."""
         return self.admission.retry_after_s(self.client.engines())

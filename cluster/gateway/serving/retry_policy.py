@@ -179,6 +179,9 @@ class RetryBudget:
         self._window = SlidingWindow(BUDGET_WINDOW_S, clock)
         self.num_running = 0
 
+    def reconfigure(self, ratio: float, least: int) -> None:
+        self._ratio, self._least = ratio, least
+
     def began(self) -> None:
         """Count a request. Call `ended` once for each call of this."""
         self.num_running += 1

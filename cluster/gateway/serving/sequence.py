@@ -4,10 +4,10 @@
                        └─ long prompts: on offer early ──> decode (awaits_first_token) fetches meanwhile ──^
                 └──> unified or decode engine does it all ───────────────────────────────── tokens ──> done
 
-`sequence_table.py` holds its states and transitions; `ServedSequence` tells which event an output is, and carries out
-the effects. After a failure (`retry_policy.py`) another engine gets all tokens so far, with the same seed. Random
-draws depend on seed and position only, so it draws what the lost engine would have drawn: the stream has no gap and no
-repetition.
+`sequence_table.py` holds its states and transitions, `sequence_attempts.py` what it has at engines; `ServedSequence`
+tells which event an output is, and carries out the effects. After a failure (`retry_policy.py`) another engine gets all
+tokens so far, with the same seed. Random draws depend on seed and position only, so it draws what the lost engine would
+have drawn: the stream has no gap and no repetition.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from collections.abc import AsyncGenerator, Sequence
 import msgspec
 
 from baton.cluster.cached_blocks import BlockName
-from baton.cluster.contracts import EngineGone, EngineRecord
+from baton.cluster.contracts import EngineGone
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from baton.engine.core.stages import Stage
 
 from ..errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
-from ..routing.load import Placement
 from ..routing.prefix_index import engine_key
 from ..routing.router import RoutingQuery
-from .attempt import Attempt, Deadline, KVOffer
+from .attempt import Attempt, Deadline
 from .context import ServingContext
 from .engine_selector import EngineSelector, Selection
 from .retry_policy import RETRY_POLICY, AttemptHistory, Blame, Failure
+from .sequence_attempts import SequenceAttempts
 from .sequence_table import SEQUENCE_TABLE, Effect, SequenceEvent, SequenceState
 from .served_path import ServedPath
 from .timeline import Stamp, Timeline
@@ -45,10 +45,7 @@ POLL_S = 0.02  # between looks for an engine that can take a sequence, while the
 
 
 class ServedSequence:
-    """One sequence. In each state it has at most one attempt, an early one beside it, and one offer of KV.
-
-    `path` is final once the first output is there.
-    """
+    """One sequence. `path` is final once the first output is there."""
 
     def __init__(
         self,
@@ -67,23 +64,24 @@ class ServedSequence:
         serving.metrics.requests.inc()
         self.state = SequenceState.PLACING
         self.timeline = timeline
-        self.gpu_time_spent = False  # by an attempt that is closed, or possibly so
         self._serving = serving
-        self._deadline = deadline
         self._request = request
         self._tokens = list(request.output_token_ids)
         self._generation = request.generation  # counts attempts: outputs of older ones are dropped
+        self._attempts = SequenceAttempts(serving, timeline, deadline)
         self._query = serving.router.read(request, names, session_id=session_id, pinned_rank=rank)
         self._history = AttemptHistory(serving.settings.max_attempts)
         self._selector = EngineSelector(serving, self._history, rank)
         self._selection: Selection | None = None  # found, and not submitted yet
-        self._attempt: Attempt | None = None  # the one whose outputs are read
-        self._early: Attempt | None = None
-        self._offer: KVOffer | None = None
         self._failure: Failure | None = None  # that the next attempt follows
         self._owes_retry = False  # the next attempt is taken from the retry budget
         self._for_client: EngineOutput | None = None  # the output to be sent next
         self._path = ServedPath(request.request_id, serving.metrics)
+
+    @property
+    def gpu_time_spent(self) -> bool:
+        """Return whether an attempt that is closed has spent device time, or may have."""
+        return self._attempts.gpu_time_spent
 
     @property
     def path(self) -> str:
@@ -98,7 +96,7 @@ class ServedSequence:
         self._serving.retry_budget.began()
         try:
             while True:
-                attempt = self._attempt or await self._next_attempt()
+                attempt = self._attempts.current or await self._next_attempt()
                 try:
                     output = await anext(attempt.stream)
                 except EngineGone as gone:
@@ -137,26 +135,26 @@ class ServedSequence:
             case Effect.DELIVER:
                 self._for_client = self._keep_tokens(output)
             case Effect.JUDGE_DEADLINE:
-                self._judge_deadline()
+                self._attempts.judge_deadline()
             case Effect.WITHDRAW_OFFER:
-                self._withdraw_offer()
+                self._attempts.withdraw_offer(self._request.request_id, self._generation)
             case Effect.CLOSE_ALL:
                 await self._close_all()
             case Effect.SUBMIT_EARLY:
                 self._submit_early(_source_in(output))
             case Effect.KEEP_OFFER:
-                self._offer = KVOffer(self._current.engine, _source_in(output))
+                self._attempts.keep_offer(_source_in(output))
             case Effect.CLOSE_ATTEMPT:
-                await self._close_attempt()
+                await self._attempts.close_current()
             case Effect.HAND_OFF:
                 await self._hand_off(_source_in(output))
             case Effect.SUBMIT_SOON:
                 # The client's token is on its way first, and a client that reads slowly delays no submission.
                 asyncio.get_running_loop().call_soon(self._submit_if_selected)
             case Effect.BEGIN_EARLY:
-                self._begin_early()
+                self._attempts.begin_early(self._request.request_id, self._generation, self._tokens[-1])
             case Effect.DROP_OFFER:
-                self._offer = None
+                self._attempts.offer = None
             case Effect.BLAME:
                 self._blame()
             case Effect.RETRY:
@@ -180,7 +178,7 @@ class ServedSequence:
         return SequenceEvent.HANDED_OFF if output.finish_reason is FinishReason.HANDOFF else SequenceEvent.FINISHED
 
     def _event_of_error(self, error: EngineError, output: EngineOutput) -> SequenceEvent:
-        attempt, now_s = self._current, time.monotonic()
+        attempt, now_s = self._attempts.newest, time.monotonic()
         attempt.note_error(error, was_scheduled=Stage.STARTED in (output.ages or {}))
         if not attempt.has_output:
             self.timeline.heard(attempt, output.ages or {}, now_s)
@@ -198,7 +196,7 @@ class ServedSequence:
     async def _next_attempt(self) -> Attempt:
         if self.state is SequenceState.PLACING:
             await self._wait_for_engine()
-        return self._attempt or self._submit()
+        return self._attempts.current or self._submit()
 
     async def _wait_for_engine(self) -> None:
         """Place the sequence. Raises `ApiError` (503) when no engine can take it in time."""
@@ -215,7 +213,7 @@ class ServedSequence:
 
     async def _place(self) -> bool:
         """Let an engine go on with the sequence, if there is one now and a further attempt may be made."""
-        holder = None if self._offer is None else self._offer.engine
+        holder = self._attempts.holder
         if not self._may_try or (found := self._selector.select(self._failure, self._query_now(), holder)) is None:
             return False
         self._selection = found
@@ -247,11 +245,6 @@ class ServedSequence:
 
     # ------------------------------------------------------------------ attempts
 
-    @property
-    def _current(self) -> Attempt:
-        assert self._attempt is not None, self.state
-        return self._attempt
-
     def _request_now(self) -> EngineRequest:
         """Return the request with all tokens so far: another engine needs to know no more."""
         return msgspec.structs.replace(self._request, output_token_ids=list(self._tokens), generation=self._generation)
@@ -263,15 +256,7 @@ class ServedSequence:
         """Send the sequence to the engine that was found."""
         found, self._selection = self._selection, None
         assert found is not None, self.state
-        request = self._request_now()
-        if found.route is not None:
-            request = msgspec.structs.replace(request, keep_kv=found.route.hands_off)
-            attempt = self._open(found.placement, request)
-        else:
-            assert self._offer is not None
-            request = msgspec.structs.replace(request, kv_source=self._offer.source)
-            attempt = self._open(found.placement, request, self._offer.engine)
-        return self._listen_to(attempt)
+        return self._attempts.submit(found, self._request_now())
 
     def _submit_if_selected(self) -> None:
         if self._selection is not None:
@@ -279,75 +264,40 @@ class ServedSequence:
 
     def _submit_early(self, source: KVSource) -> None:
         """Let a decode engine fetch the prompt while it is computed. If none is there, the hand-off looks for one."""
-        if self._early is not None:
+        if self._attempts.early is not None:
             return
-        holder = self._current.engine
-        placement = self._selector.reader(self._query_now(), holder)
+        placement = self._selector.reader(self._query_now(), self._attempts.newest.engine)
         if placement is not None:
-            request = msgspec.structs.replace(self._request_now(), kv_source=source, awaits_first_token=True)
-            self._early = self._open(placement, request, holder)
-
-    def _open(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Attempt:
-        return self._serving.attempts.open(placement, self._deadline.on(request), holder)
-
-    def _listen_to(self, attempt: Attempt) -> Attempt:
-        self._attempt = attempt
-        self.timeline.sent(attempt)
-        return attempt
+            self._attempts.submit_early(placement, self._request_now(), source)
 
     async def _hand_off(self, source: KVSource) -> None:
         """Find the engine that goes on, before the first token is sent: `path` is final then."""
         self._failure = Failure.NO_READER
-        if self._early is not None and self._early.fetches(source):
-            self.timeline.note(Stamp.TICKET, self._early.sent_s)
+        early = self._attempts.early
+        if early is not None and early.fetches(source):
+            self.timeline.note(Stamp.TICKET, early.sent_s)
             await self._apply(SequenceEvent.EARLY_READER)
             return
-        if self._early is not None:  # the prompt is on offer anew, and what it fetches is no more
-            await self._close_early()
+        if early is not None:  # the prompt is on offer anew, and what it fetches is no more
+            await self._attempts.close_early()
             self._generation += 1  # its last output may still come
         self.timeline.note(Stamp.TICKET, time.monotonic())
         await self._place()
 
-    def _begin_early(self) -> None:
-        early, self._early = self._early, None
-        assert early is not None
-        self._serving.client.begin(early.engine, self._request.request_id, self._generation, self._tokens[-1])
-        self._listen_to(early)
-
-    def _withdraw_offer(self) -> None:
-        if (offer := self._offer) is not None:
-            self._offer = None
-            self._serving.client.abort(offer.engine, self._request.request_id, self._generation)
-
     async def _close_all(self) -> None:
         self._selection = None
-        await self._close_early()
-        await self._close_attempt()
-
-    async def _close_early(self) -> None:
-        early, self._early = self._early, None
-        if early is not None:
-            await self._close(early)
-
-    async def _close_attempt(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            await self._close(attempt)
-
-    async def _close(self, attempt: Attempt) -> None:
-        self.gpu_time_spent |= attempt.has_run
-        await self._serving.attempts.close(attempt)
+        await self._attempts.close_all()
 
     # ------------------------------------------------------------------ outputs
 
     def _note_first_output(self, output: EngineOutput) -> None:
-        attempt, now_s = self._current, time.monotonic()
+        attempt, now_s = self._attempts.newest, time.monotonic()
         self.timeline.heard(attempt, output.ages or {}, now_s)
         if not self._tokens:
             self.timeline.note(Stamp.FIRST_TOKEN, now_s)
         elif attempt.holder is None:
             self.timeline.note(Stamp.RESUMED, now_s)
-        self._serving.attempts.note_first_output(attempt)
+        self._attempts.note_first_output()
 
     def _keep_tokens(self, output: EngineOutput) -> EngineOutput:
         """Keep what another engine would need. Return what the client is to get of the output."""
@@ -365,8 +315,8 @@ class ServedSequence:
 
     def _blame(self) -> None:
         """Tell circuits, metrics and the log of a failed attempt."""
-        attempt, failure, again = self._current, self._history.failures[-1], self._history.may_go_on
-        self._serving.attempts.note_failure(attempt, failure, self._deadline)
+        attempt, failure, again = self._attempts.newest, self._history.failures[-1], self._history.may_go_on
+        self._attempts.note_failure(failure)
         logger.log(
             logging.WARNING if again else logging.INFO,  # else the request fails, and that is logged by itself
             "attempt %d at %s after %d tokens: %s at %s, %s: %s",
@@ -378,10 +328,6 @@ class ServedSequence:
             "another follows" if again else "the last one",
             self._history.newest_error.text,
         )
-
-    def _judge_deadline(self) -> None:
-        if self._attempt is not None and self._deadline.is_over:
-            self._serving.attempts.note_failure(self._attempt, Failure.TIMED_OUT, self._deadline)
 
     def _retry(self) -> None:
         self._owes_retry = self._history.must_pay

@@ -43,7 +43,6 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._watchers: list[BlockWatcher] = []
-        self.cache_version = 0  # goes up whenever another block is cached, or one no longer is
         self.num_registered = 0  # blocks that became findable, ever; each has its number
         self._news: dict[int, tuple[int, BlockHash]] | None = None  # of those not taken: number, and what they hold
         # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
@@ -105,7 +104,6 @@ class BlockPool:
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
-            self.cache_version += 1
             for watcher in self._watchers:
                 watcher.stored(block_hash)
             if self._news is not None:
@@ -201,7 +199,6 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hashes[block] = None
-            self.cache_version += 1
             for watcher in self._watchers:
                 watcher.evicted(block_hash)
             if self._news is not None:

@@ -10,6 +10,8 @@ from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
 from .blocks import BlockPool
 
+MOST_KNOWN = 16  # lookups that are kept: as many requests as are looked at near the head of the queue
+
 
 class PrefixLookup(NamedTuple):
     """The cached prefix of one request."""
@@ -24,40 +26,51 @@ class PrefixLookup(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A lookup that holds as long as the request has as many full blocks and the pool's cache is the same."""
+    """A lookup that holds until one of `decisive` is cached or evicted: the blocks found, and the first one missing."""
 
-    request: Request
-    version: int
     prefix: PrefixLookup
+    decisive: frozenset[BlockHash]
 
 
 class RequestMemory:
-    """Reserves, grows and registers the blocks of requests. Knows nothing of the order in which they are served."""
+    """Reserves, grows and registers the blocks of requests. Knows nothing of the order in which they are served.
+
+    A `BlockWatcher` of the pool, so that a request that waits is looked up once, however many steps it waits.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int, enable_prefix_caching: bool) -> None:
         self._pool = pool
         self._block_size = block_size
         self._caching = enable_prefix_caching
-        self._known: _Known | None = None  # the newest lookup
+        self._known: dict[Request, _Known] = {}  # of requests that have no blocks yet, the oldest lookup first
+        pool.watch(self)
 
     def lookup(self, request: Request) -> PrefixLookup:
         """Find the request's longest cached prefix.
 
         The head of the queue is asked about several times a step, and in each step while it does not fit. It is looked
-        up again only when the cache or its tokens have changed.
+        up again only when blocks of its prefix have come or gone, or its tokens have changed.
         """
         hashes = self.skippable_hashes(request)
-        known = self._known
-        if (
-            known is not None
-            and known.request is request
-            and known.version == self._pool.cache_version
-            and len(known.prefix.hashes) == len(hashes)
-        ):
+        known = self._known.get(request)
+        if known is not None and len(known.prefix.hashes) == len(hashes):
             return known.prefix
         prefix = PrefixLookup(hashes, self._pool.find_prefix(hashes))
-        self._known = _Known(request, self._pool.cache_version, prefix)
+        self._known[request] = _Known(prefix, frozenset(hashes[: len(prefix.blocks) + 1]))
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
         return prefix
+
+    def stored(self, block_hash: BlockHash) -> None:
+        self._forget_lookups(block_hash)
+
+    def evicted(self, block_hash: BlockHash) -> None:
+        self._forget_lookups(block_hash)
+
+    def _forget_lookups(self, block_hash: BlockHash) -> None:
+        if self._known:
+            for request in [each for each, known in self._known.items() if block_hash in known.decisive]:
+                del self._known[request]
 
     def num_blocks(self, request: Request) -> int:
         """Return how many blocks the request needs to start, cached ones included."""
@@ -80,6 +93,7 @@ class RequestMemory:
         num_blocks = self._blocks_for(request.num_to_hold)
         if not self._pool.fits(prefix, num_blocks):
             return False
+        self._known.pop(request, None)
         blocks = self._pool.take(prefix, num_blocks)
         request.take_blocks(blocks, num_blocks * self._block_size, num_computed=len(prefix) * self._block_size)
         if self._caching:

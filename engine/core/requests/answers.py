@@ -17,7 +17,7 @@ def next_token(request: Request, drawn: ChunkResult) -> EngineOutput:
         request_id=request.request_id,
         generation=request.generation,
         token_ids=request.token_ids[-1:],
-        logprobs=None if drawn.logprobs is None else [drawn.logprobs],
+        logprobs=drawn.logprobs,
     )
 
 
@@ -31,8 +31,8 @@ def first_or_last_token(
         request_id=request.request_id,
         generation=request.generation,
         token_ids=request.token_ids[-1:],
-        logprobs=None if drawn.logprobs is None else [drawn.logprobs],
-        prompt_logprobs=request.prompt_logprobs.entries if first and request.prompt_logprobs else None,
+        logprobs=drawn.logprobs,
+        prompt_logprobs=request.prompt_logprobs.joined() if first and request.prompt_logprobs else None,
         num_cached_tokens=request.num_cached_tokens if first else 0,
         ages=request.stages.ages() if first else None,
         finish_reason=reason,

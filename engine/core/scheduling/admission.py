@@ -178,8 +178,8 @@ class Admission:
         head = self._waiting.peek()
         share, chosen = draft.budget // SHORT_SHARE, list[Request]()
         for request in () if head is None else (head, *self._waiting.behind_head()):
-            loads = request.awaits_transfer or self._loading.is_in_tiers(request)
-            if request.num_tokens <= share and not loads and self._memory.fits(request):
+            may_start = request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request)
+            if may_start and not self._loading.is_in_tiers(request):
                 share -= request.num_tokens
                 chosen.append(request)
         return chosen
@@ -200,6 +200,8 @@ class Admission:
         """Take a request out of the queue: into this step, or to load its KV. False where it has to wait."""
         if request.awaits_transfer:
             return self._loading.begin_transfer(request)
+        if not self._memory.fits(request):  # neither to load nor to compute: the tiers need not be asked
+            return False
         if self._loading.is_in_tiers(request):
             return self._loading.begin_restore(request)
         if draft.budget and self._running.has_room and self._reserve(request, draft):

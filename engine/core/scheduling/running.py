@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..kv.fence import Fence, RowPool
 from ..kv.request_memory import RequestMemory
 from ..kv.transfers import Transfers
-from ..requests.request import Request, RequestStatus
+from ..requests.request import Request, RequestStatus, advance_decodes
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
 from .waiting import WaitingQueue
 
@@ -214,14 +214,13 @@ class RunningRequests:
         """
         self.lacks_blocks = False
         prefills = []
-        step, chunks, requests = draft.step, draft.singles, draft.singles_requests
+        chunks, requests = draft.singles, draft.singles_requests
         for request in self._by_rank:  # preemption removes only requests that come later
             start = request.num_computed
             if request.num_tokens - start != 1:
                 prefills.append(request)
                 continue
-            end = start + 1
-            if end >= request.horizon:  # its last token is on the way, or one that its grammar must see first
+            if start + 1 >= request.horizon:  # its last token is on the way, or one that its grammar must see first
                 continue
             new_blocks = _NO_BLOCKS
             if start >= request.capacity:
@@ -230,10 +229,7 @@ class RunningRequests:
                     continue
             chunks.append(Chunk(request.row, start, 1, True, new_blocks))
             requests.append(request)
-            # As `request.advance(step, 1, samples=True)`, whose call would be a tenth of planning a large batch.
-            request.num_computed = end
-            request.num_tokens = end + 1
-            request.last_step = step
+        advance_decodes(requests, draft.step)
         draft.budget -= len(chunks)
         self._reading = prefills.copy()
         return prefills

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, ClassVar
-
-import regex
+from typing import Any
 
 from .earlier_calls import with_short_ids
 from .incremental import BLANKS
-from .json_call_parser import JsonToolCallParser
-from .output_parser import OutputParser
-from .tool_call_format import DelimitedToolCallFormat, Functions, SectionToolCallFormat
+from .json_call_parser import JsonToolCallFormat
+from .tool_call_format import SectionToolCallFormat
 
 _QUOTED = r'(?P<name>"(?:[^"\\]|\\.){0,400}")'
 _BARE = r"(?P<name>[\w.-]{1,64})"
@@ -20,45 +16,6 @@ _BARE = r"(?P<name>[\w.-]{1,64})"
 def _object_head(key: str) -> str:
     r"""Return a pattern for `{"name": NAME, KEY: {`."""
     return rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_QUOTED}{BLANKS},{BLANKS}"{key}"{BLANKS}:{BLANKS}\{{'
-
-
-class JsonToolCallFormat(DelimitedToolCallFormat):
-    """BEGIN call [MORE call ...] END, where a call is HEAD, arguments, and CLOSE.
-
-    `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is a pattern for
-    what stands between `begin` and the first head.
-    """
-
-    begin: ClassVar[str] = ""  # "": a call is the whole answer
-    lead: ClassVar[str] = ""
-    head: ClassVar[str]
-    close: ClassVar[str] = ""
-    more: ClassVar[str] = ""
-    end: ClassVar[str] = ""
-    object_key: ClassVar[str] = ""  # the key of the arguments, if a call is an object whose keys may come in any order
-
-    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
-        return JsonToolCallParser(self, functions, at_most_one=at_most_one or self.takes_one)
-
-    @cached_property
-    def first_head(self) -> regex.Pattern[str]:
-        """Pattern from `begin` to the arguments of the first call."""
-        return regex.compile(regex.escape(self.begin) + self.lead + self.head)
-
-    @cached_property
-    def next_head(self) -> regex.Pattern[str]:
-        """Pattern from `more` to the arguments of another call."""
-        return regex.compile(regex.escape(self.more) + self.head)
-
-    @cached_property
-    def first_object(self) -> regex.Pattern[str]:
-        """Pattern from `begin` into the object of the first call."""
-        return regex.compile(regex.escape(self.begin) + self.lead + BLANKS + r"\{")
-
-    @cached_property
-    def next_object(self) -> regex.Pattern[str]:
-        """Pattern from `more` into the object of another call."""
-        return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
 class Hermes(JsonToolCallFormat):

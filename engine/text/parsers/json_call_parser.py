@@ -1,4 +1,4 @@
-"""Parser of tool calls with JSON arguments.
+"""Tool calls with JSON arguments: what a format of them says, and the parser of all such formats.
 
         begin       its head, "{"               the object ends      close           more
 OUTSIDE ─────> HEAD ─────────────> ARGUMENTS ─────────────> TAIL ────────> BETWEEN ──────> HEAD
@@ -11,18 +11,56 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import ClassVar
 
 import regex
 
 from .argument_values import to_json
 from .incremental import BLANKS, BracketTracker, InlineToolCallParser, Step
-from .output_parser import OutputPart
-
-if TYPE_CHECKING:
-    from .json_call_formats import JsonToolCallFormat
+from .output_parser import OutputParser, OutputPart
+from .tool_call_format import DelimitedToolCallFormat, Functions
 
 _NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]*)(?P<end>"?)')
+
+
+class JsonToolCallFormat(DelimitedToolCallFormat):
+    """BEGIN call [MORE call ...] END, where a call is HEAD, arguments, and CLOSE.
+
+    `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is a pattern for
+    what stands between `begin` and the first head.
+    """
+
+    begin: ClassVar[str] = ""  # "": a call is the whole answer
+    lead: ClassVar[str] = ""
+    head: ClassVar[str]
+    close: ClassVar[str] = ""
+    more: ClassVar[str] = ""
+    end: ClassVar[str] = ""
+    object_key: ClassVar[str] = ""  # the key of the arguments, if a call is an object whose keys may come in any order
+
+    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
+        return JsonToolCallParser(self, functions, at_most_one=at_most_one or self.takes_one)
+
+    @cached_property
+    def first_head(self) -> regex.Pattern[str]:
+        """Pattern from `begin` to the arguments of the first call."""
+        return regex.compile(regex.escape(self.begin) + self.lead + self.head)
+
+    @cached_property
+    def next_head(self) -> regex.Pattern[str]:
+        """Pattern from `more` to the arguments of another call."""
+        return regex.compile(regex.escape(self.more) + self.head)
+
+    @cached_property
+    def first_object(self) -> regex.Pattern[str]:
+        """Pattern from `begin` into the object of the first call."""
+        return regex.compile(regex.escape(self.begin) + self.lead + BLANKS + r"\{")
+
+    @cached_property
+    def next_object(self) -> regex.Pattern[str]:
+        """Pattern from `more` into the object of another call."""
+        return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
 class _State(Enum):

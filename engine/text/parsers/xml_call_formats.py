@@ -6,65 +6,16 @@ Text stands in tags as it is; other values are JSON. The function's schema says 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import regex
 
 from .argument_values import TEXT
 from .incremental import BLANKS
-from .output_parser import OutputParser
-from .tool_call_format import DelimitedToolCallFormat, Functions, FunctionSignature, GrammarSpec, SectionToolCallFormat
-from .xml_call_parser import XmlToolCallParser
+from .tool_call_format import FunctionSignature, GrammarSpec, SectionToolCallFormat
+from .xml_call_parser import XmlToolCallFormat
 
 _NAME = r"(?P<name>[\w.-]{1,64})"
-
-
-class XmlToolCallFormat(DelimitedToolCallFormat):
-    """FIRST, with the name, then KEY value VALUE_CLOSE for each argument, CLOSE [NEXT ... CLOSE ...] TAIL.
-
-    All but the values are patterns here, in which parts that models forget are optional. KEY extends to the value.
-    """
-
-    first: ClassVar[str]
-    next: ClassVar[str] = "(?!)"  # pattern of the beginning of another call within the same tags
-    more: ClassVar[str] = ""  # the text with which NEXT begins
-    key: ClassVar[str]
-    value_close: ClassVar[str]
-    forgotten_close: ClassVar[str] = "(?P<known_key>(?!))"  # the group `known_key` must be an argument of the function
-    close: ClassVar[str]
-    tail: ClassVar[str] = ""  # optional text
-    style: ClassVar[str]  # xgrammar's name of the arguments' format
-
-    def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
-        return XmlToolCallParser(self, functions, at_most_one=at_most_one)
-
-    @cached_property
-    def head(self) -> regex.Pattern[str]:
-        """Pattern from the mark to the first argument's value, or behind a call without arguments."""
-        return regex.compile(rf"{self.first}{BLANKS}(?:{self.key}|{self.close})")
-
-    @cached_property
-    def next_head(self) -> regex.Pattern[str]:
-        """Pattern of the same from `more` on."""
-        return regex.compile(rf"{self.next}{BLANKS}(?:{self.key}|{self.close})")
-
-    @cached_property
-    def value_end(self) -> regex.Pattern[str]:
-        """Pattern from a value's end to the next one, or behind the call."""
-        return regex.compile(rf"{self.value_close}{BLANKS}(?:{self.key}|{self.close})|{self.forgotten_close}")
-
-    @cached_property
-    def last_close(self) -> regex.Pattern[str]:
-        """Pattern from a value's end to the end of the call, if its tag is the last of the answer."""
-        return regex.compile(rf"\n?(?:{self.close})")
-
-    def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
-        """Return the types of the value behind `key`, of those that the function's schema allows."""
-        return allowed
-
-    def _arguments(self, function: FunctionSignature) -> GrammarSpec:
-        return {**function.grammar, "style": self.style}
 
 
 class Qwen3Coder(XmlToolCallFormat):

@@ -50,3 +50,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $own := index .root.Values.pods .kind | default dict }}
 {{- toYaml (mergeOverwrite (deepCopy .root.Values.pods.defaults) (deepCopy $own)) }}
 {{- end }}
+
+{{/* A file of configs/ that the chart links to. Helm follows links, also into packages; a checkout without them has a
+line of text there, the link's target. */}}
+{{- define "baton.linkedFile" -}}
+{{- $root := index . 0 -}}
+{{- $path := index . 1 -}}
+{{- $text := $root.Files.Get $path -}}
+{{- if not (contains "\n" $text) -}}
+{{- fail (printf "%s is a symbolic link that this checkout has as text (%s): run `git config core.symlinks true && git checkout -- helm`, or copy the file there" $path $text) -}}
+{{- end -}}
+{{- $text -}}
+{{- end }}

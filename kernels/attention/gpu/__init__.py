@@ -20,7 +20,7 @@ from baton.kernels.query_tiles import PrefillPlan, plan_prefill
 from ..rule import AttentionRule
 from . import decode_fp8_hopper, decode_hopper, prefill_hopper
 from .decode import paged_decode, plan_decode
-from .decode_plan import DecodePlan, Prepared, ShortPlan, prepared
+from .decode_plan import AttentionPlans, DecodePlan, ShortPlan, prepared
 from .decode_short import plan_short, short_decode
 from .prefill_split_kv import plan_split_prefill, prefill_split_kv
 from .prefill_tiles import prefill_tiles
@@ -42,7 +42,7 @@ def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBa
     prefill = None
     if first_prefill < batch.num_tokens:
         prefill = plan_split_prefill(batch, first_prefill, **heads) or plan_prefill(batch, first_prefill, **heads)
-    return dataclasses.replace(batch, prepared=Prepared(decode, prefill))
+    return dataclasses.replace(batch, prepared=AttentionPlans(decode, prefill))
 
 
 def paged_attention(

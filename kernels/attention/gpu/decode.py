@@ -59,6 +59,7 @@ DEFAULT = {
     "num_warps": 4,
     "num_stages": 5,
 }
+DEFAULT_OF_WIDE_HEADS = {**DEFAULT, "unit_tokens": 32}  # of more than 128 dimensions: what two programs can hold
 
 
 def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> DecodePlan:
@@ -67,7 +68,8 @@ def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, hea
     """
     group = num_heads // num_kv_heads
     key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
-    options = tuned.config("attention", batch.seq_lens.device, key, DEFAULT)
+    default = DEFAULT if head_dim <= 128 else DEFAULT_OF_WIDE_HEADS
+    options = tuned.config("attention", batch.seq_lens.device, key, default)
     return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 

@@ -12,13 +12,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import BOX, IN_16_BITS, barrier, clear_tail, new_ring
 from baton.kernels.pdl import let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOWEST
 
 from ..rule import AttentionRule
 from . import decode_tma
-from .decode_output import DecodeOutput, Partial, PartsWorkspace, finish
+from .decode_output import DecodeOutput, DecodeParts, finish
 from .decode_plan import SHARE_WORDS, DecodePlan
 from .decode_tma import (
     KEYS,
@@ -165,7 +166,7 @@ def attend_share(
     share = Share(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
     sequences = Sequences(seq_lens, block_tables, table_rows, table_stride, window)
     cache = KVCache(pages, layer, num_layers)
-    output = DecodeOutput(out, sinks, PartsWorkspace(sums, tops, arrivals, num_shares))
+    output = DecodeOutput(out, sinks, DecodeParts(sums, tops, arrivals, num_shares))
     queries, scoring = Queries(q, q_token_stride), Scoring(scale, soft_cap, None, None)
     gl.warp_specialize(
         [

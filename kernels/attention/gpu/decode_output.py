@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from baton.kernels.arrivals import is_last_to_arrive
+from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
 from baton.kernels.split_kv import LOG2_E, LOWEST, load_part, merge_part
 
@@ -24,16 +25,7 @@ PARTS_AT_ONCE = gl.constexpr(4)  # of a sequence in several shares, whose loads 
 
 
 @record
-class Partial:
-    """The running softmax of a sequence in a share."""
-
-    sums: gl.tensor  # [DIM, ROWS], of values
-    weight: gl.tensor  # [ROWS]
-    top: gl.tensor  # [ROWS], scores
-
-
-@record
-class PartsWorkspace:
+class DecodeParts:
     """The memory of parts: see `DecodePlan`."""
 
     sums: gl.tensor
@@ -48,7 +40,7 @@ class DecodeOutput:
 
     out: gl.tensor
     sinks: Value  # pointer, or None
-    parts: PartsWorkspace
+    parts: DecodeParts
 
 
 @gluon.jit

@@ -90,16 +90,16 @@ class ShortPlan:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class AttentionPlans:
     """The plans of one step, shared by its layers; None where no sequence needs that kernel."""
 
     decode: DecodePlan | ShortPlan | None
     prefill: PrefillPlan | None
 
 
-def prepared(batch: AttentionBatch) -> Prepared:
+def prepared(batch: AttentionBatch) -> AttentionPlans:
     """Return the plans of a batch. Raises `ValueError` for a batch that `prepare` has not seen."""
-    if not isinstance(batch.prepared, Prepared):
+    if not isinstance(batch.prepared, AttentionPlans):
         raise ValueError("the batch has no plan for this device: give it to kernels.attention.prepare once a step")
     return batch.prepared
 

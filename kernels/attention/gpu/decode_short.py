@@ -30,7 +30,7 @@ from .decode_plan import ShortPlan, first_visible
 
 ROWS = 16  # of a matrix product: query heads that read one KV head, at most
 KEYS = 128  # of a program
-WARPS = 4
+WARPS = 4  # for heads of up to 128 dimensions
 
 
 def plan_short(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> ShortPlan | None:
@@ -80,7 +80,7 @@ def short_decode(
         KEYS=KEYS,
         BLOCK_SIZE=kv.shape[4],
         HAS_CAP=rule.has_cap,
-        num_warps=WARPS,
+        num_warps=warps_for(dim),
         **launch_options(),
     )
     if splits > 1:
@@ -100,6 +100,11 @@ def short_decode(
             num_warps=WARPS,
             **launch_options(),
         )
+
+
+def warps_for(dim: int) -> int:
+    """Return the warps of a program: its keys and values lie in their registers."""
+    return WARPS if dim <= 128 else 2 * WARPS
 
 
 @triton.jit(do_not_specialize=["layer", "window", "num_splits", "table_width"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import tuned
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.activation import Activation, activation_and_mul
 
 from ..operands import RowNorm
 from .gemm import multiply_tiles
@@ -45,11 +45,14 @@ def linear(
     norm: RowNorm | None,
     add_to: Tensor | None,
     out: Tensor | None,
-    gated: bool,
+    activation: Activation | None,
     options: tuned.Options | None = None,
 ) -> Tensor:
-    """See `baton.kernels.linear.linear` and, for `gated`, `gated_linear`. `options`: other than the tuned ones."""
+    """See `baton.kernels.linear.linear` and, with an activation, `gated_linear`. `options`: other than the tuned
+    ones.
+    """
     num_tokens, depth = x.shape
+    gated = activation is not None
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if num_tokens == 0:
         return add_to if add_to is not None else x.new_empty(0, columns) if out is None else out
@@ -57,7 +60,7 @@ def linear(
         options = options_for(num_tokens, columns, depth, x.device, gated=gated)
     method = fitting_method(options, x, weight)
     if method is Method.LIBRARY:
-        return _library(x, weight, bias, norm, add_to, out, gated)
+        return _library(x, weight, bias, norm, add_to, out, activation)
 
     target = add_to if add_to is not None else x.new_empty(num_tokens, columns) if out is None else out
     if target.stride(1) != 1:
@@ -69,7 +72,7 @@ def linear(
             bias=bias,
             norm=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
-            gated=gated,
+            activation=activation,
             add=add_to is not None,
             BLOCK_N=options["BLOCK_N"] // 2 if gated else options["BLOCK_N"],
             BLOCK_K=block_k,
@@ -83,7 +86,7 @@ def linear(
     multiply_tiles(
         *(x, weight, target),
         bias=bias,
-        gated=gated,
+        activation=activation,
         add=add_to is not None,
         TOKENS=min(options["TOKENS"], max(SMALLEST_TILE, triton.next_power_of_2(num_tokens))),
         BLOCK_N=options["BLOCK_N"] // 2 if gated else options["BLOCK_N"],
@@ -135,12 +138,12 @@ def _library(
     norm: RowNorm | None,
     add_to: Tensor | None,
     out: Tensor | None,
-    gated: bool,
+    activation: Activation | None,
 ) -> Tensor:
     if norm is not None:
         x = norm(x)
-    if gated:
-        return silu_and_mul(functional.linear(x, weight, bias), out)
+    if activation is not None:
+        return activation_and_mul(functional.linear(x, weight, bias), activation, out)
     if add_to is not None:
         if bias is not None:
             return add_to.add_(functional.linear(x, weight, bias))

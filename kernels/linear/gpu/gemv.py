@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl
+from baton.kernels.activation import Activation
+from baton.kernels.activation.gpu import activated
 
 MAX_TOKENS = 4
 THREAD = 8  # weights that a thread loads at once: 16 bytes of bfloat16
@@ -28,7 +30,7 @@ def stream_weight(
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
-    gated: bool,
+    activation: Activation | None,
     add: bool,
     BLOCK_N: int,
     BLOCK_K: int,
@@ -38,9 +40,9 @@ def stream_weight(
 ) -> None:
     """out [T, N] = norm(x) [T, K] @ weight.T + bias, T <= MAX_TOKENS, BLOCK_K divides K; `add`: out += that.
 
-    `gated`: weight [2 N, K] holds gates, then ups, and out = silu(gate) * up. BLOCK_N columns of out a program; of its
-    weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH), before the input
-    is waited for.
+    With an activation, weight [2 N, K] holds gates, then ups, and out = activation(gate) * up. BLOCK_N columns of out a
+    program; of its weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH),
+    before the input is waited for.
     """
     num_tokens, depth = x.shape
     columns = out.shape[1]
@@ -62,7 +64,7 @@ def stream_weight(
         PRELOAD=min(PRELOAD, depth // BLOCK_K),
         PREFETCH=bool(PREFETCH),
         THREAD=THREAD,
-        GATED=gated,
+        ACTIVATION=None if activation is None else activation.value,
         ADD=add,
         num_warps=num_warps,
         **pdl.launch_options(),
@@ -72,7 +74,7 @@ def stream_weight(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gemv_kernel(
     x,  # [num_tokens, DEPTH], rows x_stride apart
-    weight,  # [COLUMNS, DEPTH]; GATED: [2 * COLUMNS, DEPTH]
+    weight,  # [COLUMNS, DEPTH]; with an ACTIVATION [2 * COLUMNS, DEPTH]
     norm,  # [DEPTH] or None
     bias,  # like weight's rows, or None
     out,  # [num_tokens, COLUMNS], rows out_stride apart
@@ -88,11 +90,11 @@ def _gemv_kernel(
     PRELOAD: tl.constexpr,
     PREFETCH: tl.constexpr,
     THREAD: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gates; None: the weight has none
     ADD: tl.constexpr,
 ):
     pdl.let_next_start()
-    PARTS: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
     ROWS: tl.constexpr = PARTS * BLOCK_N
     STEPS: tl.constexpr = DEPTH // BLOCK_K
     index = tl.arange(0, ROWS)
@@ -133,9 +135,9 @@ def _gemv_kernel(
                 result *= tl.rsqrt(tl.sum(squares[token], axis=0) / DEPTH + eps)
             if bias is not None:
                 result += tl.load(bias + row).to(tl.float32)
-            if GATED:
+            if ACTIVATION is not None:
                 gate, up = tl.split(tl.reshape(result, (BLOCK_N, 2)))
-                result = gate / (1.0 + tl.exp(-gate)) * up
+                result = activated(gate, ACTIVATION) * up
             target = out + token * out_stride + columns
             if ADD:
                 result += tl.load(target, mask=columns < COLUMNS, other=0.0).to(tl.float32)

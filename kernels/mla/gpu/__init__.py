@@ -41,7 +41,7 @@ class Absorbed:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class MLAPlans:
     """The work of one step, shared by its layers."""
 
     absorbed: tuple[Absorbed, ...]
@@ -56,13 +56,13 @@ def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int, tile: int =
     singles = WorkTiles(rows, rows, tile)
     if pays_to_expand(batch):
         parts = [_deal(batch, batch.num_decodes, singles, num_heads, singles=True)] if batch.num_decodes else []
-        prepared = Prepared(tuple(parts), batch.num_decodes, expand(batch, num_heads, head_dim))
+        prepared = MLAPlans(tuple(parts), batch.num_decodes, expand(batch, num_heads, head_dim))
     else:
         parts = [_deal(batch, batch.num_seqs, singles, num_heads, singles=True)]
         if batch.max_query_len > 1:
             chunks = WorkTiles(MOST_ROWS, min(heads, MOST_ROWS), tile)
             parts.append(_deal(batch, batch.num_seqs, chunks, num_heads, singles=False))
-        prepared = Prepared(tuple(parts), batch.num_tokens, None)
+        prepared = MLAPlans(tuple(parts), batch.num_tokens, None)
     return dataclasses.replace(batch, prepared=prepared)
 
 
@@ -71,7 +71,7 @@ def mla_attention(
 ) -> Tensor:
     """See `baton.kernels.mla.mla_attention`."""
     prepared = batch.prepared
-    assert isinstance(prepared, Prepared), "the batch of a GPU's step comes from prepare()"
+    assert isinstance(prepared, MLAPlans), "the batch of a GPU's step comes from prepare()"
     out = q.new_empty(*q.shape[:2], up.value_dim)
     num_absorbed = prepared.num_absorbed_tokens
     if num_absorbed:

@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import (
     BOX,
     SLAB,
@@ -38,7 +39,7 @@ from baton.kernels.launch import is_hopper
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOG2_E, LOWEST
 
-from .absorbed_output import AbsorbedOutput, Partial, PartsWorkspace, Work, finish
+from .absorbed_output import AbsorbedOutput, AbsorbedParts, Work, finish
 from .combine import combine
 from .work_list import WorkList, WorkTiles
 
@@ -364,7 +365,7 @@ def attend_share(
     work = Work(items, starts, shares, max_items)
     cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
     padding = Padding(out, slots, num_padded_tokens, num_heads)
-    output = AbsorbedOutput(out, num_heads, PartsWorkspace(sums, softmax, arrivals))
+    output = AbsorbedOutput(out, num_heads, AbsorbedParts(sums, softmax, arrivals))
     NONE: gl.constexpr = 0
     HALF: gl.constexpr = TILE // PAGE // LOADERS
     gl.warp_specialize(

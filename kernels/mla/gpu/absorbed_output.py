@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from baton.kernels.arrivals import is_last_to_arrive
+from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
 from baton.kernels.split_kv import LOWEST, load_part, merge_part
 
@@ -54,16 +55,7 @@ class Work:
 
 
 @record
-class Partial:
-    """The running softmax of an item in a share."""
-
-    sums: gl.tensor  # [RANK, ROWS], of latents
-    weight: gl.tensor  # [ROWS]
-    top: gl.tensor  # [ROWS], scores
-
-
-@record
-class PartsWorkspace:
+class AbsorbedParts:
     """The memory of parts: see `combine.combine`."""
 
     sums: gl.tensor
@@ -77,7 +69,7 @@ class AbsorbedOutput:
 
     out: gl.tensor
     num_heads: Value
-    parts: PartsWorkspace
+    parts: AbsorbedParts
 
 
 @gluon.jit

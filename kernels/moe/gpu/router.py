@@ -27,7 +27,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = torch.mm(x, weight.T, out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
     out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
-    return linear(x, weight, bias, norm=None, add_to=None, out=out, gated=False, options=options)
+    return linear(x, weight, bias, norm=None, add_to=None, out=out, activation=None, options=options)
 
 
 def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tensor | None) -> tuple[Tensor, Tensor]:

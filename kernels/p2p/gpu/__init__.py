@@ -25,7 +25,7 @@ from ..options import (
     ELEMENTS_PER_THREAD,
     MOST_CHOICES,
     OF_TOKENS,
-    Method,
+    Algorithm,
     Op,
     fitting_method,
     options_for,
@@ -41,7 +41,7 @@ from .dispatch_combine import bring_tokens, sum_tokens
 
 def supports(op: Op, x: Tensor, memory: PeerMemory) -> bool:
     """See `baton.kernels.p2p.supports`."""
-    return fitting_method(op, options_for(op, x, memory), x, memory) is not Method.LIBRARY
+    return fitting_method(op, options_for(op, x, memory), x, memory) is not Algorithm.LIBRARY
 
 
 def supports_dispatch(tokens: RoutedTokens, memory: PeerMemory) -> bool:
@@ -52,7 +52,7 @@ def supports_dispatch(tokens: RoutedTokens, memory: PeerMemory) -> bool:
 def all_reduce(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
     """See `baton.kernels.p2p.all_reduce`. `options`: other than the tuned ones."""
     options, method = _way(Op.ALL_REDUCE, x, memory, options)
-    kernel = one_shot if method is Method.ONE_SHOT else two_shots
+    kernel = one_shot if method is Algorithm.ONE_SHOT else two_shots
     _launch(kernel, (x,), _vectors(x), Op.ALL_REDUCE, x, memory, options)
     return x
 
@@ -128,15 +128,15 @@ def warm_up(memory: PeerMemory, dtype: torch.dtype) -> None:
     smallest = torch.zeros(memory.size * ELEMENTS_PER_THREAD, dtype=dtype, device=memory.addresses.device)
     for op, run in ((Op.ALL_REDUCE, all_reduce), (Op.ALL_GATHER, all_gather), (Op.REDUCE_SCATTER, reduce_scatter)):
         for options in options_of_any_size(op, memory):
-            if fitting_method(op, options, smallest, memory) is not Method.LIBRARY:  # else another type, or no room
+            if fitting_method(op, options, smallest, memory) is not Algorithm.LIBRARY:  # else another type, or no room
                 run(smallest, memory, options)
 
 
-def _way(op: Op, x: Tensor, memory: PeerMemory, options: tuned.Options | None) -> tuple[tuned.Options, Method]:
+def _way(op: Op, x: Tensor, memory: PeerMemory, options: tuned.Options | None) -> tuple[tuned.Options, Algorithm]:
     if options is None:
         options = options_for(op, x, memory)
     method = fitting_method(op, options, x, memory)
-    if method is Method.LIBRARY:
+    if method is Algorithm.LIBRARY:
         raise ValueError(f"{op}: {x.dtype} {list(x.shape)} with strides {x.stride()} is not for the memory of peers")
     return options, method
 
@@ -160,7 +160,7 @@ def _launch(
     arguments.
     """
     block = options["BLOCK"]
-    programs, steps = programs_and_steps(op, Method(options["method"]), block, x.shape, memory.size)
+    programs, steps = programs_and_steps(op, Algorithm(options["method"]), block, x.shape, memory.size)
     kernel[(programs,)](
         *tensors,
         memory.addresses,

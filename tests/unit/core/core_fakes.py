@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from core_grammars import num_known
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import (
@@ -27,8 +26,11 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
-from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from baton.engine.core.logprobs import Logprobs, TokenLogprobs
+from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
+
+from .core_grammars import num_known
 
 GARBAGE = -1
 
@@ -47,7 +49,7 @@ def next_token(kv: int, seed: int, vocab_size: int) -> int:
 
 
 def logprob_of(kv: int, token: int) -> TokenLogprobs:
-    return TokenLogprobs([token], [-(hash((kv, token)) % 1000) / 100], 1)
+    return TokenLogprobs([token], [-(hash((kv, token)) % 1000) / 128], 1)
 
 
 def expected_answer(request: EngineRequest, config: EngineCoreConfig) -> tuple[list[int], FinishReason]:
@@ -185,11 +187,12 @@ class FakeRunner:
         prompt = None
         if chunk.prompt_logprobs:
             positions = range(chunk.start + 1, min(end + 1, row.num_prompt))
-            prompt = [logprob_of(row.kv[position - 1], row.tokens[position]) for position in positions]
+            entries = [logprob_of(row.kv[position - 1], row.tokens[position]) for position in positions]
+            prompt = Logprobs.pack(entries) if entries else Logprobs(1)
         if not chunk.samples:
             return ChunkResult(None, None, prompt)
         token = next_token(row.kv[-1], row.seed, self.config.vocab_size)
-        logprobs = logprob_of(row.kv[-1], token)
+        logprobs = Logprobs.pack([logprob_of(row.kv[-1], token)])
         row.append(token)
         return ChunkResult(NO_TOKEN if self.draws_nothing else token, logprobs, prompt)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
-from core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
-from core_grammars import LateThreads
-from core_tiers import FakeTiers
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import OfferOutcome
@@ -17,6 +14,10 @@ from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
+
+from .core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+from .core_grammars import LateThreads
+from .core_tiers import FakeTiers
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50
@@ -188,7 +189,8 @@ class Harness:
         if wants_prompt:
             prompt = asked.prompt_token_ids
             expected = [logprob_of(kv, token) for kv, token in zip(kv_of(prompt), prompt[1:], strict=False)]
-            assert first.prompt_logprobs == [None, *expected]
+            assert first.prompt_logprobs is not None
+            assert list(first.prompt_logprobs) == [(tuple(ids), tuple(values), rank) for ids, values, rank in expected]
 
     def check_all_given_back(self) -> None:
         stats = self.core.stats()

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core_fakes import GARBAGE, KVMemory
-
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import CopyId, Restored, Stored, Tier, TierEvent, TierRead, TierStats, TierWatcher
+
+from .core_fakes import GARBAGE, KVMemory
 
 
 @dataclass

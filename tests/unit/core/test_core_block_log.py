@@ -6,9 +6,6 @@ from collections.abc import Collection
 
 import msgspec
 import pytest
-from core_fakes import KVMemory
-from core_harness import BLOCK_SIZE, Harness, config, request
-from core_tiers import FakeTiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,15 +15,15 @@ from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
 
+from .core_fakes import KVMemory
+from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_tiers import FakeTiers
+
 HASHES = [bytes([index]) * 16 for index in range(8)]
 
 
 def names_of(hashes: Collection[bytes]) -> set[int]:
     return set(unpack_names(pack_names(hashes)))
-
-
-def places(mirror: CachedBlocks) -> tuple[set[int], set[int], set[int]]:
-    return mirror._pool, mirror._host, mirror._disk
 
 
 def true_places(engine: Harness) -> tuple[set[int], set[int], set[int]]:
@@ -163,7 +160,7 @@ def test_a_mirror_holds_no_more_than_the_engine_can() -> None:
 def test_a_mirror_holds_no_more_of_tiers_than_the_engine_has_slots() -> None:
     mirror, names = CachedBlocks(2, 3), [pack_names([block_hash]) for block_hash in HASHES]
     assert mirror.apply(BlocksCached(0, b"", host=names[0] + names[1], disk=names[2] + names[3]))
-    assert [len(place) for place in places(mirror)] == [0, 2, 1]
+    assert [len(place) for place in mirror.places] == [0, 2, 1]
     assert mirror.apply(BlocksChanged(1, stored=names[0], disk=names[3]))
     assert not mirror.apply(BlocksChanged(2, host=names[4]))
     assert len(mirror) == 0
@@ -178,7 +175,7 @@ def test_a_block_that_moves_is_in_one_place_of_a_mirror(before: str, after: str)
     mirror = CachedBlocks(1, 1)
     assert mirror.apply(BlocksCached(0, **{"stored": b"", before: packed}))
     assert mirror.apply(BlocksChanged(1, **{after: packed}))
-    where = dict(zip(("stored", "host", "disk"), places(mirror), strict=True))
+    where = dict(zip(("stored", "host", "disk"), mirror.places, strict=True))
     assert where == {"stored": set(), "host": set(), "disk": set()} | ({} if after == "evicted" else {after: {block}})
 
 
@@ -268,5 +265,5 @@ def test_after_any_run_a_mirror_is_the_truth(
     engine.add(request("last", [49] * 8, max_tokens=1))  # changes something, so that what was lost is noticed
     engine.run_to_the_end()
     tell()
-    assert [mirror._number for mirror in mirrors] == [log._number] * len(mirrors)
-    assert all(places(mirror) == true_places(engine) for mirror in mirrors)
+    assert [mirror.number for mirror in mirrors] == [log.number] * len(mirrors)
+    assert all(mirror.places == true_places(engine) for mirror in mirrors)

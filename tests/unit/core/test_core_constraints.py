@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from core_grammars import FakeGrammars, LateThreads
-from core_harness import VOCAB_SIZE, Harness, config, request
 
 from baton.engine.core.grammar import GrammarRefused
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason
 from baton.engine.core.requests import constraints
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.core.step import RowStart, StepPlan
+
+from .core_grammars import FakeGrammars, LateThreads
+from .core_harness import VOCAB_SIZE, Harness, config, request
 
 ANY = StructuredOutputsParams(regex=".*")
 EOS = VOCAB_SIZE - 1

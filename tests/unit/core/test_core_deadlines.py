@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core_harness import Harness, config, request
-
 from baton.engine.core.messages import EngineOutput, ErrorKind
 from baton.engine.core.scheduling.request_table import SPARE_ENTRIES, Deadlines
 from baton.engine.core.stages import Stage
+
+from .core_harness import Harness, config, request
 
 
 class Clock:

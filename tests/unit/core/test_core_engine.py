@@ -8,8 +8,6 @@ import sys
 import time
 
 import pytest
-from core_fakes import FakeRunner
-from core_harness import Harness, config, request
 
 import baton.engine.core
 from baton.engine.core.engine import EngineCore, EngineFailed
@@ -18,6 +16,9 @@ from baton.engine.core.scheduling.running import StepMismatch
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.stages import Stage
 from baton.engine.core.step import ChunkResult, StepResult
+
+from .core_fakes import FakeRunner
+from .core_harness import Harness, config, request
 
 
 class TestAnswers:

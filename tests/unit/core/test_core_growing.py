@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from core_fakes import expected_answer, ticket_for
-from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineOutput, ErrorKind, FinishReason, KVSource
 from baton.engine.core.sampling import SamplingParams, StructuredOutputsParams
+
+from .core_fakes import expected_answer, ticket_for
+from .core_harness import BLOCK_SIZE, Harness, config, request
 
 CHUNK = 8
 LONG = 3 * CHUNK - 2  # tokens: three chunks, the last block is not full

@@ -9,16 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from core_fakes import (
-    Answer,
-    FakeConnector,
-    FakePendingStep,
-    FakeRunner,
-    expected_answer,
-    fetch_from_ticket,
-    ticket_for,
-)
-from core_harness import config, request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,6 +17,17 @@ from baton.engine.core.engine import EngineCore, EngineFailed
 from baton.engine.core.lockstep import EMPTY_STEP, Lockstep
 from baton.engine.core.messages import EngineRequest, FinishReason, KVSource
 from baton.engine.core.step import PADDING, Chunk, GroupStep, StepPlan, StepResult, StepSize
+
+from .core_fakes import (
+    Answer,
+    FakeConnector,
+    FakePendingStep,
+    FakeRunner,
+    expected_answer,
+    fetch_from_ticket,
+    ticket_for,
+)
+from .core_harness import config, request
 
 
 def plan(*lens: int, step: int = 0) -> StepPlan:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from core_fakes import logprob_of
-from core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
 
 from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.kv.request_memory import RequestMemory
+from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
 from baton.engine.core.requests.request import (
     TRANSITIONS,
@@ -21,6 +20,9 @@ from baton.engine.core.requests.request import (
 from baton.engine.core.requests.validate import refusal
 from baton.engine.core.scheduling.waiting import PromptBacklog, WaitingQueue
 from baton.engine.core.stages import Stages
+
+from .core_fakes import logprob_of
+from .core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
 
 FINISHED = [status for status in RequestStatus if status.name.startswith("FINISHED")]
 
@@ -174,16 +176,16 @@ class TestRefusal:
 
 class TestPromptLogprobs:
     def test_positions_that_come_twice_are_taken_once(self) -> None:
-        entries = [logprob_of(0, token) for token in range(6)]
+        entries = Logprobs.pack([logprob_of(0, token) for token in range(6)])
         collected = PromptLogprobs()
-        collected.collect(0, entries[:3])
-        collected.collect(0, entries[:5])
-        collected.collect(5, entries[5:])
-        assert collected.entries == [None, *entries]
+        collected.collect(0, entries.part(0, 3))
+        collected.collect(0, entries.part(0, 5))
+        collected.collect(5, entries.part(5, 6))
+        assert collected.joined() == entries
 
     def test_a_gap_is_a_bug(self) -> None:
         with pytest.raises(ValueError, match="missing"):
-            PromptLogprobs().collect(2, [logprob_of(0, 0)])
+            PromptLogprobs().collect(2, Logprobs.pack([logprob_of(0, 0)]))
 
 
 class TestConfig:
@@ -204,30 +206,3 @@ class TestConfig:
         limits: EngineCoreConfig = config(num_blocks=3, max_model_len=50)
         assert limits.max_length == 3 * BLOCK_SIZE
         assert config(num_blocks=30, max_model_len=50).max_length == 50
-
-
-def test_a_prefix_is_looked_up_again_only_when_the_cache_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = BlockPool(8)
-    memory = RequestMemory(pool, BLOCK_SIZE, enable_prefix_caching=True)
-    looked_up = []
-    find = pool.find_prefix
-    monkeypatch.setattr(pool, "find_prefix", lambda hashes: looked_up.append(len(hashes)) or find(hashes))
-    length = 2 * BLOCK_SIZE + 1
-    first, second = (
-        Request(message, FinishRule(message, config()), 0, Stages())
-        for message in (request("first", length), request("second", length))
-    )
-    assert first.token_ids == second.token_ids
-    assert memory.reserve(first)
-    looked_up.clear()
-    for _ in range(3):
-        assert memory.fits(second)
-        assert len(memory.lookup(second).missing) == 2
-    assert looked_up == [2]
-    first.loaded(length)
-    memory.register(first)  # its two full blocks become findable
-    assert memory.lookup(second).blocks == first.block_ids[:2]
-    assert not memory.lookup(second).missing
-    assert memory.reserve(second)
-    assert looked_up == [2, 2]
-    assert second.num_computed == 2 * BLOCK_SIZE

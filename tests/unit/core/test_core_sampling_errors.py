@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_harness import Harness, config, request
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, ErrorKind, FinishReason
 from baton.engine.core.step import NO_TOKEN
 from baton.kernels import sampling
+
+from .core_harness import Harness, config, request
 
 LEAVES_NOTHING: dict[str, dict[str, Any]] = {
     "a bad word": {"allowed_token_ids": [5], "bad_words_token_ids": [[9, 3], [5]]},

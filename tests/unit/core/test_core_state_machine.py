@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_fakes import ticket_for
-from core_grammars import FakeGrammars
-from core_harness import VOCAB_SIZE, Harness, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -14,6 +11,10 @@ from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, KVSource
 from baton.engine.core.requests.request import RequestStatus
 from baton.engine.core.sampling import SamplingParams, StructuredOutputsParams
+
+from .core_fakes import ticket_for
+from .core_grammars import FakeGrammars
+from .core_harness import VOCAB_SIZE, Harness, config
 
 # Few stems, so that prompts share prefixes of any length.
 STEMS = [[(stem + 3) * (position + 1) % VOCAB_SIZE for position in range(60)] for stem in range(3)]

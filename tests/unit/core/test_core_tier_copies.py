@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from core_fakes import expected_answer, kv_of, ticket_for
-from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.kv.tier_copies import FORGOTTEN_S, PATIENCE_S
 from baton.engine.core.messages import KVSource
@@ -13,6 +11,9 @@ from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.core.tiers import Stored, Tier
+
+from .core_fakes import expected_answer, kv_of, ticket_for
+from .core_harness import BLOCK_SIZE, Harness, config, request
 
 PROMPT = [(11 * position + 5) % 50 for position in range(21)]  # five full blocks and a token
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from core_fakes import FakeConnector, expected_answer, kv_of, ticket_for
-from core_harness import BLOCK_SIZE, Harness, config, request
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, KVSource
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
+
+from .core_fakes import FakeConnector, expected_answer, kv_of, ticket_for
+from .core_harness import BLOCK_SIZE, Harness, config, request
 
 
 def arriving(request_id: str, prompt: list[int], first: int = 3, **changes: object) -> EngineRequest:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_harness import BLOCK_SIZE, Harness, config, request
+
+from .core_harness import BLOCK_SIZE, Harness, config, request
 
 PREFIX = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]  # three blocks
 LAST = [9] * 3

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.engine import LLM
+
+from ...helpers.checkpoints import write_checkpoint
 
 CHAT_TEMPLATE = (
     "{% if mood %}({{ mood }}) {% endif %}"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from random_lives import live, same
 from torch import Tensor
 
 from baton.engine import LLM, SamplingParams
@@ -32,6 +30,9 @@ from baton.kernels.linear import pack
 from baton.kernels.native.cpu_graph import CpuGraph, Workspace, record
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope_kv import rope_and_cache
+
+from ...helpers.checkpoints import write_checkpoint
+from .random_workload import live, same
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 200 + 3 for j in range(4 + 9 * i)]} for i in range(6)]
 PARAMS = [
@@ -134,10 +135,11 @@ def test_sizes_that_cannot_be_recorded_go_on_without_graphs(
         assert set(served) == {(1, 1), (2, 2)}
 
 
+@pytest.mark.parametrize("kind", ["olmo2", "gemma2", "gemma3_text"])
 def test_steps_of_a_model_with_norms_behind_its_layers_are_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]
 ) -> None:
-    folder = write_checkpoint(tmp_path, "olmo2")
+    folder = write_checkpoint(tmp_path, kind)
 
     def make(**args: object) -> LLM:
         return LLM(str(folder), skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=256, **args)

@@ -15,8 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from inline_stream import InlineStream
-from random_lives import live, random_requests, same
 
 from baton.engine import SamplingParams, StructuredOutputsParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
@@ -24,9 +22,8 @@ from baton.engine.core.grammar import GrammarSource, GrammarStats
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
-from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.rows import RankRows
-from baton.engine.models import load_model, stub_model
+from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.startup.kv_cache import allocate_kv, gpu_budget
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
@@ -34,6 +31,9 @@ from baton.engine.worker.backends.staged_writes import StagedWrites
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape
 from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
+
+from ...helpers.inline_stream import InlineStream
+from .random_workload import live, random_requests, same
 
 MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200
 LIMITS = StepLimits(MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN)
@@ -43,7 +43,7 @@ class Workshop:
     """Runners of one tiny model, each with blocks of its own that start as NaN: reading one too many shows."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self.config = ModelConfig.from_folder(checkpoint, dtype="float32")
+        self.config = load_config(checkpoint, dtype="float32")
         self.model = load_model(self.config)
         self.layout = KVLayout(
             model="tiny",

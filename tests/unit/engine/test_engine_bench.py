@@ -12,16 +12,15 @@ ARGS = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 64}
 
 
 def test_throughput_counts_every_token(checkpoint: Path) -> None:
-    result = bench.throughput(str(checkpoint), num_prompts=5, input_len=20, output_len=6, engine_args=ARGS)
+    result = bench.throughput(str(checkpoint), bench.RandomBatch(5, 20, 6), engine_args=ARGS)
     assert (result["num_requests"], result["total_num_tokens"]) == (5, 5 * 26)
     assert result["tokens_per_second"] == pytest.approx(result["total_num_tokens"] / result["elapsed_time"])
     assert result["requests_per_second"] == pytest.approx(5 / result["elapsed_time"])
 
 
 def test_latency_reports_every_iteration(checkpoint: Path) -> None:
-    result = bench.latency(
-        str(checkpoint), batch_size=2, output_len=4, num_iters_warmup=1, num_iters=3, engine_args=ARGS
-    )
+    batch = bench.RandomBatch(2, 32, 4)
+    result = bench.latency(str(checkpoint), batch, num_iters_warmup=1, num_iters=3, engine_args=ARGS)
     assert len(result["latencies"]) == 3
     assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]

@@ -23,14 +23,17 @@ def test_defaults_need_no_more_than_a_model() -> None:
 @pytest.mark.parametrize(
     ("args", "field", "message"),
     [
-        ({"max_modellen": 5}, "max_modellen", "did you mean 'max_model_len'"),
-        ({"zzzz": 5}, "zzzz", "known are model, tokenizer"),
-        ({"max_num_seqs": "many"}, "max_num_seqs", "Expected `int`, got `str`"),
-        ({"dtype": "int3"}, "dtype", "must be one of auto, bfloat16"),
-        ({"load_format": "gguf"}, "load_format", "must be one of auto, safetensors, dummy"),
-        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype", "must be one of auto, fp8, fp8_e4m3"),
-        ({"device": "tpu"}, "device", "must be one of auto, cpu, cuda"),
-        ({"block_size": 32}, "block_size", "must be 16"),
+        ({"max_modellen": 5}, "max_modellen", "is unknown; did you mean 'max_model_len'"),
+        ({"zzzz": 5}, "zzzz", "is unknown; known are dtype, .*, model, tokenizer"),
+        ({"max_num_seqs": "many"}, "max_num_seqs", "is 'many', must be a whole number"),
+        ({"max_num_seqs": 64.0}, "max_num_seqs", "is 64.0, must be a whole number"),
+        ({"max_num_seqs": True}, "max_num_seqs", "is true, must be a number"),
+        ({"enforce_eager": 1}, "enforce_eager", "is 1, must be true or false"),
+        ({"dtype": "int3"}, "dtype", "is 'int3', must be 'auto', 'bfloat16'"),
+        ({"load_format": "gguf"}, "load_format", "must be 'auto', 'safetensors' or 'dummy'"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype", "must be 'auto', 'fp8' or 'fp8_e4m3'"),
+        ({"device": "tpu"}, "device", "must be 'auto', 'cpu' or 'cuda'"),
+        ({"block_size": 32}, "block_size", "is 32, must be 16: the layout of blocks is the wire format"),
         ({"max_num_seqs": 0}, "max_num_seqs", "at least 1"),
         ({"max_model_len": 1}, "max_model_len", "at least 2"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens", r"max_num_seqs \(64\)"),
@@ -38,12 +41,13 @@ def test_defaults_need_no_more_than_a_model() -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size", "at least 1"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "tensor_parallel_size"),
         ({"data_parallel_size": -1}, "data_parallel_size", "at least 1"),
-        ({"all2all_backend": "pigeons"}, "all2all_backend", "must be one of allgather_reducescatter, all_to_all"),
+        ({"all2all_backend": "pigeons"}, "all2all_backend", "must be 'allgather_reducescatter' or 'all_to_all'"),
         ({"enable_eplb": True}, "enable_eplb", "needs enable_expert_parallel"),
         ({"num_redundant_experts": 2}, "num_redundant_experts", "needs enable_expert_parallel"),
-        ({"trust_remote_code": True}, "trust_remote_code", "never run"),
-        ({"enable_chunked_prefill": False}, "enable_chunked_prefill", "must be true"),
-        ({"seed": -1}, "seed", "from 0"),
+        ({"trust_remote_code": True}, "trust_remote_code", "is true, must be false: .*never run"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill", "is false, must be true: .*one rule"),
+        ({"seed": -1}, "seed", "is -1, must be at least 0"),
+        ({"seed": 2**63}, "seed", "must be below 9223372036854775808"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override", "at least 1"),
     ],
 )
@@ -91,7 +95,7 @@ def test_vllms_arguments_that_ask_for_something_are_refused_with_the_reason(args
 
 
 def test_no_engine_argument_is_also_listed_as_unsupported() -> None:
-    assert not set(ENGINE) & set(EngineConfig.__struct_fields__)
+    assert not set(ENGINE) & set(EngineConfig.model_fields)
 
 
 def test_a_model_is_required() -> None:

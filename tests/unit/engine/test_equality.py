@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from copy_connector import Room
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
+
+from .copy_connector import Room
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
 EVERYTHING = SamplingParams(

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import wide_shape, write_checkpoint
+
+from ...helpers.checkpoints import wide_shape, write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 

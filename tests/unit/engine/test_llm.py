@@ -22,7 +22,7 @@ from baton.engine import (
     SamplingParams,
 )
 from baton.engine.core.engine import EngineFailed
-from baton.engine.hf_config.model_config import ModelError
+from baton.engine.hf_config.errors import ModelError
 from baton.engine.text import ChatTemplate, Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -137,7 +137,7 @@ def test_chat_renders_the_template_and_adds_nothing(text_llm: LLM) -> None:
 
 
 def test_what_a_message_spells_stays_text_unless_asked_for(text_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = json.loads(text_llm.get_tokenizer()._backend.to_str())
+    state = json.loads(text_llm.get_tokenizer().backend.to_str())
     last = max(state["model"]["vocab"], key=state["model"]["vocab"].get)
     end = state["model"]["vocab"]["<|end|>"] = state["model"]["vocab"].pop(last)
     backend = Backend.from_str(json.dumps(state))
@@ -245,7 +245,7 @@ def signals() -> Iterator[None]:
 
 def signalled(llm: LLM, *numbers: int) -> LLM:
     """In the middle of the next step."""
-    runner = llm._core._runner  # type: ignore[attr-defined]
+    runner = llm.engine.core._runner  # type: ignore[attr-defined]
     launch = runner.launch
 
     def launch_signalled(plan: Any) -> Any:
@@ -267,7 +267,7 @@ def test_a_signal_in_the_middle_of_a_step_ends_the_call_and_nothing_else(
     llm = signalled(make_llm(), number)
     with pytest.raises(error):
         llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
-    assert not llm._core.has_work()
+    assert not llm.engine.core.has_work()
     assert llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
@@ -320,7 +320,7 @@ def test_arguments_and_checkpoints_that_cannot_be_served_are_refused_by_name(che
         LLM(tmp_path, skip_tokenizer_init=True)
     with pytest.raises(InvalidEngineConfig, match="model: is required"):
         LLM(None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidEngineConfig, match="model: Expected `str`, got `int`"):
+    with pytest.raises(InvalidEngineConfig, match="model: is 5, must be a text"):
         LLM(5)  # type: ignore[arg-type]
-    with pytest.raises(InvalidEngineConfig, match="tokenizer: Expected"):
+    with pytest.raises(InvalidEngineConfig, match="tokenizer: is 5, must be a text"):
         LLM(checkpoint, tokenizer=5)  # type: ignore[arg-type]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from transformers_reference import PROMPTS, expected_logprobs
 
 from baton.engine import LLM, SamplingParams
+
+from ...helpers.checkpoints import write_checkpoint
+from .transformers_reference import PROMPTS, expected_logprobs
 
 
 @pytest.fixture(scope="module")

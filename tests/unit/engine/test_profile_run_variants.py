@@ -12,24 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_config, wide_shape, write_checkpoint
-from stand_in_gpu import STAND_IN_GPU
+
+from ... import ROOT
+from ...helpers.checkpoints import edit_config, wide_shape, write_checkpoint
+from ...helpers.fake_gpu import FAKE_GPU
 
 pytest.importorskip("triton")
 
 SCRIPT = (
-    STAND_IN_GPU
+    FAKE_GPU
     + """
 import random
 import sys
 
-from inline_stream import InlineStream
+from tests.helpers.inline_stream import InlineStream
 
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import method
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import load_model, stub_model
+from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
@@ -47,7 +48,7 @@ TILES = {
 fp8.has_gpu_kernels = lambda device: True
 method.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
-config = ModelConfig.from_folder(sys.argv[1], dtype="bfloat16", load_format="dummy")
+config = load_config(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.layout
 most_tokens = int(sys.argv[2])
 limits = StepLimits(40, most_tokens, 2048)
@@ -118,8 +119,21 @@ assert not variants[profiled:], variants[profiled:]
 )
 
 
+WITH_KERNELS_OF_THEIR_OWN = (
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("kind", WITH_KERNELS_OF_THEIR_OWN)
 def test_no_step_launches_what_the_profile_run_did_not(kind: str, tmp_path: Path) -> None:
     check(write_checkpoint(tmp_path, kind))
 
@@ -139,11 +153,12 @@ def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
 
 
 def check(folder: Path, *, max_num_batched_tokens: int = 1024) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens)],
         env=environment,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=110,

@@ -13,8 +13,7 @@ import torch
 from baton.engine.core.layout import BLOCK_SIZE, KVLayout
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import load_model
+from baton.engine.models import load_config, load_model
 from baton.engine.startup.kv_cache import allocate_kv, region_of
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cpu import CpuBackend
@@ -30,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.fixture
 def make_runner(checkpoint: Path) -> Callable[[], ModelRunner]:
     """A runner of four rows and 32 blocks; the blocks start as NaN, so that reading one too many shows."""
-    config = ModelConfig.from_folder(checkpoint, dtype="float32")
+    config = load_config(checkpoint, dtype="float32")
     model = load_model(config)
 
     def make() -> ModelRunner:
@@ -155,8 +154,8 @@ def test_each_request_gets_as_many_alternatives_as_it_asked_for(make_runner: Cal
         for row, count in ((0, 5), (1, None), (2, 0))
     )
     results = step(make_runner(), *(Chunk(row, 0, 16 + row, True, []) for row in range(3)), started=started)
-    assert [result.logprobs and len(result.logprobs.token_ids) for result in results] == [6, None, 1]
-    assert [result.logprobs and result.logprobs.rank for result in results] == [1, None, 1]
+    assert [result.logprobs and result.logprobs.width for result in results] == [6, None, 1]
+    assert [result.logprobs and result.logprobs[0].rank for result in results] == [1, None, 1]
 
 
 def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Callable[[], ModelRunner]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.config import EngineConfig
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.models import load_config
 from baton.engine.startup.step_sizes import MAX_TOKENS, MIN_TOKENS, step_sizes
 from baton.engine.startup.weight_counts import active_weights
 
@@ -48,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
     for name, differences in OTHERS.items():
         folders[name] = tmp_path_factory.mktemp(name)
         (folders[name] / "config.json").write_text(json.dumps(keys | differences))
-    return {name: ModelConfig.from_folder(folder, load_format="dummy") for name, folder in folders.items()}
+    return {name: load_config(folder, load_format="dummy") for name, folder in folders.items()}
 
 
 class Sizes(Protocol):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers_reference import PROMPTS, expected_logprobs
 
 from baton.engine import LLM, Logprob, SamplingParams
+
+from ...helpers.checkpoints import make_model, write_checkpoint
+from .transformers_reference import PROMPTS, expected_logprobs
 
 TOLERANCE = 1e-4
 
@@ -75,3 +78,26 @@ def test_prompt_logprobs_are_those_of_transformers(make_llm: Callable[..., LLM],
             for i, entry in enumerate(result.prompt_logprobs[1:]):
                 assert entry is not None
                 assert_agrees(entry, expected[i], prompt[i + 1], num_top=3)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_draws_and_logprobs_see_capped_logits(kind: str, tmp_path: Path) -> None:
+    """With a cap so low that a `min_p` lets tokens pass which it would stop without."""
+    cap, min_p = 2.5, 0.1
+    keys = {"final_logit_softcapping": cap}
+    llm = LLM(str(write_checkpoint(tmp_path, kind, **keys)), skip_tokenizer_init=True, max_num_seqs=8)
+    reference = make_model(kind, **keys)
+    params = SamplingParams(min_p=min_p, seed=5, max_tokens=60, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    (result,) = llm.generate([PROMPTS[3]], params, use_tqdm=False)
+    (output,) = result.outputs
+    tokens = PROMPTS[3] + output.token_ids
+    with torch.inference_mode():
+        logits = reference(torch.tensor([tokens])).logits[0, len(PROMPTS[3]) - 1 : -1].double()
+    expected, drawn = logits.log_softmax(-1), torch.tensor(output.token_ids)[:, None]
+    assert output.logprobs is not None
+    for i, token in enumerate(output.token_ids):
+        assert_agrees(output.logprobs[i], expected[i], token, num_top=2)
+    behind = (logits.gather(1, drawn) - logits.max(-1, keepdim=True).values).squeeze(1)
+    assert (behind >= math.log(min_p) - TOLERANCE).all()
+    uncapped = cap * torch.atanh(logits / cap)
+    assert ((uncapped.gather(1, drawn) - uncapped.max(-1, keepdim=True).values) < math.log(min_p)).any()

@@ -12,12 +12,13 @@ import sys
 
 import pytest
 import torch
-from stand_in_gpu import STAND_IN_GPU
+
+from ...helpers.fake_gpu import FAKE_GPU
 
 pytest.importorskip("triton")
 
 SCRIPT = (
-    STAND_IN_GPU
+    FAKE_GPU
     + """
 import json
 import random

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from thread_groups import run_ranks
 from torch import Tensor
 
 from baton.engine.hf_config.experts import ExpertsConfig
@@ -17,6 +16,8 @@ from baton.engine.parallel.dispatch import ExpertDispatch
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ALL_ALONE, ExpertSpread, ParallelGroups
 from baton.kernels.p2p import RoutedTokens
 from baton.kernels.p2p.token_exchange import ROW_VALUES
+
+from ...helpers.thread_groups import run_ranks
 
 HIDDEN, EXPERTS = 32, 12
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import save_file
-from thread_groups import run_ranks
 
-from baton.engine.hf_config.model_config import ModelConfig, WeightsError
+from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.embedding import Embedding, Head, TiedHead
@@ -21,10 +19,13 @@ from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.mlp import GatedMLP
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
-from baton.engine.models import load_model
+from baton.engine.models import load_config, load_model
 from baton.engine.parallel.groups import ParallelGroups
 from baton.engine.weights.quantized import use_quantized_methods
 from baton.kernels import fp8
+
+from ...helpers.checkpoints import write_checkpoint
+from ...helpers.thread_groups import run_ranks
 
 DTYPE = torch.float32
 
@@ -178,7 +179,7 @@ def test_ranks_read_their_share_of_a_checkpoint_and_no_more(tmp_path: Path, monk
     import baton.engine.weights.loader as loader
 
     folder = write_checkpoint(tmp_path, "qwen3")
-    config = ModelConfig.from_folder(folder)
+    config = load_config(folder)
     read: list[int] = []
 
     def counting(file: Path, framework: str) -> Any:
@@ -238,4 +239,4 @@ def test_tensors_of_other_ranks_are_accounted_for_and_not_read(tmp_path: Path) -
     del kept["model.layers.2.mlp.down_proj.weight"]
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=r"1 missing: model\.layers\.2\.mlp\.down_proj\.weight"):
-        run_ranks(lambda groups: load_model(ModelConfig.from_folder(folder), groups=groups), tp=2)
+        run_ranks(lambda groups: load_model(load_config(folder), groups=groups), tp=2)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import DIFFERENCES, SHAPE
 
 from baton.engine import EngineConfig, InvalidEngineConfig
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.parallel.division import check_division
+from baton.engine.models import load_config
+from baton.engine.startup.division import check_division
+
+from ...helpers.checkpoints import DIFFERENCES, SHAPE
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -30,7 +31,7 @@ def check(tmp_path: Path) -> Callable[..., None]:
     def run(kind: str, keys: dict[str, Any], **args: Any) -> None:
         raw = {**SHAPE, **DIFFERENCES[kind], **keys, "architectures": [ARCHITECTURES[kind]], "model_type": kind}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        model = ModelConfig.from_folder(tmp_path, load_format="dummy")
+        model = load_config(tmp_path, load_format="dummy")
         check_division(model, EngineConfig.from_args({"model": str(tmp_path), **args}))
 
     return run

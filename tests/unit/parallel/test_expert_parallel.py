@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_model, write_checkpoint
-from thread_engines import ThreadEngines, request
-from thread_groups import thread_groups
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
-from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import stub_model
-from baton.engine.parallel.balance import spread_experts
+from baton.engine.models import load_config, stub_model
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
+from baton.engine.worker.expert_balance import spread_experts
 from baton.kernels.attention import AttentionBatch
+
+from ...helpers.checkpoints import make_model, write_checkpoint
+from ...helpers.thread_groups import thread_groups
+from .thread_engines import ThreadEngines, request
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3},
@@ -109,7 +109,7 @@ def test_the_runners_of_gpus_pad_their_steps_to_one_size_or_tell_each_other_thei
         for index, each in enumerate(REQUESTS):
             engines.submit(index % dp, each)
         assert {each.request_id: engines.wait(each.request_id) for each in REQUESTS} == alone("qwen3_moe")
-        assert len(engines.outputs("scored")[0].prompt_logprobs or []) == 19
+        assert len(engines.outputs("scored")[0].prompt_logprobs or []) == 18
         assert [runner.captured.num_replays for runner in engines.device_runners] == [
             runner.captured.num_replays for runner in engines.device_runners[:1]
         ] * len(engines.device_runners)
@@ -122,7 +122,7 @@ def test_the_runners_of_gpus_pad_their_steps_to_one_size_or_tell_each_other_thei
 def test_a_stub_of_a_rank_runs_its_kernels_and_waits_for_nobody(
     tp: int, dp: int, folder: Callable[[str], Path]
 ) -> None:
-    config = ModelConfig.from_folder(folder("deepseek_v2"))
+    config = load_config(folder("deepseek_v2"))
     for groups in thread_groups(tp, dp, ExpertSpread(8))[0].stubs():
         model = stub_model(config, device="cpu", groups=groups)
         (spread, *_) = spread_experts(model)
@@ -158,7 +158,7 @@ def test_ranks_short_of_blocks_preempt_and_prompts_are_scored_as_on_one_device(
 
     def outputs(engines: ThreadEngines, each: EngineRequest) -> tuple[list[int], list[float]]:
         found = engines.outputs(each.request_id)
-        prompt_entries = [entry for entry in found[0].prompt_logprobs or [] if entry is not None]
+        prompt_entries = list(found[0].prompt_logprobs or [])
         entries = prompt_entries + [entry for output in found for entry in output.logprobs or []]
         return [token for output in found for token in output.token_ids], [entry.logprobs[0] for entry in entries]
 

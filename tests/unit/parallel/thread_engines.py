@@ -17,8 +17,6 @@ from typing import Self
 
 import msgspec
 import torch
-from inline_stream import InlineStream
-from thread_groups import TIMEOUT_S, run_threads, thread_groups
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
@@ -26,16 +24,18 @@ from baton.engine.core.lockstep import Lockstep
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import PendingStep, Runner, StepPlan
-from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.models import load_model
-from baton.engine.parallel.balance import ExpertBalancer, ReviewingRunner
+from baton.engine.models import load_config, load_model
 from baton.engine.parallel.groups import ExpertSpread, ParallelGroups
 from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.expert_balance import ExpertBalancer, ReviewingRunner
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+
+from ...helpers.inline_stream import InlineStream
+from ...helpers.thread_groups import TIMEOUT_S, run_threads, thread_groups
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int, **sampling: object) -> EngineRequest:
@@ -74,7 +74,7 @@ class ThreadEngines:
         captured_tokens: int | None = None,
     ) -> None:
         """With `captured_tokens`, the ranks have the runners of GPUs: see `_device_runner`."""
-        self._config = ModelConfig.from_folder(folder)
+        self._config = load_config(folder)
         self._core_config = EngineCoreConfig(
             num_blocks=num_blocks,
             max_num_seqs=4,

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import xgrammar
-from written_answers import WRITERS, Writer, joined
 
 from baton.engine.text import FunctionSignature, GrammarSpec, GrammarToolCallFormat, ToolCallArguments, ToolCallStart
 from baton.engine.text.parsers import FORMATS
+
+from ...helpers.family_answers import WRITERS, Writer, joined
 
 SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
 FUNCTIONS = [FunctionSignature("look", SIZE), FunctionSignature("cut-2", SIZE)]

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from structured_cases import CASES, CHOICES
 
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarRefused, GrammarStats
@@ -27,6 +26,8 @@ from baton.engine.structured import (
 )
 from baton.engine.structured.xgrammar_backend import STARTING_THREAD
 from baton.engine.text import Tokenizer
+
+from ...helpers.structured_cases import CASES, CHOICES
 
 
 @pytest.fixture(scope="module")

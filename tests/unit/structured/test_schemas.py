@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from structured_cases import SCHEMA
 
 from baton.engine.core.grammar import GrammarRefused
 from baton.engine.structured.schema_checks import check_schema, check_structural_tag
+
+from ...helpers.structured_cases import SCHEMA
 
 KEPT: dict[str, Any] = {
     "a whole one": SCHEMA,

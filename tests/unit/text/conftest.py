@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from small_tokenizers import BACKENDS, NAMED
 
 from baton.engine.text import Tokenizer
+
+from .small_tokenizers import BACKENDS, NAMED
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_answers import FUNCTIONS, TYPES, WRITERS, Call, Writer, dumped, joined, told
 
 from baton.engine.text import (
     ContentPart,
@@ -20,6 +19,8 @@ from baton.engine.text import (
     ToolCallStart,
 )
 from baton.engine.text.parsers import FORMATS, tool_call_format
+
+from ...helpers.family_answers import FUNCTIONS, TYPES, WRITERS, Call, Writer, dumped, joined, told
 
 untimed = settings(deadline=None)
 

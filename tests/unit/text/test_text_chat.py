@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizers import NAMED, byte_level_backend
 
 from baton.engine.text import ChatTemplate, ChatTemplateError, InvalidMessages, Tokenizer
+
+from .small_tokenizers import NAMED, byte_level_backend
 
 # The things that templates of published models do: tools, loops with breaks, JSON, macros, trimming, refusals.
 TEMPLATE = """\

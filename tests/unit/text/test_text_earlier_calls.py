@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from family_templates import FAMILIES
-from written_answers import WRITERS, joined, told
 
 from baton.engine.text import ChatTemplate, InvalidMessages
+
+from ...helpers.family_answers import WRITERS, joined, told
+from ...helpers.family_templates import FAMILIES
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 GIVEN = {"at": "größe"}

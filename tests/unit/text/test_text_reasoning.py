@@ -77,6 +77,6 @@ def test_words_are_told_as_they_come() -> None:
 def test_template_and_prompt_tell_whether_a_model_thinks(
     byte_level: Tokenizer, template: str, prompt: str, thoughts: ReasoningStart
 ) -> None:
-    tokenizer = Tokenizer(byte_level._backend, {}, ChatTemplate({"default": template}))
+    tokenizer = Tokenizer(byte_level.backend, {}, ChatTemplate({"default": template}))
     assert tokenizer.reasoning_after(prompt) is thoughts
     assert byte_level.reasoning_after(prompt) is NONE, "where there is no template"

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import BACKENDS, NAMED
 from tokenizers import AddedToken, normalizers
 
 from baton.engine.text import Tokenizer, TokenizerError, bad_word_token_ids
+
+from .small_tokenizers import BACKENDS, NAMED
 
 
 def write_folder(folder: Path, kind: str = "byte level", **config: Any) -> Path:

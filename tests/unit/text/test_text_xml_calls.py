@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from written_answers import deepseek32, glm45, glm47, joined, minimax_m2, qwen3_coder, told
 
 from baton.engine.text import ContentPart, OutputPart, ParserConfig, ToolCallArguments, ToolCallStart
 from baton.engine.text.parsers import FORMATS
+
+from ...helpers.family_answers import deepseek32, glm45, glm47, joined, minimax_m2, qwen3_coder, told
 
 FORMS = {form.name: form for form in FORMATS}
 WRITE = {"qwen3-coder": qwen3_coder, "glm4.5": glm45, "minimax-m2": minimax_m2, "deepseek3.2": deepseek32}

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, edit_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine.hf_config.errors import WeightsError
-from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder import CausalLM
-from baton.engine.models import load_model, make_model
+from baton.engine.models import load_config, load_model, make_model
 from baton.kernels.attention import AttentionBatch
+
+from ...helpers.checkpoints import ARCHITECTURES, edit_config, write_checkpoint
 
 Change = Callable[[dict[str, Tensor]], None]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -32,7 +32,7 @@ def rewrite(folder: Path, change: Change) -> Path:
 
 
 def load(folder: Path, **given: str) -> CausalLM:
-    return load_model(ModelConfig.from_folder(folder, **given))
+    return load_model(load_config(folder, **given))
 
 
 def logits(model: CausalLM) -> Tensor:
@@ -55,7 +55,7 @@ def test_a_sharded_checkpoint_loads_as_an_unsharded_one(architecture: str, tmp_p
     shards = write_checkpoint(tmp_path / "shards", architecture, shards=4)
     assert len(list(shards.glob("*.safetensors"))) >= 4
     assert torch.equal(logits(load(whole)), logits(load(shards)))
-    assert ModelConfig.from_folder(whole).identity == ModelConfig.from_folder(shards).identity
+    assert load_config(whole).identity == load_config(shards).identity
 
 
 def test_shards_without_an_index_are_found(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_before_anything_is_read(fo
             tensors[name.replace(".layers.2.", ".blocks.2.")] = tensors.pop(name)
 
     rewrite(folder, rename_layer)
-    config = ModelConfig.from_folder(folder)
+    config = load_config(folder)
 
     def progress(done_bytes: int, total_bytes: int) -> None:
         raise AssertionError("a tensor was read")
@@ -153,7 +153,7 @@ def test_weights_are_converted_to_the_type_that_is_asked_for(folder: Path, tmp_p
 
 def test_progress_ends_at_the_size_of_the_model(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    load_model(ModelConfig.from_folder(folder), progress=lambda done, total: seen.append((done, total)))
+    load_model(load_config(folder), progress=lambda done, total: seen.append((done, total)))
     total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
@@ -162,7 +162,7 @@ def test_progress_ends_at_the_size_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_has_exactly_the_tensors_that_transformers_saves(architecture: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, architecture)
-    model = make_model(ModelConfig.from_folder(folder))
+    model = make_model(load_config(folder))
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert {slot.name: slot.shape for slot in model.slots()} == stored
 
@@ -179,7 +179,7 @@ def test_dummy_weights_are_equal_for_equal_seeds_only_and_need_no_tensors(archit
     (folder / "model.safetensors").unlink()
 
     def dummy(seed: int) -> CausalLM:
-        return load_model(ModelConfig.from_folder(folder, load_format="dummy", seed=seed))
+        return load_model(load_config(folder, load_format="dummy", seed=seed))
 
     first = logits(dummy(1))
     assert first.isfinite().all()
@@ -192,7 +192,7 @@ def test_dummy_weights_are_equal_for_equal_seeds_only_and_need_no_tensors(archit
 
 def test_dummy_weights_have_no_two_equal_rows(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=20_000)
-    model = load_model(ModelConfig.from_folder(folder, load_format="dummy"))
+    model = load_model(load_config(folder, load_format="dummy"))
     embedding = model.model.embed_tokens.weight.data  # 1.28 M numbers, more than the bank they are drawn from
     assert len(embedding.unique(dim=0)) == 20_000
 
@@ -245,9 +245,9 @@ def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: 
 
 
 def test_identity_tells_a_fine_tune_from_its_base(folder: Path) -> None:
-    base = ModelConfig.from_folder(folder).identity
+    base = load_config(folder).identity
 
     def nudge(tensors: dict[str, Tensor]) -> None:
         tensors[Q] = tensors[Q] * 1.001
 
-    assert ModelConfig.from_folder(rewrite(folder, nudge)).identity != base
+    assert load_config(rewrite(folder, nudge)).identity != base

@@ -1,0 +1,189 @@
+"""The options of commands that have many: a table each, which typer reads and the command gets as one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_common import DEFAULT_URL, ApiKey, Url
+
+MOST_GB = 1e6  # of anything that one machine has
+
+Count = Annotated[int, typer.Option(min=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """`baton serve`; `None` where one is not given."""
+
+    model: Annotated[str | None, typer.Argument(help="A folder with config.json, safetensors and a tokenizer.")] = None
+    unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None
+    prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None
+    decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help=r"Port of the HTTP server.  \[default: 8000]")] = (
+        None
+    )
+    host: Annotated[str | None, typer.Option(help=r"Address to listen on.  \[default: 127.0.0.1]")] = None
+    model_id: Annotated[
+        str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
+    ] = None
+    api_key: Annotated[list[str] | None, typer.Option(help="A key that clients must send. May be repeated.")] = None
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may call: http://localhost:3000, or '*'. May be repeated."),
+    ] = None
+    config: Annotated[Path | None, typer.Option(help="A Serve config file to take the application from.")] = None
+    tp: Annotated[int | None, typer.Option(help=r"Devices of one engine (tensor parallelism).  \[default: 1]")] = None
+    dp: Annotated[int | None, typer.Option(help=r"Data-parallel ranks of one engine.  \[default: 1]")] = None
+    ep: Annotated[bool, typer.Option("--ep", help="Spread experts over the devices.")] = False
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster to join ('auto' finds the one on this machine).")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """`baton plan`."""
+
+    file: Annotated[Path, typer.Argument(help="A Serve config file, or one with one application's args.")]
+    model: Annotated[
+        str | None, typer.Option(help="A folder with the model's config.json, where the file's is not on this machine.")
+    ] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help=r"Number of machines.  \[default: as many as it takes]")] = (
+        None
+    )
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8
+    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0
+    memory: Annotated[
+        float | None,
+        typer.Option(min=1, max=MOST_GB, help=r"Memory of one machine beside its GPUs', in GB.  \[default: enough]"),
+    ] = None
+    disk: Annotated[
+        float | None,
+        typer.Option(min=1, max=MOST_GB, help=r"Disk for KV tiers of one machine, in GB.  \[default: enough]"),
+    ] = None
+    load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second that are to be served.")] = 1.0
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one request.")] = 1024
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of one request.")] = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions:
+    """`baton bench throughput`."""
+
+    num_prompts: Count = 100
+    input_len: Count = 128
+    output_len: Count = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """`baton bench latency`."""
+
+    batch_size: Count = 8
+    input_len: Count = 32
+    output_len: Count = 128
+    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 2
+    num_iters: Count = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLoad:
+    """`baton bench serve`: the requests to send."""
+
+    url: Url = DEFAULT_URL
+    model: Annotated[str | None, typer.Option(help="Model to ask; by default the only one that the server has.")] = None
+    num_prompts: Count = 100
+    input_len: Annotated[int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens of a prompt.")] = (
+        128
+    )
+    output_len: Annotated[
+        int, typer.Option("--output-len", "--random-output-len", min=1, help="Tokens of an answer.")
+    ] = 32
+    request_rate: Annotated[float, typer.Option(min=0.0, help="Requests a second; 0 sends all at once.")] = 0.0
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None
+    num_warmups: Annotated[int, typer.Option(min=0)] = 1
+    seed: int = 0
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0
+    tokenizer: Annotated[str | None, typer.Option(help="The model's folder, for servers that have no /tokenize.")] = (
+        None
+    )
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went, as the server says.")] = (
+        False
+    )
+    api_key: ApiKey = None
+
+    def at(self, route: str) -> str:
+        """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
+        return self.url.rstrip("/").removesuffix("/v1") + route
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """`baton bench kv`."""
+
+    model: Annotated[
+        Path | None, typer.Argument(help="A folder with config.json, for the size of blocks; without it, 1.8 MB each.")
+    ] = None
+    input_len: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; may be repeated.")] = None
+    in_flight: Annotated[list[int] | None, typer.Option(min=1, help="Prompts at once; may be repeated.")] = None
+    run_blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks that lie side by side; 1: each elsewhere, the worst case.")
+    ] = 1
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks that hold the blocks, each its KV heads.")] = 1
+    decode_tp: Annotated[int, typer.Option(min=1, help="Ranks that read them.")] = 1
+    device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu"
+    stages: Annotated[bool, typer.Option(help="Also show when each step of a hand-off is done, in microseconds.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoscaleOptions:
+    """`baton bench autoscale`."""
+
+    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else tides and bursts.")] = None
+    num_prompts: Count = 3000
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Mean requests a second.")] = 5.0
+    input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 1536
+    output_len: Count = 128
+    max_replicas: Annotated[int, typer.Option(min=1, help="Groups of each fleet, at most.")] = 4
+    start: Annotated[float, typer.Option(min=0, help="Seconds that a group takes to start.")] = 20.0
+    ttft: Annotated[float, typer.Option(min=0.001, help="Target for the first token, in seconds.")] = 2.0
+    inter_token: Annotated[float, typer.Option(min=0.001, help="Target between tokens, in seconds.")] = 0.05
+    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds before a fleet shrinks.")] = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """`baton bench router`."""
+
+    unified: Annotated[int, typer.Option(min=0, help="Unified engines.")] = 16
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Prefill engines; with --decode, in the place of unified ones.")
+    ] = 0
+    decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 0
+    gateways: Count = 4
+    num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 8192
+    host_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks that the host's memory has room for behind each engine's own.")
+    ] = 0
+    disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks that the disk has room for.")] = 0
+    link_gb_per_s: Annotated[
+        float, typer.Option(min=1e-3, help="GB/s of the link of each engine, for hand-offs of an 8B model's KV.")
+    ] = 131.0
+    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None
+    num_prompts: Count = 4000
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0
+    input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 4096
+    output_len: Count = 64
+    policies: Annotated[
+        list[str] | None, typer.Option("--policy", help="Policy to run; may be repeated. By default all.")
+    ] = None
+    seed: int = 0

@@ -1,0 +1,285 @@
+"""The metrics of an application's processes: each exports its own, and a gateway answers a scrape with those of all.
+
+    Prometheus ── GET /metrics ──> any gateway
+                                     ├── its own registry
+                                     └── ZMQ (CURVE) ──> MetricsExporter of each other process that the directory lists:
+                                                         gateways, engines that schedule, the directory itself
+
+All are asked when a scrape comes, at the same time. One that does not answer within `ANSWER_S` is left out, and
+`baton_process_up` says so. Whichever gateway answers, the series are the same and counters never go back, since no
+process keeps numbers of another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+import zmq.asyncio
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from baton.engine.net.curve import ClusterKey
+from baton.engine.net.endpoints import endpoint, is_ipv6, is_ipv6_url
+from baton.engine.net.sockets import MAX_SOCKETS
+
+from .contracts import DirectorySnapshot
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 2.0  # Prometheus gives a scrape 10 s, in which one may wait for another that is under way
+UP = "process_up"
+UP_HELP = "1 if the process answered this scrape with its metrics, else 0: its series are missing then."
+
+
+class MetricFamily(msgspec.Struct, frozen=True):
+    """All series of one metric in one process, in Prometheus' text format."""
+
+    name: str
+    head: str  # the lines # HELP and # TYPE
+    samples: str  # a line each
+
+
+class ProcessMetrics(msgspec.Struct, frozen=True):
+    """The answer of an exporter."""
+
+    families: list[MetricFamily]
+
+
+class NoMetrics(Exception):
+    """A process did not answer, or with what is no answer."""
+
+
+def collect(registry: Collector, labels: Mapping[str, str] | None = None) -> list[MetricFamily]:
+    """Return all families of a registry, with `labels` added to each sample."""
+    text = generate_latest(_Labelled(registry, labels) if labels else registry).decode()
+    _, *parts = f"\n{text}".split("\n# HELP ")
+    return [_family(part) for part in parts]
+
+
+def _family(part: str) -> MetricFamily:
+    help_line, type_line, *samples = part.rstrip("\n").split("\n")
+    return MetricFamily(help_line.partition(" ")[0], f"# HELP {help_line}\n{type_line}\n", _lines(samples))
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+class _Labelled(Collector):
+    """A registry whose samples have more labels."""
+
+    def __init__(self, registry: Collector, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            labelled = Metric(family.name, family.documentation, family.type, family.unit)
+            labelled.samples = [
+                Sample(sample.name, {**sample.labels, **self._labels}, *sample[2:]) for sample in family.samples
+            ]
+            yield labelled
+
+
+class MetricsExporter:
+    """The socket at which the gateways of an application read the metrics of this process, on its asyncio loop.
+
+    Bound once constructed (`address`); `start` answers.
+    """
+
+    def __init__(self, registry: Collector, *, host: str, key: ClusterKey, labels: Mapping[str, str] | None = None):
+        self._registry, self._labels = registry, labels
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.REP)
+        key.secure_server(self._socket)
+        self._socket.linger = 0
+        self._socket.ipv6 = is_ipv6(host)
+        try:
+            self._socket.bind(f"tcp://{endpoint(host, '*')}")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._answer(), name="metrics")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _answer(self) -> None:
+        while True:
+            await self._socket.recv()
+            await self._socket.send(self._encoded())
+
+    def _encoded(self) -> bytes:
+        try:
+            return msgspec.msgpack.encode(ProcessMetrics(collect(self._registry, self._labels)))
+        except Exception:
+            logger.exception("the metrics of this process cannot be collected")
+            return b""  # no answer: the scrape says that this process is not up
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """A process that exports metrics."""
+
+    kind: str  # gateway, engine or directory
+    name: str
+    address: str
+    node_id: str  # empty: not known
+
+    def is_of(self, node_id: str, nodes: Sequence[str]) -> bool:
+        """Tell whether the gateways of this node answer for it, where each of `nodes` answers for a share.
+
+        That is its own node, if it has a gateway.
+        """
+        if self.node_id in nodes:
+            return self.node_id == node_id
+        return bool(nodes) and nodes[binascii.crc32(self.name.encode()) % len(nodes)] == node_id
+
+
+def exporting(snapshot: DirectorySnapshot) -> list[Exporting]:
+    """Return the processes that export metrics, in an order that is the same everywhere."""
+    found = [Exporting("directory", snapshot.directory, snapshot.metrics_address, "")]
+    found += [
+        Exporting("gateway", gateway.identity, gateway.metrics_address, gateway.node_id)
+        for gateway in sorted(snapshot.gateways, key=lambda gateway: gateway.identity)
+    ]
+    found += [
+        Exporting("engine", engine.engine_id, engine.metrics_address, engine.node_id) for engine in snapshot.engines
+    ]
+    return [process for process in found if process.address]
+
+
+class ApplicationMetrics:
+    """Reads the metrics of all processes of the application, for one gateway. One asyncio loop uses it."""
+
+    def __init__(
+        self,
+        own: Callable[[], list[MetricFamily]],
+        *,
+        identity: str,
+        node_id: str,
+        listed: Callable[[], DirectorySnapshot],
+        key: ClusterKey,
+    ) -> None:
+        """`own()` are the metrics of this gateway, which needs no list to know of itself."""
+        self._own, self._identity, self._node_id, self._listed = own, identity, node_id, listed
+        self._reader = MetricsReader(key)
+        self._silent: set[str] = set()
+        self._scrape = asyncio.Lock()
+        self._newest: tuple[float, Mapping[Exporting, list[MetricFamily] | None]] = (float("-inf"), {})
+
+    def close(self) -> None:
+        self._reader.close()
+
+    async def render(self, of_node: bool = False) -> bytes:
+        """Return all metrics in Prometheus' text format.
+
+        `of_node`: the share of this gateway's node, where Prometheus scrapes a gateway of each: that is every process
+        on this node, and some of those on nodes without a gateway.
+        """
+        answers = await self._answers()
+        if of_node:
+            nodes = sorted({process.node_id for process in answers if process.kind == "gateway"})
+            answers = {process: own for process, own in answers.items() if process.is_of(self._node_id, nodes)}
+        return merge([*(families for families in answers.values() if families), collect(ProcessesUp(answers))])
+
+    async def _answers(self) -> Mapping[Exporting, list[MetricFamily] | None]:
+        """Return what each process answered after this was called. Scrapes at the same time share the answers."""
+        asked_s = time.monotonic()
+        async with self._scrape:
+            if self._newest[0] <= asked_s:
+                began_s = time.monotonic()
+                self._newest = began_s, await self._ask_all()
+            return self._newest[1]
+
+    async def _ask_all(self) -> Mapping[Exporting, list[MetricFamily] | None]:
+        others = [process for process in exporting(self._listed()) if process.name != self._identity]
+        answers = await asyncio.gather(*(self._ask(process) for process in others))
+        found = dict(zip(others, answers, strict=True))
+        found[Exporting("gateway", self._identity, "", self._node_id)] = self._own()
+        self._silent &= {process.name for process in others}
+        return dict(sorted(found.items(), key=lambda item: (item[0].kind, item[0].name)))
+
+    async def _ask(self, process: Exporting) -> list[MetricFamily] | None:
+        try:
+            families = await self._reader.read(process.address)
+        except NoMetrics as error:
+            if process.name not in self._silent:
+                logger.warning("%s %s is missing in the metrics: %s", process.kind, process.name, error)
+            self._silent.add(process.name)
+            return None
+        self._silent.discard(process.name)
+        return families
+
+
+class MetricsReader:
+    """Reads exporters, over a new connection each time: one that is lost leaves nothing behind."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
+        self._context = zmq.asyncio.Context()
+        self._context.max_sockets = MAX_SOCKETS
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def read(self, address: str) -> list[MetricFamily]:
+        """Return the families of one process. Raises `NoMetrics`, after `ANSWER_S` at the latest."""
+        try:
+            with contextlib.closing(self._open(address)) as socket:
+                async with asyncio.timeout(ANSWER_S):
+                    await socket.send(b"")
+                    frame = await socket.recv()
+            return msgspec.msgpack.decode(frame, type=ProcessMetrics).families
+        except TimeoutError:
+            raise NoMetrics(f"{address} did not answer within {ANSWER_S:g} s") from None
+        except (zmq.ZMQError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NoMetrics(f"{address}: {error}") from error
+
+    def _open(self, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.REQ)
+        socket.linger = 0
+        self._key.secure_client(socket)
+        socket.ipv6 = is_ipv6_url(address)
+        socket.connect(address)
+        return socket
+
+
+class ProcessesUp(Collector):
+    """Collects which processes have answered."""
+
+    def __init__(self, answers: Mapping[Exporting, list[MetricFamily] | None]) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(f"baton_{UP}", UP_HELP, labels=["kind", "process"])
+        for process, families in self._answers.items():
+            family.add_metric([process.kind, process.name], families is not None)
+        yield family
+
+
+def merge(processes: Iterable[list[MetricFamily]]) -> bytes:
+    """Return the text of all families, each once and in order of their names, with the samples of all processes."""
+    heads: dict[str, str] = {}
+    samples: dict[str, list[str]] = {}
+    for families in processes:
+        for family in families:
+            heads.setdefault(family.name, family.head)
+            samples.setdefault(family.name, []).append(family.samples)
+    return "".join(heads[name] + "".join(samples[name]) for name in sorted(heads)).encode()

@@ -1,0 +1,213 @@
+"""Reads a model's configuration from its folder: config.json, generation_config.json and the headers of its weights.
+
+Imports neither torch nor transformers: a model's context length or end tokens are there in milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint
+from .errors import InvalidModelConfig, MaxModelLenTooLong, UnsupportedArchitecture, UnsupportedModel
+from .experts import checked_experts
+from .folder import ModelFolder, read_eos_token_ids, read_generation
+from .keys import Keys
+from .latent import LatentShape
+from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
+from .quantization import read_quantization
+from .rope import Rope, default_positions, reachable_positions, read_rope, read_ropes_by_window
+from .windows import read_layer_windows
+
+_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
+
+
+def read_config(
+    path: str | Path,
+    architectures: Mapping[str, ConfigRules],
+    *,
+    dtype: str,
+    max_model_len: int | None,
+    load_format: str,
+    kv_cache_dtype: str,
+    seed: int,
+) -> ModelConfig:
+    """Read a checkpoint's folder, by the rules of its architecture; see `engine.models.load_config`."""
+    _require_choice("load_format", load_format, LOAD_FORMATS)
+    _require_choice("dtype", dtype, ("auto", *DTYPES))
+    _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    folder = ModelFolder.open(Path(path), with_weights=load_format != "dummy")
+    rules = _rules(folder.config, architectures)
+    keys = Keys("config.json", {**rules.defaults, **folder.config})
+    computed = _computed(folder, rules, keys)
+    computed_in = _dtype(dtype, keys, folder.checkpoint)
+    max_positions = keys.integer("max_position_embeddings")
+    max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
+    for name in ("rope", "window_rope"):
+        if computed[name] is not None:
+            computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed))
+    return ModelConfig(
+        folder=folder.path,
+        rules=rules,
+        **computed,
+        **_cached(kv_cache_dtype, computed_in, folder.checkpoint, computed["latent"]),
+        num_draft_layers=_num_draft_layers(keys),
+        dtype=computed_in,
+        max_model_len=max_model_len,
+        eos_token_ids=read_eos_token_ids(folder.generation, keys.values, computed["vocab_size"]),
+        generation=read_generation(folder.generation),
+        load_format=load_format,
+        seed=seed,
+        identity=_identity(computed, folder.checkpoint, seed),
+    )
+
+
+def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise InvalidModelConfig(f"{name} is {given!r}, must be one of {', '.join(allowed)}")
+
+
+def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> ConfigRules:
+    given = raw.get("architectures") or []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
+    for name in given:
+        if name in architectures:
+            return architectures[name]
+    raise UnsupportedArchitecture(given, architectures)
+
+
+def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that say what the layers compute."""
+    _refuse_what_no_layer_computes(keys, rules)
+    max_positions = keys.integer("max_position_embeddings")
+    rope, window_rope = (
+        read_ropes_by_window(keys.values, max_positions)
+        if rules.windows is not None and rules.windows.own_rope
+        else (read_rope(keys.values, max_positions), None)
+    )
+    latent = None if rules.latent is None else rules.latent(keys)
+    shape = _shape(keys, latent)
+    num_layers = shape["num_layers"]
+    moe = None if rules.experts is None else checked_experts(rules.experts(keys, num_layers), folder.tensors)
+    return {
+        "architecture": rules.architecture,
+        **shape,
+        "latent": latent,
+        "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "attention_bias": keys.flag("attention_bias", False),
+        "mlp_bias": keys.flag("mlp_bias", False),
+        "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
+        "rope": rope,
+        "window_rope": window_rope,
+        "scales": rules.scales(keys),
+        "quantization": read_quantization(keys, folder.tensors),
+        "moe": moe,
+        "layer_windows": read_layer_windows(rules.windows, keys, num_layers),
+    }
+
+
+def _rotary_dim(computed: Mapping[str, Any]) -> int:
+    latent = computed["latent"]
+    return int(computed["head_dim"] if latent is None else latent.rope_dim)
+
+
+def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
+    computed = rules.activation
+    activation = keys.values.get(rules.activation_key) or computed
+    if activation != computed and (activation, computed) != ("swish", "silu"):  # two names of one function
+        raise UnsupportedModel(
+            f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
+        )
+    if keys.flag("use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            "config.json: use_bidirectional_attention is not supported: tokens see those before them"
+        )
+
+
+def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:
+    num_heads = keys.integer("num_attention_heads")
+    hidden_size = keys.integer("hidden_size")
+    num_kv_heads = keys.integer("num_key_value_heads", num_heads)
+    if latent is None and keys.values.get("head_dim") is None and hidden_size % num_heads:
+        raise InvalidModelConfig(
+            f"config.json: without a head_dim, hidden_size ({hidden_size}) must be a multiple of "
+            f"num_attention_heads ({num_heads})"
+        )
+    head_dim = keys.integer("head_dim", hidden_size // num_heads) if latent is None else latent.head_dim
+    if num_heads % num_kv_heads:
+        raise InvalidModelConfig(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    if head_dim % 2:
+        raise InvalidModelConfig(f"config.json: head_dim ({head_dim}) must be even for rotary embeddings")
+    return {
+        "vocab_size": keys.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.integer("intermediate_size"),
+        "num_layers": keys.integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _num_draft_layers(keys: Keys) -> int:
+    name = next((name for name in _DRAFT_LAYERS if keys.values.get(name) is not None), _DRAFT_LAYERS[0])
+    count = keys.optional_integer(name, 0) or 0
+    if not 0 <= count <= _MAX_LAYERS:
+        raise InvalidModelConfig(f"config.json: {name!r} must be from 0 to {_MAX_LAYERS}, not {count}")
+    return count
+
+
+def _dtype(asked: str, keys: Keys, checkpoint: Checkpoint | None) -> str:
+    if asked != "auto":
+        return asked
+    stored = None if checkpoint is None else checkpoint.dtype
+    found = keys.values.get("dtype") or keys.values.get("torch_dtype") or stored or "float32"
+    if found not in DTYPES:
+        raise UnsupportedModel(f"config.json: dtype {found!r} is not supported; ask for one of {', '.join(DTYPES)}")
+    return str(found)
+
+
+def _cached(asked: str, dtype: str, checkpoint: Checkpoint | None, latent: LatentShape | None) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that say how keys and values are cached."""
+    if asked == "auto":
+        return {"cache_dtype": dtype, "cache_scales": False}
+    if latent is not None:
+        raise UnsupportedModel(f"kv_cache_dtype {asked!r}: caches of latents are kept in the model's dtype")
+    measured = checkpoint is not None and checkpoint.has_cache_scales
+    return {"cache_dtype": "float8_e4m3fn", "cache_scales": measured}
+
+
+def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
+    if asked is None:
+        return default_positions(rope, max_positions)
+    limit = reachable_positions(rope, max_positions)
+    if asked < 1:
+        raise InvalidModelConfig(f"max_model_len is {asked}, must be at least 1")
+    if asked > limit:
+        raise MaxModelLenTooLong(asked, limit)
+    return asked
+
+
+def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
+    """Over what is computed and with which weights; not over paths, file layout, or keys that change no result."""
+    plain = {name: _plain(value) for name, value in computed.items()}
+    weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
+    text = json.dumps([plain, weights], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: a dataclass by its kind and fields."""
+    return (
+        {"kind": type(value).__name__, **asdict(value)}
+        if is_dataclass(value) and not isinstance(value, type)
+        else value
+    )

@@ -1,0 +1,61 @@
+"""One layer of a decoder, and the step that it is given: the contract between model files and the decoder.
+
+Importing this module loads no torch, as model files begin with it.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .base import Layer
+from .rows import TokenRows, rows_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .attention import LayerContext, SelfAttention
+    from .mlp import FeedForward
+    from .norm import RMSNorm
+    from .residual import ResidualStream
+
+
+class LayerStep:
+    """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
+
+    step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
+    step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
+    """
+
+    def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
+        """Let only the `wanted` tokens [R] go on behind attention, where that is given."""
+        self._stream = stream
+        self._context = context
+        self._wanted = wanted
+        self._rows = TokenRows(context.batch.slots, context.rows_of_ranks)
+
+    def attend(self, attention: SelfAttention, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
+        """Add `behind(attention(before(x)))` to the stream."""
+        stream, wanted = self._stream, self._wanted
+        x, norm = stream.read(before)
+        if wanted is not None:
+            stream.keep(wanted)
+            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, wanted))
+        add_to = stream.target if behind is None else None
+        stream.take(attention(x, self._context, wanted, norm=norm, add_to=add_to), behind)
+
+    def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
+        """Add `behind(mlp(before(x)))` to the stream."""
+        stream = self._stream
+        x, norm = stream.read(before)
+        add_to = stream.target if behind is None else None
+        stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
+
+
+class DecoderLayer(Layer, abc.ABC):
+    """One layer of a decoder: blocks as attributes under their names in checkpoints, and how they follow each other."""
+
+    @abc.abstractmethod
+    def __call__(self, step: LayerStep) -> None:
+        """Add to the residual stream of `step` what each block makes of it."""

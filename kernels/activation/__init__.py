@@ -1,0 +1,39 @@
+"""Element-wise functions around products: gated activations, and the soft cap of logits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import cpu, reference
+from .reference import Activation
+
+__all__ = ["Activation", "activation_and_mul", "soft_cap"]
+
+
+def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+    """Compute `activation(gate) * up` of gate_up [T, 2 F], the gates first -> [T, F]. In float32, rounded once."""
+    if gate_up.is_cpu:
+        return cpu.activation_and_mul(gate_up, activation, out)
+    if gate_up.is_cuda:
+        from . import gpu
+
+        return gpu.activation_and_mul(gate_up, activation, out)
+    return reference.activation_and_mul(gate_up, activation, out)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Replace the values of x [R, N] by `cap * tanh(x / cap)`, in place, and return x. In float32, rounded once.
+
+    Raises `ValueError` for a cap that is not above 0, or rows that are not contiguous.
+    """
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}: give more than 0")
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}: give contiguous rows")
+    if x.is_cpu:
+        return cpu.soft_cap(x, cap)
+    if x.is_cuda:
+        from . import gpu
+
+        return gpu.soft_cap(x, cap)
+    return reference.soft_cap(x, cap)

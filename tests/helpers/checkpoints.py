@@ -1,0 +1,221 @@
+"""Tiny random Hugging Face checkpoints of every supported architecture, written by `transformers` itself.
+
+    folder = write_checkpoint(tmp_path / "m", "qwen3", shards=3, rope=ROPES["yarn"])
+
+Every parameter is random, also the biases and norms that `transformers` would start at zero and one: a loader or a
+layer that leaves one out gives other logits. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+)
+
+# Values under which the variants differ visibly within a hundred positions of a tiny model.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "theta": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# What sets an architecture apart from the others, so that a difference that goes missing is seen.
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"head_dim": 32, "sliding_window": 24},
+    "qwen2": {},
+    "olmo2": {},
+    "gemma2": {
+        "hidden_size": 96,  # its root is no number of 8 bits
+        "head_dim": 32,
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,  # so far down that they are met
+        "final_logit_softcapping": 2.5,
+    },
+    "gemma3_text": {
+        "hidden_size": 96,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 24},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "swiglu_limit": 1.0,  # so far down that it is met
+    },
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+
+
+# Sizes for which a device has kernels of its own: those of the tiny models would be served in other ways.
+_WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+_WIDE_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
+_WIDE_MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "deepseek_v2": _WIDE_LATENT,
+    "deepseek_v3": _WIDE_LATENT,
+}
+
+# In bfloat16, of models of these sizes:
+NEAR_TIE = 0.25  # of a logprob: about the largest error that rounding makes
+MISROUTED = 0.125  # of a mixture's tokens: rounding sends those with nearly tied experts to others, by any distance
+
+
+def wide_shape(architecture: str) -> dict[str, Any]:
+    """Config keys for `write_checkpoint`."""
+    return {**_WIDE, **_WIDE_MIXTURES.get(architecture, {})}
+
+
+def write_checkpoint(
+    folder: str | Path,
+    architecture: str = "qwen3",
+    *,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    rope: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """Writes config.json, generation_config.json and safetensors (at least `shards` files); returns `folder`.
+
+    `config` overrides any key of the Hugging Face config (`tie_word_embeddings=True`, `num_hidden_layers=2`, ...).
+    """
+    model = make_model(architecture, dtype=dtype, seed=seed, rope=rope, **config)
+    folder = Path(folder)
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    shard_bytes = size_bytes if shards == 1 else size_bytes // (shards + 1)
+    model.save_pretrained(folder, max_shard_size=max(shard_bytes, 1))
+    return folder
+
+
+def make_model(
+    architecture: str, *, dtype: str = "float32", seed: int = 0, rope: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    """The `transformers` model that `write_checkpoint` saves: the yardstick of the parity tests."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    differences = DIFFERENCES[architecture]
+    ropes = copy.deepcopy(rope or differences.get("rope_parameters") or ROPES["default"])
+    keys = {**SHAPE, **differences, "rope_parameters": ropes, **config}
+    hf_config = AutoConfig.for_model(architecture, **keys)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+    for module in model.modules():
+        if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
+            module.limit = hf_config.swiglu_limit
+    norm_center = 0.0 if architecture.startswith("gemma") else 1.0  # Gemma's norms add 1 to what is stored
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+        for name, parameter in {**dict(model.named_parameters()), **buffers}.items():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(norm_center + 0.2 * noise)
+            elif parameter.dim() == 1 or name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:  # keeps activations near 1, so that attention is peaked enough for positions to matter
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(
+        json.dumps({key: value for key, value in config.items() if key not in changes or value is not None})
+    )

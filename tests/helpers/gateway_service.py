@@ -1,0 +1,105 @@
+"""A gateway and its engines, and what tests do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from fastapi import FastAPI
+
+from baton.cluster.gateway.api.body_service import BodyService
+from baton.cluster.ingress.http_protocol import GuardedHttpProtocol
+from baton.engine.text import Tokenizer
+
+from .fake_cluster import FakeCluster
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Service:
+    """One gateway and its engines."""
+
+    def __init__(self, cluster: FakeCluster, app: FastAPI, tokenizer: Tokenizer, bodies: BodyService) -> None:
+        self.cluster = cluster
+        self.app = app
+        self.bodies = bodies
+        self.tokenizer = tokenizer
+        transport = httpx.ASGITransport(app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20)
+
+    def script(self, prompt: str, answer: str | list[int], *, end: bool = True) -> None:
+        """Answer this prompt with a text from now on: its tokens, then end-of-sequence."""
+        tokens = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
+        ending = [self.tokenizer.eos_token_id] if end else []
+        self.cluster.scripts[tuple(self.tokenizer.encode(prompt))] = tokens + ending
+
+    def script_chat(self, message: str, answer: str | list[int]) -> None:
+        self.script(f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n", answer)
+
+    async def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, **fields})
+
+    async def chat(self, message: str, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": message}]
+        return await self.http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, **fields})
+
+    @asynccontextmanager
+    async def over_tcp(self) -> AsyncIterator[str]:
+        """The base URL of a real server, in this event loop."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            self.app, http=GuardedHttpProtocol, lifespan="off", log_level="warning", timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve([listener]))
+        try:
+            async with asyncio.timeout(20):
+                while not server.started:
+                    await asyncio.sleep(0.005)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(task, 20)
+
+    @asynccontextmanager
+    async def openai(self, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+        async with (
+            self.over_tcp() as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20, **options) as client,
+        ):
+            yield client
+
+    async def metrics(self) -> dict[str, float]:
+        """Sample name with labels -> value."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        samples = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in samples}
+
+
+def events(body: str) -> list[Any]:
+    """The payloads of a stream of server-sent events; `[DONE]` as it is."""
+    assert body.endswith("\n\n")
+    payloads = [event.removeprefix("data: ") for event in body.split("\n\n")[:-1]]
+    assert all("\n" not in payload for payload in payloads)
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -1,1 +1,0 @@
-"""With this file here, pytest lets the folder below import this folder's helpers."""

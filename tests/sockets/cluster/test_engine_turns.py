@@ -1,0 +1,297 @@
+"""The engine's state as gateways and replicas know it, whatever falls into one turn of its step loop. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from baton.cluster.contracts import EngineGone, EngineRecord
+from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.engine_connection import Connection, RequestStream
+from baton.cluster.engines import engine_socket
+from baton.cluster.engines.server import EngineServer
+from baton.engine.core.messages import EngineOutput, EngineStats, ErrorKind
+from baton.engine.net.curve import ClusterKey
+
+from ...helpers.fakes import CountingEngine, ListedSource, make_request, serve_engine
+from ...helpers.free_ports import free_port
+from ...helpers.silent_proxy import SilentProxy
+
+pytestmark = pytest.mark.timeout(60)
+
+KEY = ClusterKey.generate()
+PATIENCE_S = 20.0  # of a machine that has much else to do
+
+
+class HeldEngine(CountingEngine):
+    """An engine whose step loop waits at the next look at its state, once `stop_at_stats` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop_at_stats = False
+        self.stopped, self.go_on = threading.Event(), threading.Event()
+
+    def stats(self) -> EngineStats:
+        if self.stop_at_stats and threading.current_thread().name == "baton-step":
+            self.stop_at_stats = False
+            self.stopped.set()
+            self.go_on.wait(PATIENCE_S)
+        return super().stats()
+
+
+class FetchingEngine(CountingEngine):
+    """A request waits for its blocks from its first step on, until `arrived` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.waits = threading.Event(), threading.Event()
+        self._asked = False
+
+    def step(self) -> list[EngineOutput]:
+        if self.running and not self.arrived.is_set():
+            self._asked = True
+            return []
+        return super().step()
+
+    def has_work(self) -> bool:
+        """Whoever hears that there is none knows that it `waits`."""
+        if self._asked and not self.arrived.is_set():
+            self.waits.set()
+            return False
+        return super().has_work()
+
+
+@pytest.fixture
+def engine() -> HeldEngine:
+    return HeldEngine()
+
+
+@pytest.fixture
+def served(engine: HeldEngine) -> Iterator[tuple[EngineServer, EngineRecord]]:
+    server, record = serve_engine(engine, KEY)
+    yield server, record
+    engine.hang.set()
+    engine.go_on.set()
+    server.close()
+
+
+@pytest.fixture
+async def connect(served: tuple[EngineServer, EngineRecord]) -> AsyncIterator[Callable[..., ZmqEngineClient]]:
+    clients = []
+
+    async def connected(identity: str, record: EngineRecord = served[1]) -> ZmqEngineClient:
+        source = ListedSource()
+        source.show(record)
+        client = ZmqEngineClient(source, KEY, identity)
+        clients.append(client)
+        await client.start()
+        return client
+
+    yield connected
+    for client in clients:
+        await client.close()
+
+
+@pytest.fixture
+async def client(connect: Callable[..., ZmqEngineClient]) -> ZmqEngineClient:
+    """Return a client that has heard from the engine."""
+    client = await connect("gateway-a")
+    await until(lambda: num_running(client) == 0)
+    return client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+async def tokens_until_gone(stream: RequestStream) -> tuple[list[int], bool]:
+    """Return the tokens, and whether the stream ended since the engine was gone."""
+    tokens: list[int] = []
+    try:
+        async for output in stream:
+            tokens += output.token_ids
+    except EngineGone:
+        return tokens, True
+    return tokens, False
+
+
+def num_running(client: ZmqEngineClient) -> int | None:
+    """Return the number of running requests that the gateway knows."""
+    views = client.engines()
+    return views[0].stats.num_requests_running if views and views[0].stats else None
+
+
+async def test_a_gateway_that_only_the_directory_lost_goes_on_hearing_of_the_engine(
+    connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """Its last status may tell of a full queue: it would refuse its clients, send nothing, and never learn better."""
+    server, record = served
+    lost, other = await connect("gateway-a"), await connect("gateway-b")
+    await until(lambda: num_running(lost) == num_running(other) == 0)
+    engine.hold.clear()
+    stream = other.submit(record, make_request("b"))
+    await until(lambda: num_running(lost) == 1)
+    server.keep_gateways(["gateway-a", "gateway-b"])
+    server.keep_gateways(["gateway-b"])
+    await stream.aclose()
+    await until(lambda: num_running(lost) == 0)
+
+
+async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
+    client: ZmqEngineClient,
+    connect: Callable[..., ZmqEngineClient],
+    engine: HeldEngine,
+    served: tuple[EngineServer, EngineRecord],
+) -> None:
+    """A gateway that said hello between the two must hear of it, though the others know the state already."""
+    server, record = served
+    engine.hold.clear()
+    engine.hang.clear()
+    server.wake()
+    steps = engine.steps
+    await until(lambda: engine.steps > steps)  # and there the loop is held
+    stream = client.submit(record, make_request("a"))
+    await until(lambda: len(server._socket._received) == 1)
+    late = await connect("gateway-b")
+    await until(lambda: len(server._socket._received) == 2)
+    await stream.aclose()
+    await until(lambda: len(server._socket._received) == 3)
+    engine.hang.set()
+    await until(lambda: num_running(late) is not None)
+    await until(lambda: num_running(late) == 0)
+
+
+async def test_a_request_counts_while_it_goes_from_the_socket_into_the_engine(
+    client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """A drain that finds nothing ends the process."""
+    server, record = served
+    engine.hold.clear()
+    engine.stop_at_stats = True
+    stream = client.submit(record, make_request("a"))
+    await until(engine.stopped.is_set)
+    assert server.pulse().num_requests >= 1
+    engine.go_on.set()
+    await stream.aclose()
+
+
+async def test_a_stream_whose_last_holder_is_another_thread_is_aborted(
+    client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """The garbage collector runs in any thread, as in the one that tokenizes."""
+    engine.hold.clear()
+    holders = [client.submit(served[1], make_request("a"))]
+    await until(lambda: "a" in engine.running)
+    await asyncio.to_thread(holders.clear)
+    await until(lambda: engine.aborted == ["a"])
+
+
+async def test_a_connection_for_which_no_socket_is_left_is_made_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, connect: Callable[..., ZmqEngineClient]
+) -> None:
+    opened, attempts = Connection._open, []
+
+    def open_late(self: Connection) -> zmq.asyncio.Socket:
+        attempts.append(self)
+        if len(attempts) < 3:
+            raise zmq.ZMQError(zmq.EMFILE)
+        return opened(self)
+
+    monkeypatch.setattr(Connection, "_open", open_late)
+    client = await connect("gateway-a")
+    await until(lambda: num_running(client) == 0)
+
+
+async def test_the_last_words_of_an_engine_are_heard_however_late_the_gateway_looks(
+    client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """They say that the requests were handed back in order; a lost connection would say that the engine has failed."""
+    server, record = served
+    engine.hold.clear()
+    streams = [client.submit(record, make_request(str(number))) for number in range(50)]
+    await until(lambda: len(engine.running) == 50)
+    server.return_requests()
+    deadline = time.monotonic() + PATIENCE_S
+    while engine.running:  # nobody else gets to run on this loop
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    server.close()
+    time.sleep(0.5)  # the end of the connection arrives
+    words = [await anext(stream) for stream in streams]
+    assert [word.error.kind for word in words if word.error] == [ErrorKind.LEAVING] * 50
+
+
+async def test_a_connection_that_breaks_is_not_made_anew_behind_the_gateways_back(
+    connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """Messages sent meanwhile are lost, and later ones would be taken for their successors."""
+    with SilentProxy(served[1].address) as proxy:
+        record = msgspec.structs.replace(served[1], address=proxy.address)
+        client = await connect("gateway-a", record)
+        await until(lambda: num_running(client) == 0)
+        stream = client.submit(record, make_request("a", max_tokens=1_000_000))
+        first = (await anext(stream)).token_ids
+        proxy.cut()  # with all that is on its way
+        time.sleep(1.0)  # nobody else gets to run on this loop, for longer than a socket takes to connect again
+        tokens, gone = await tokens_until_gone(stream)
+        assert gone
+        assert first + tokens == list(range(1, len(first + tokens) + 1))
+        await until(lambda: engine.aborted == ["a"])
+
+
+async def test_a_connection_that_is_refused_is_tried_again(
+    connect: Callable[..., ZmqEngineClient], served: tuple[EngineServer, EngineRecord]
+) -> None:
+    port = free_port()
+    record = msgspec.structs.replace(served[1], address=f"tcp://127.0.0.1:{port}")
+    client = await connect("gateway-a", record)
+    await asyncio.sleep(0.5)
+    assert num_running(client) is None
+    with SilentProxy(served[1].address, port):
+        await until(lambda: num_running(client) == 0)
+
+
+async def test_an_engine_that_waits_for_a_requests_blocks_says_nothing_until_they_have_come(
+    connect: Callable[..., ZmqEngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing would delay the request for the blocks."""
+    monkeypatch.setattr(engine_socket, "IDLE_POLL_S", PATIENCE_S)  # then it may say so
+    engine = FetchingEngine()
+    server, record = serve_engine(engine, KEY)
+    try:
+        client = await connect("gateway-a", record)
+        await until(lambda: num_running(client) == 0)
+        heard: list[int | str | None] = []  # how many requests run, by each message; and outputs
+        take, dispatch = Connection._take, Connection._dispatch
+
+        def taken(connection: Connection, frame: bytes) -> str:
+            kind = take(connection, frame)
+            heard.append(num_running(client))
+            return kind
+
+        def dispatched(connection: Connection, output: EngineOutput) -> None:
+            heard.append("output")
+            dispatch(connection, output)
+
+        monkeypatch.setattr(Connection, "_take", taken)
+        monkeypatch.setattr(Connection, "_dispatch", dispatched)
+        stream = client.submit(record, make_request("a", max_tokens=2))
+        await until(engine.waits.is_set)
+        engine.arrived.set()
+        server.wake()
+        assert await tokens_until_gone(stream) == ([1, 2], False)
+        before = heard[: heard.index("output")]
+        assert before == [0] * len(before), "nothing, or what was said to its hello"
+        await until(lambda: num_running(client) == 0)
+    finally:
+        server.close()

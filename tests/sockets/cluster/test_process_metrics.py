@@ -1,0 +1,387 @@
+"""Each process exports its own metrics, and a scrape of any gateway gives those of all. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from baton.cluster import process_metrics
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord
+from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.engines.engine_socket import MessageCounters
+from baton.cluster.engines.metrics import EngineMetrics
+from baton.cluster.engines.server import EngineServer
+from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.membership.members import DirectoryMetrics, Membership
+from baton.cluster.process_metrics import ApplicationMetrics, MetricsExporter, MetricsReader, NoMetrics, collect
+from baton.cluster.wire import Status
+from baton.engine.core.messages import EngineStats
+from baton.engine.core.tiers import TierStats
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
+
+from ...helpers.fakes import CountingEngine, ListedSource, make_gateway, make_request, serve_engine
+
+pytestmark = pytest.mark.timeout(60)
+
+KEY = ClusterKey.generate()
+HOST = "127.0.0.1"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(text: bytes) -> Samples:
+    """Return value by name and labels. Fails where a family or a series comes twice."""
+    families = list(text_string_to_metric_families(text.decode()))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    found = [((each.name, tuple(sorted(each.labels.items()))), each.value) for each in _all(families)]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def _all(families: list[Metric]) -> Iterator[object]:
+    for family in families:
+        yield from family.samples
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def counters(found: Samples) -> Samples:
+    return {key: value for key, value in found.items() if key[0].endswith("_total")}
+
+
+def of_engine(found: Samples, name: str) -> Samples:
+    return {key: value for key, value in found.items() if ("engine", name) in key[1]}
+
+
+def up(found: Samples) -> dict[str, float]:
+    return {dict(labels)["process"]: value for (name, labels), value in found.items() if name == "baton_process_up"}
+
+
+class TokenCountingEngine(CountingEngine):
+    def stats(self) -> EngineStats:
+        return msgspec.structs.replace(super().stats(), generation_tokens=sum(self._done.values()))
+
+
+@dataclass
+class ServedEngine:
+    engine: TokenCountingEngine
+    server: EngineServer
+    record: EngineRecord
+    exporter: MetricsExporter
+
+
+class Application:
+    """Engines, gateways and a directory, each with its exporter."""
+
+    def __init__(self) -> None:
+        self.engines: list[ServedEngine] = []
+        self.exporters: list[MetricsExporter] = []
+        self.gateways: list[GatewayRecord] = []
+        self.metrics: list[GatewayMetrics] = []
+        self.scrapes: list[ApplicationMetrics] = []
+        directory = self._export(DirectoryMetrics(Membership(time.monotonic, 0)))
+        self.listed = DirectorySnapshot(0, [], [], "baton-directory:app", directory.address)
+
+    def _export(self, registry: Collector, **labels: str) -> MetricsExporter:
+        exporter = MetricsExporter(registry, host=HOST, key=KEY, labels=labels)
+        exporter.start()
+        self.exporters.append(exporter)
+        return exporter
+
+    def add_engine(self, node: str = "node") -> ServedEngine:
+        engine, rank = TokenCountingEngine(), len(self.engines)
+        server, record = serve_engine(engine, KEY, epoch=rank + 1, rank=rank)
+        labels = ["m", record.engine_id, record.role]
+        exporter = self._export(EngineMetrics(labels, lambda: server.status, server.counters))
+        record = msgspec.structs.replace(record, metrics_address=exporter.address, node_id=node)
+        self.engines.append(ServedEngine(engine, server, record, exporter))
+        self._list()
+        return self.engines[-1]
+
+    def add_gateway(self, name: str, node: str = "node") -> ApplicationMetrics:
+        metrics = GatewayMetrics("m", list)
+        exporter = self._export(metrics.registry, gateway=name)
+        self.gateways.append(msgspec.structs.replace(make_gateway(name, node=node), metrics_address=exporter.address))
+        self._list()
+        self.metrics.append(metrics)
+        own = lambda: collect(metrics.registry, {"gateway": name})  # noqa: E731
+        self.scrapes.append(ApplicationMetrics(own, identity=name, node_id=node, listed=lambda: self.listed, key=KEY))
+        return self.scrapes[-1]
+
+    def _list(self) -> None:
+        records = [each.record for each in self.engines]
+        self.listed = msgspec.structs.replace(self.listed, engines=records, gateways=list(self.gateways))
+
+    async def close(self) -> None:
+        for each in self.engines:
+            each.engine.hang.set()
+            each.server.close()
+        for exporter in self.exporters:
+            await exporter.close()
+        for scrape in self.scrapes:
+            scrape.close()
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[Application]:
+    app = Application()
+    yield app
+    await app.close()
+
+
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> float:
+    """How long a scrape waits for a process."""
+    monkeypatch.setattr(process_metrics, "ANSWER_S", 0.5)
+    return 0.5
+
+
+async def test_gateways_scraped_in_turn_give_the_same_series_and_counters_that_never_go_back(app: Application) -> None:
+    first, second = app.add_engine(), app.add_engine()
+    one, other = app.add_gateway("gateway-a"), app.add_gateway("gateway-b")
+    source = ListedSource()
+    source.show(first.record, second.record)
+    client = ZmqEngineClient(source, KEY, "gateway-a")
+    await client.start()
+    await until(lambda: len(client.engines()) == 2)
+    before: Samples = {}
+    series = None
+    for number in range(12):
+        app.metrics[number % 2].prompt_tokens.inc(number)
+        async for _ in client.submit((first, second)[number % 3 % 2].record, make_request(f"r{number}")):
+            pass
+        found = samples(await (one, other)[number % 2].render())
+        series = series or found.keys()
+        assert found.keys() == series
+        assert all(value >= before.get(key, 0.0) for key, value in counters(found).items())
+        before = counters(found)
+        assert up(found) == dict.fromkeys(
+            ["baton-directory:app", "gateway-a", "gateway-b", "engine-0", "engine-1"], 1.0
+        )
+    await client.close()
+    own = [f'baton_prompt_tokens_total{{gateway="{name}"' for name in ("gateway-a", "gateway-b")]
+    lines = (await one.render()).decode().splitlines()
+    assert [float(line.split()[-1]) for name in own for line in lines if line.startswith(name)] == [30.0, 36.0]
+    await until(lambda: [each.server.status.stats.generation_tokens for each in (first, second)] == [40, 20])
+    assert await one.render() == await other.render()
+    lines = (await other.render()).decode().splitlines()
+    tokens = [line.split()[-1] for line in lines if line.startswith("baton_engine_generation_tokens_total{")]
+    assert tokens == ["40.0", "20.0"]
+
+
+async def test_at_rest_every_gateway_gives_the_very_same_text(app: Application) -> None:
+    app.add_engine()
+    one, other = app.add_gateway("gateway-a"), app.add_gateway("gateway-b")
+    assert await one.render() == await other.render() == await one.render()
+
+
+async def test_a_process_that_is_gone_or_hangs_is_left_out_and_said_to_be_down(
+    app: Application, briefly: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory lists it for a while."""
+    gone, hanging, well = app.add_engine(), app.add_engine(), app.add_engine()
+    gateway = app.add_gateway("gateway-a")
+    assert of_engine(samples(await gateway.render()), "engine-0")
+    await gone.exporter.close()
+    assert hanging.exporter._task is not None
+    hanging.exporter._task.cancel()  # the socket is open, and nobody answers
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        began_s = time.monotonic()
+        found = samples(await gateway.render())
+        assert time.monotonic() - began_s < 4 * briefly, "both are waited for at the same time"
+        assert up(found) == {
+            "baton-directory:app": 1, "gateway-a": 1, "engine-0": 0, "engine-1": 0, "engine-2": 1,
+        }  # fmt: skip
+        assert not of_engine(found, "engine-0")
+        assert not of_engine(found, "engine-1")
+        assert of_engine(found, well.record.engine_id)
+    assert sum("is missing in the metrics" in record.message for record in caplog.records) == 2, "once each"
+
+
+async def test_a_process_that_left_has_no_series(app: Application) -> None:
+    app.add_engine()
+    gateway = app.add_gateway("gateway-a")
+    assert "engine-0" in up(samples(await gateway.render()))
+    app.engines[0].server.close()
+    app.engines.clear()
+    app._list()
+    assert "engine-0" not in (await gateway.render()).decode()
+
+
+async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
+    app: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for those that came first, and once for all that came while it was asked. The route needs no key."""
+    app.add_engine()
+    gateway = app.add_gateway("gateway-a")
+    asked: list[str] = []
+    read = MetricsReader.read
+
+    async def counted(reader: MetricsReader, address: str) -> list[process_metrics.MetricFamily]:
+        asked.append(address)
+        return await read(reader, address)
+
+    monkeypatch.setattr(MetricsReader, "read", counted)
+    await asyncio.gather(*(gateway.render() for _ in range(20)))
+    assert len(asked) <= 2 * len(set(asked)) == 4, "of the engine and of the directory"
+
+
+async def test_gateways_of_all_nodes_share_the_processes_among_them(app: Application) -> None:
+    for node in ("west", "west", "east", "none"):
+        app.add_engine(node)
+    for name, node in {"gateway-a": "west", "gateway-b": "west", "gateway-c": "east"}.items():
+        app.add_gateway(name, node)
+    west, west_again, east = [samples(await scrape.render(of_node=True)) for scrape in app.scrapes]
+    assert west.keys() == west_again.keys()
+    assert up(west).keys() >= {"gateway-a", "gateway-b", "engine-0", "engine-1"}
+    assert up(east).keys() >= {"gateway-c", "engine-2"}
+    assert not west.keys() & east.keys()
+    assert west.keys() | east.keys() == samples(await app.scrapes[0].render()).keys()
+
+
+async def test_a_stranger_without_the_key_reads_nothing(app: Application, briefly: float) -> None:
+    engine = app.add_engine()
+    reader = MetricsReader(ClusterKey.generate())
+    with pytest.raises(NoMetrics, match="did not answer"):
+        await reader.read(engine.record.metrics_address)
+    reader.close()
+
+
+class Broken(Collector):
+    def collect(self) -> Iterator[Metric]:
+        raise RuntimeError("the device is gone")
+
+
+async def test_a_process_whose_metrics_cannot_be_collected_is_down_and_says_why(
+    app: Application, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter = app._export(Broken())
+    reader = MetricsReader(KEY)
+    for _ in range(2):
+        with pytest.raises(NoMetrics):
+            await reader.read(exporter.address)
+    reader.close()
+    assert "the device is gone" in caplog.text
+
+
+async def test_an_answer_that_is_no_metrics_is_refused() -> None:
+    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+        KEY.secure_server(socket)
+        socket.bind(f"tcp://{HOST}:*")
+        reader = MetricsReader(KEY)
+        reading = asyncio.create_task(reader.read(socket.getsockopt_string(zmq.LAST_ENDPOINT)))
+        assert await asyncio.to_thread(socket.recv) == b""
+        socket.send(b"\x93what is this")
+        with pytest.raises(NoMetrics):
+            await reading
+        reader.close()
+
+
+def test_labels_are_added_to_every_sample_and_heads_stay() -> None:
+    registry = CollectorRegistry()
+    Counter("baton_seen_total", "What\nwas seen.", ["kind"], registry=registry).labels("a").inc()
+    counter, created = collect(registry, {"gateway": "g"})
+    assert counter == process_metrics.MetricFamily(
+        "baton_seen_total",
+        "# HELP baton_seen_total What\\nwas seen.\n# TYPE baton_seen_total counter\n",
+        'baton_seen_total{gateway="g",kind="a"} 1.0\n',
+    )
+    assert created.name == "baton_seen_created"
+    assert collect(CollectorRegistry()) == []
+
+
+def engine_samples(status: Status | None, counters: MessageCounters = MessageCounters()) -> dict[str, float]:
+    """Return values by name and the labels that are not of the engine."""
+    labels = {"model_name": "m", "engine": "decode-1", "role": "decode"}
+    found = {}
+    for family in EngineMetrics(list(labels.values()), lambda: status, counters).collect():
+        for sample in family.samples:
+            assert sample.labels.items() >= labels.items()
+            others = [value for name, value in sample.labels.items() if name not in labels]
+            found[" ".join([sample.name.removeprefix("baton_"), *others])] = sample.value
+    return found
+
+
+def test_an_engine_exports_its_state_its_hand_offs_and_its_tiers() -> None:
+    transfers = TransferStats(
+        offers={"finished": 2, "expired": 1},
+        leases_held=3,
+        receives={"received": 2, "corrupt": 1},
+        bytes_read=4096,
+        descriptors_read=5,
+        blocks_read_early=3,
+        receive_seconds=0.5,
+        reads_fallen_back=6,
+        lanes=[
+            PeerLane(engine_id="prefill-0", transport="nixl/UCX", bytes_per_s=4e8, is_slow=True),
+            PeerLane(engine_id="prefill-9", transport="cuda_ipc", bytes_per_s=None, is_slow=False),
+        ],
+    )
+    stats = msgspec.structs.replace(
+        CountingEngine().stats(),
+        num_blocks=4,
+        num_blocks_free=1,
+        prompt_tokens=20,
+        num_waiting_tokens=7,
+        tiers=TierStats(blocks={"disk": 8}, failures={"slow": 9}),
+    )
+    found = engine_samples(Status(1, stats, transfers))
+    assert {name: found[name] for name in EXPECTED} == EXPECTED
+    assert [name for name in found if name.startswith("kv_peer_bytes")] == [
+        "kv_peer_bytes_per_second prefill-0 nixl/UCX"
+    ]
+
+
+EXPECTED = {
+    "kv_cache_usage_perc": 0.75,
+    "num_prompt_tokens_waiting": 7,
+    "engine_prompt_tokens_total": 20,
+    "kv_tickets_total finished": 2,
+    "kv_tickets_total expired": 1,
+    "kv_tickets_total withdrawn": 0,
+    "kv_leases_held": 3,
+    "kv_receives_total received": 2,
+    "kv_receives_total corrupt": 1,
+    "kv_blocks_read_early_total": 3,
+    "kv_transfer_bytes_total": 4096,
+    "kv_transfer_descriptors_total": 5,
+    "kv_transfer_seconds_total": 0.5,
+    "kv_read_fallbacks_total": 6,
+    "kv_slow_peers": 1,
+    "kv_peer_bytes_per_second prefill-0 nixl/UCX": 4e8,
+    "kv_tier_blocks disk": 8,
+    "kv_tier_failures_total slow": 9,
+    "kv_tier_failures_total corrupt": 0,
+}
+
+
+def test_an_engine_exports_messages_that_were_lost_also_before_its_first_status() -> None:
+    lost = MessageCounters(malformed_messages=5, stale_messages=6, undeliverable_messages=7)
+    assert engine_samples(None, lost) == {
+        "engine_messages_malformed_total": 5,
+        "engine_messages_stale_total": 6,
+        "engine_messages_unsent_total": 7,
+    }
+
+
+def test_what_hands_nothing_over_and_has_no_tiers_has_no_such_series() -> None:
+    found = engine_samples(Status(1, CountingEngine().stats()))
+    assert not [name for name in found if name.startswith(("kv_tickets", "kv_tier", "kv_peers"))]
+    assert found["engine_steps_total"] == 0

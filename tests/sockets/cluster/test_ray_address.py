@@ -1,0 +1,74 @@
+"""The Ray cluster that `--address auto` finds, where several run on a machine or have run there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+from ray._private import services
+
+from baton.cluster.cli import ray_cluster
+from baton.cluster.cli.ray_cluster import NoRayCluster
+
+from ...helpers.free_ports import free_port
+
+
+@contextlib.contextmanager
+def clusters_here(monkeypatch: pytest.MonkeyPatch, *, named: str | None, found: list[str]) -> Iterator[None]:
+    """Set what Ray finds on this machine: the cluster that `ray start` has recorded, and those of processes."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: named)
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset(found))
+    yield
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[[], str]]:
+    with contextlib.ExitStack() as open_ports:
+
+        def listen() -> str:
+            listener = open_ports.enter_context(socket.create_server(("127.0.0.1", 0)))
+            return f"127.0.0.1:{listener.getsockname()[1]}"
+
+        yield listen
+
+
+def dead() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+def test_auto_is_never_a_dead_cluster(monkeypatch: pytest.MonkeyPatch, listening: Callable[[], str]) -> None:
+    alive = listening()
+    for named in (None, dead()):
+        with clusters_here(monkeypatch, named=named, found=[dead(), dead(), alive]):
+            assert ray_cluster._answering("auto") == alive
+
+
+def test_auto_is_what_ray_start_has_made_known_while_that_lives(
+    monkeypatch: pytest.MonkeyPatch, listening: Callable[[], str]
+) -> None:
+    other, named = listening(), listening()
+    with clusters_here(monkeypatch, named=named, found=[other, named]):
+        assert ray_cluster._answering("auto") == named
+
+
+def test_auto_takes_none_of_several_clusters_and_names_them(
+    monkeypatch: pytest.MonkeyPatch, listening: Callable[[], str]
+) -> None:
+    one, other = sorted([listening(), listening()])
+    with (
+        clusters_here(monkeypatch, named=dead(), found=[dead(), one, other]),
+        pytest.raises(NoRayCluster, match=f"2 Ray clusters run on this machine: {one}, {other}; say which"),
+    ):
+        ray_cluster._answering("auto")
+
+
+def test_auto_says_where_no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = dead()
+    with (
+        clusters_here(monkeypatch, named=gone, found=[dead()]),
+        pytest.raises(NoRayCluster, match=f"no Ray cluster runs on this machine .*{gone}, does not answer"),
+    ):
+        ray_cluster._answering("auto")

@@ -1,0 +1,331 @@
+"""BodyService that are read in a process of their own: the same comes of them, and what they cost, they cost there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from baton.cluster.contracts import Role
+from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.api import body_service
+from baton.cluster.gateway.api.body_reader import BodyReader, RequestKind
+from baton.cluster.gateway.api.body_service import BodyService
+from baton.cluster.gateway.api.job import PreparedRequest
+from baton.cluster.gateway.api.prepare import INLINE_MESSAGES
+from baton.cluster.gateway.api.streams import merge_streams
+from baton.cluster.gateway.bodies import process_pool
+from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
+from baton.cluster.gateway.bodies.json_structure import PIECE_BYTES
+from baton.cluster.gateway.bodies.process_pool import HEAVY_BYTES, SmallestFirstQueue
+from baton.cluster.gateway.routing import prefix_index
+from baton.cluster.gateway.settings import GatewaySettings
+from baton.engine.text import ChatTemplate, Tokenizer
+
+from ...helpers.gateway_service import Service, until
+from ...helpers.tiny_model import tiny_model, tiny_tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PATIENCE_S = 100.0  # a process starts in seconds, on a busy machine in tens of them
+PAD = {"user": "u" * INLINE_BYTES}  # makes any body a large one
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+MANY = [{"role": "user", "content": "x"}] * (INLINE_MESSAGES + 1)
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+USER = [{"role": "user", "content": "hello"}]
+REQUESTS: list[tuple[RequestKind, dict[str, Any]]] = [
+    (RequestKind.COMPLETION, {"prompt": "the quick brown fox"}),
+    (RequestKind.COMPLETION, {"prompt": [5] * 100, "echo": True, "logprobs": 1, "max_tokens": 0}),
+    (
+        RequestKind.COMPLETION,
+        {"prompt": [[5, 6], [7] * 40], "n": 3, "seed": -5, "stop": ["a", "b"], "logit_bias": {"5": 1}},
+    ),
+    (RequestKind.COMPLETION, {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}, "bad_words": ["fox"]}),
+    (
+        RequestKind.COMPLETION,
+        {"prompt": "x", "stream": True, "stream_options": {"include_usage": True, "resumable": True}},
+    ),
+    (RequestKind.CHAT, {"messages": USER, "chat_template_kwargs": {"hint": "so"}, "cache_salt": "s", "priority": 3}),
+    (RequestKind.CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required", "baton_timeline": True}),
+    (
+        RequestKind.RESPONSE,
+        {
+            "input": "hello",
+            "instructions": "be",
+            "metadata": {"a": "b"},
+            "tools": [TOOL["function"] | {"type": "function"}],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
+async def test_another_process_reads_a_body_as_this_one_does(
+    start: Callable[..., Service], thinker: ServedModel, kind: RequestKind, fields: dict[str, Any]
+) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=thinker)
+    text = json.dumps({"model": thinker.model_id, **fields, **PAD}).encode()
+    expected = await BodyReader(thinker, GatewaySettings(), in_event_loop=False).prepare(kind, text, "circle")
+    found = await _read_elsewhere(service.bodies, kind, text)
+    assert found == expected
+    assert found.prompts == expected.prompts
+    assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    whole = await service.chat("hello", max_tokens=4, seed=1)
+    large = await service.chat("hello", max_tokens=4, seed=1, **PAD)
+    assert large.json()["choices"] == whole.json()["choices"]
+    assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_a_long_chat_of_a_few_bytes_is_rendered_elsewhere(start: Callable[..., Service]) -> None:
+    """Templates may take a step for each pair of messages."""
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))
+    response = await service.http.post(CHAT, json={"model": "tiny", "messages": MANY, "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_small_bodies_stay_in_this_process(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    assert (await service.chat("hello", max_tokens=1, tools=[])).status_code == 200
+    samples = await service.metrics()
+    assert sum(value for name, value in samples.items() if name.startswith("baton_large_bodies_total")) == 0
+
+
+async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    refusals = [await service.complete("hello", temperature=-1), await service.complete("hello", temperature=-1, **PAD)]
+    assert refusals[0].json() == refusals[1].json()
+    assert refusals[1].status_code == 400
+    assert (await service.metrics())['baton_large_bodies_total{outcome="refused"}'] == 1
+
+
+async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    text = "the fox " * 10_000
+    told = (await service.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    back = await service.http.post("/detokenize", json={"tokens": told["tokens"]})
+    assert back.json() == {"prompt": text}
+    assert (await service.metrics())["baton_request_memory_bytes"] == 0
+
+
+async def test_a_template_without_end_is_ended_and_hurts_nobody(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_pool, "TIMEOUT_S", 1)
+    endless = (
+        "{% if messages | length > 64 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endif %}{{ messages[0].content }}"
+    )
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(endless)))
+    attack = asyncio.create_task(service.http.post(CHAT, json={"model": "tiny", "messages": MANY}))
+    answered = 0
+    while not attack.done():
+        assert (await service.chat("hello", max_tokens=1)).status_code == 200
+        answered += 1
+    assert (await attack).status_code == 400
+    assert (await attack).json()["error"]["code"] == "body_too_expensive"
+    assert answered > 1
+    assert (await service.chat("hello", max_tokens=1, **PAD)).status_code == 200  # another process
+    samples = await service.metrics()
+    assert samples['baton_large_bodies_total{outcome="too_slow"}'] == 1
+    assert samples['baton_large_bodies_total{outcome="read"}'] == 1
+
+
+async def test_a_body_that_takes_too_much_memory_is_refused(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_pool, "MEMORY_BYTES", 16 << 20)
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    response = await service.complete("hello", user="\u4e2d" * 4_000_000)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "body_too_expensive"
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+
+
+async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+    (pid,) = service.bodies.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+
+
+async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(start: Callable[..., Service]) -> None:
+    """A process takes a second or two to start."""
+    service = start(Role.UNIFIED, body_processes=2, request_timeout_s=PATIENCE_S)
+    pool = service.bodies.processes
+    await pool.start()
+    first, second = pool._processes
+    started = asyncio.Event()
+    second.started = started.wait  # type: ignore[method-assign]  # a start that takes until the event
+    answers = await asyncio.gather(*(service.complete("hello", max_tokens=1, **PAD) for _ in range(3)))
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert not first.has_ended
+    started.set()
+
+
+async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
+    await service.bodies.processes.start()
+    (pid,) = service.bodies.processes.pids
+    os.kill(pid, signal.SIGSTOP)
+    request = asyncio.create_task(service.complete("hello", **PAD))
+    await until(lambda: service.bodies.budget.held_bytes > INLINE_BYTES)
+    request.cancel()
+    await until(lambda: service.bodies.budget.held_bytes == 0)
+    os.kill(pid, signal.SIGCONT)
+    assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+
+
+async def test_no_more_large_bodies_wait_than_may(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_pool, "MAX_WAITING", 2)
+    service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
+    await service.bodies.processes.start()
+    (pid,) = service.bodies.processes.pids
+    os.kill(pid, signal.SIGSTOP)
+    waiting = [asyncio.create_task(service.complete("hello", max_tokens=1, **PAD)) for _ in range(3)]  # one is there
+    await until(lambda: service.bodies.processes.num_waiting == 2)
+    refused = await service.complete("hello", max_tokens=1, **PAD)
+    os.kill(pid, signal.SIGCONT)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "readers_full"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert [(await each).status_code for each in waiting] == [200] * 3
+
+
+async def test_a_million_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
+    """Between them others have their turn."""
+    sizes: list[int] = []
+    real = body_service.unpack_tokens
+    monkeypatch.setattr(body_service, "unpack_tokens", lambda packed: sizes.append(len(packed)) or real(packed))
+    long = ServedModel("tiny", model.tokenizer, 2**20, model.vocab_size)
+    bodies = BodyService(long, GatewaySettings(), _NoMetrics())
+    try:
+        prompt = [7] * 1_000_000
+        text = json.dumps({"model": "tiny", "prompt": prompt}).encode()
+        assert (await _read_elsewhere(bodies, RequestKind.COMPLETION, text)).prompts == [prompt]
+    finally:
+        bodies.processes.close()
+    assert max(sizes) <= 4 * body_service.TOKENS_AT_ONCE
+    assert sum(sizes) == 4 * (len(prompt) + 1)
+
+
+async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing a long prompt takes milliseconds, and one request may have 256 choices."""
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    hashed = 0
+    real = prefix_index.block_hashes
+
+    def counted(*args: Any) -> Any:
+        nonlocal hashed
+        hashed += 1
+        return real(*args)
+
+    monkeypatch.setattr(prefix_index, "block_hashes", counted)
+    assert (await service.complete([5] * 200, n=16, max_tokens=1)).status_code == 200
+    assert hashed == 1
+
+
+async def test_the_smallest_body_that_waits_is_next_and_heavy_ones_leave_a_process() -> None:
+    queue = SmallestFirstQueue(2)
+    heavy = HEAVY_BYTES + 1
+    assert await queue.take(heavy) == 1
+    waiting = {size: asyncio.create_task(queue.take(size)) for size in (heavy + 1, 500, 300)}
+    await asyncio.sleep(0)
+    assert queue.num_waiting == 2  # of those that came, the first light one has the process that is left
+    assert await waiting[500] == 0
+    queue.put_back(0, 500)
+    assert await waiting[300] == 0
+    queue.put_back(0, 300)
+    await asyncio.sleep(0)
+    assert not waiting[heavy + 1].done()
+    gone = asyncio.create_task(queue.take(heavy))
+    await asyncio.sleep(0)
+    gone.cancel()
+    queue.put_back(1, heavy)
+    assert await waiting[heavy + 1] == 1
+    assert await queue.take(5) == 0
+
+
+async def test_choices_begin_one_after_another_with_everyone_elses_turns_between() -> None:
+    """The first step of each sends its prompt, which may be long."""
+    order: list[str] = []
+
+    async def choice(number: int) -> AsyncGenerator[str, None]:
+        order.append(f"choice {number}")
+        yield "token"
+
+    async def other_client() -> None:
+        while sum(what != "other" for what in order) < 4:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(other_client())
+    async with aclosing(merge_streams([choice(number) for number in range(4)])) as merged:
+        async for _ in merged:
+            pass
+    await other
+    begun = [index for index, what in enumerate(order) if what.startswith("choice")]
+    assert len(begun) == 4
+    assert all("other" in order[first:second] for first, second in itertools.pairwise(begun))
+
+
+async def test_a_long_answer_to_tokenize_is_written_in_pieces(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
+    content = json.dumps({"prompt": "the fox " * 20_000}).encode()
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    await service.app({"type": "http", "method": "POST", "path": "/tokenize", "headers": headers}, receive, send)
+    pieces = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    told = json.loads(b"".join(pieces))
+    assert told["count"] == len(told["tokens"])
+    assert dict(sent[0]["headers"])[b"content-length"] == str(sum(map(len, pieces))).encode()
+    assert service.bodies.budget.held_bytes == 0
+
+
+async def _read_elsewhere(bodies: BodyService, kind: RequestKind, text: bytes) -> PreparedRequest:
+    with Body() as body:
+        await body.add(text)
+        body.file()
+        with bodies.budget.reservation() as held:
+            return await bodies.prepare(kind, body, "circle", held)
+
+
+class _NoMetrics:
+    def count_body(self, outcome: str) -> None: ...
+
+    def watch_memory(self, held_bytes: Callable[[], float]) -> None: ...
+
+
+def _tokenizer_of(template: str) -> Tokenizer:
+    tokenizer = tiny_tokenizer()
+    return Tokenizer(tokenizer.backend, tokenizer.special_tokens, ChatTemplate({"default": template}))

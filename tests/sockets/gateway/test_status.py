@@ -1,0 +1,67 @@
+"""`baton status`, asked as people and programs ask, of a gateway that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable
+
+from baton.cluster.contracts import Role
+
+from ...helpers.gateway_service import Service
+from ...helpers.served import BATON
+
+
+async def status(url: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [BATON, "status", "--url", url, *words]
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=50)
+
+
+async def test_programs_are_told_what_the_gateway_knows_and_whether_it_is_ready(service: Service) -> None:
+    async with service.over_tcp() as url:
+        done = await status(url, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told.pop("ready") is True
+    assert told == (await service.http.get("/v1/cluster/ranks")).json()
+
+
+async def test_the_exit_code_says_that_nobody_can_serve_and_the_output_who_is_there(
+    start: Callable[..., Service],
+) -> None:
+    service = start(Role.PREFILL)
+    async with service.over_tcp() as url:
+        shown, told = await status(url), await status(url, "--json")
+    assert (shown.returncode, told.returncode) == (1, 1)
+    assert "not ready" in shown.stdout
+    answer = json.loads(told.stdout)
+    assert answer["ready"] is False
+    assert [rank["role"] for rank in answer["data"]] == ["prefill"]
+
+
+async def test_where_no_gateway_answers_programs_read_nothing(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, api_keys=["secret"])
+    async with service.over_tcp() as url:
+        refused = await status(url, "--json")
+        taken = await status(url, "--json", "--api-key", "secret")
+    gone = await status(url, "--json")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "key" in refused.stderr.lower()
+    assert (gone.returncode, gone.stdout) == (1, "")
+    assert f"no answer from {url}" in gone.stderr
+    assert taken.returncode == 0
+    assert "secret" not in taken.stdout
+
+
+async def test_a_server_of_another_kind_is_told_from_a_gateway() -> None:
+    async def say_something_else(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\n<html/>")
+        writer.close()
+
+    async with await asyncio.start_server(say_something_else, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await status(url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"error: {url}/v1/cluster/ranks answers, but not as Baton does" in done.stderr

@@ -1,0 +1,434 @@
+"""Functions that a model may ask its client to call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from baton.cluster.contracts import Role
+from baton.cluster.gateway import ServedModel
+from baton.engine.structured import XGrammarBackend
+from baton.engine.text import ChatTemplate, Tokenizer
+
+from ...helpers.gateway_service import Service, events
+from ...helpers.tiny_model import TEMPLATE
+
+TAUGHT = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}<tool_call>\n"
+    "{{ call.function.name }} {{ call.function.arguments.size }}\n</tool_call>{% endfor %}{% endfor %}"
+)
+SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2, 3]}}, "required": ["size"]}
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SIZE, **function}}
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+TOOLS = [tool("cut"), tool("fold", description="in half")]
+PAINT = {"type": "function", "function": {"name": "paint"}}
+TWO_CALLS = "\n".join(["Well.", call("cut", '{"size": 1}'), call("fold", '{"size": 2}')])
+
+
+@pytest.fixture(scope="session")
+def caller(model: ServedModel, tokenizer: Tokenizer) -> ServedModel:
+    """A model whose template teaches calls."""
+    template = ChatTemplate({"default": TAUGHT + TEMPLATE + "{# <tool_call> with name and arguments #}"})
+    return replace(model, tokenizer=Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template))
+
+
+@pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
+async def tools(
+    start: Callable[..., Service], caller: ServedModel, grammars: XGrammarBackend, request: pytest.FixtureRequest
+) -> Service:
+    return start(*request.param, served=caller, grammars=grammars)
+
+
+def script(service: Service, answer: str, told: str = "cut fold ", *, end: bool = True) -> None:
+    """Set the answer to a message of "hello" of a model that was told of these functions."""
+    service.script(f"{told}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n", answer, end=end)
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+
+
+async def test_calls_are_told_from_words(tools: Service) -> None:
+    script(tools, TWO_CALLS)
+    (choice,) = (await tools.chat("hello", tools=TOOLS)).json()["choices"]
+    assert choice["message"]["content"] == "Well."
+    assert calls_of(choice["message"]) == [("cut", {"size": 1}), ("fold", {"size": 2})]
+    assert {call["type"] for call in choice["message"]["tool_calls"]} == {"function"}
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_stream_tells_a_calls_name_first_and_then_its_arguments_piece_by_piece(tools: Service) -> None:
+    script(tools, TWO_CALLS)
+    *chunks, done = events((await tools.chat("hello", tools=TOOLS, stream=True)).text)
+    assert done == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well."
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    begun = [piece for piece in calls if "id" in piece]
+    assert [(piece["index"], piece["function"]["name"]) for piece in begun] == [(0, "cut"), (1, "fold")]
+    pieces = [piece["function"]["arguments"] for piece in calls if piece["index"] == 1]
+    assert "".join(pieces) == '{"size": 2}'
+    assert len(pieces) > 3
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "tool_calls"]
+
+
+async def test_the_official_client_puts_calls_together_and_sends_their_results(tools: Service) -> None:
+    script(tools, TWO_CALLS)
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    async with tools.openai() as client:
+        whole = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+        async with client.chat.completions.stream(model="tiny", messages=messages, tools=TOOLS) as stream:
+            streamed = await stream.get_final_completion()
+        messages.append(whole.choices[0].message)
+        calls = whole.choices[0].message.tool_calls
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls]
+        assert (await client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)).choices
+    read = [(call.function.name, call.function.arguments) for call in streamed.choices[0].message.tool_calls]
+    assert read == [(call.function.name, call.function.arguments) for call in calls]
+
+
+async def test_the_template_gets_functions_calls_and_results(tools: Service) -> None:
+    made = {"id": "call_1", "type": "function", "function": {"name": "cut", "arguments": '{"size": 3}'}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "tool", "content": "done", "tool_call_id": "call_1"},
+    ]
+    response = await tools.http.post("/tokenize", json={"messages": messages, "tools": TOOLS})
+    text = tools.tokenizer.decode(response.json()["tokens"], skip_special_tokens=False)
+    assert text.startswith("cut fold <tool_call>\ncut 3\n</tool_call><|im_start|>user\nhello<|im_end|>\n")
+    assert "<|im_start|>tool\ndone<|im_end|>\n" in text
+
+
+async def test_where_no_call_is_wished_nothing_is_told_of_tools_and_nothing_read(tools: Service) -> None:
+    script(tools, TWO_CALLS, told="")
+    (choice,) = (await tools.chat("hello", tools=TOOLS, tool_choice="none")).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TWO_CALLS, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_one_call_at_a_time_where_that_is_asked_for(tools: Service) -> None:
+    script(tools, TWO_CALLS)
+    (choice,) = (await tools.chat("hello", tools=TOOLS, parallel_tool_calls=False)).json()["choices"]
+    assert calls_of(choice["message"]) == [("cut", {"size": 1})]
+
+
+async def test_a_call_that_the_limit_cuts_off_says_so(tools: Service) -> None:
+    script(tools, call("cut", '{"size": 1}'))
+    (choice,) = (await tools.chat("hello", tools=TOOLS, max_tokens=40)).json()["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert '{"size": 1}'.startswith(made["function"]["arguments"])
+    assert choice["finish_reason"] == "length"
+
+
+async def test_wherever_the_limit_cuts_a_call_its_beginning_is_no_words(tools: Service) -> None:
+    script(tools, TWO_CALLS)
+    length = len(tools.tokenizer.encode(TWO_CALLS))
+    whole_arguments, told = ['{"size": 1}', '{"size": 2}'], []
+    for max_tokens in range(1, length, 5):
+        asked = {"tools": TOOLS, "max_tokens": max_tokens}
+        (choice,) = (await tools.chat("hello", **asked)).json()["choices"]
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        assert "Well.".startswith(message["content"] or "")
+        assert all(full.startswith(call["arguments"]) for full, call in zip(whole_arguments, calls, strict=False))
+        *chunks, _ = events((await tools.chat("hello", stream=True, **asked)).text)
+        streamed = [chunk["choices"][0] for chunk in chunks]
+        deltas = [each["delta"] for each in streamed]
+        assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+        pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [piece["name"] for piece in pieces if "name" in piece] == [call["name"] for call in calls]
+        assert "".join(piece["arguments"] for piece in pieces) == "".join(call["arguments"] for call in calls)
+        assert choice["finish_reason"] == streamed[-1]["finish_reason"] == "length"
+        told.append(len(calls))
+    assert set(told) == {0, 1, 2}
+
+
+FORCED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "required": ({"tool_choice": "required"}, {"cut", "fold"}),
+    "required, one": ({"tool_choice": "required", "parallel_tool_calls": False}, {"cut", "fold"}),
+    "named": ({"tool_choice": {"type": "function", "function": {"name": "fold"}}}, {"fold"}),
+}
+
+
+@pytest.mark.parametrize(("asked", "names"), FORCED.values(), ids=FORCED)
+async def test_a_call_that_must_come_does_and_its_arguments_fit(
+    tools: Service, asked: dict[str, Any], names: set[str]
+) -> None:
+    """By a model that would write anything."""
+    for seed in range(3):
+        response = await tools.chat("hello", tools=TOOLS, seed=seed, max_tokens=200, **asked)
+        (choice,) = response.json()["choices"]
+        if choice["finish_reason"] == "length":  # many calls: nothing says when they are enough
+            assert "parallel_tool_calls" not in asked
+            continue
+        assert choice["finish_reason"] == "tool_calls"
+        calls = calls_of(choice["message"])
+        assert choice["message"]["content"] is None
+        assert {name for name, _ in calls} <= names
+        for _, arguments in calls:
+            jsonschema.validate(arguments, SIZE)
+        assert len(calls) == 1 or asked["tool_choice"] == "required"
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_the_tools_that_a_model_knows_only_the_allowed_ones_are_called(
+    tools: Service, mode: str, endpoint: str
+) -> None:
+    """By a model that begins to write a call, and then would write anything; it is told of both functions."""
+    script(tools, "<tool_call>", end=False)
+    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": allowed(mode, "fold"), "parallel_tool_calls": False}
+    if endpoint == "responses":
+        functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "fold"}]}
+        asked |= {"tools": functions, "tool_choice": choice, "input": "hello"}
+    for seed in range(3):
+        if endpoint == "responses":
+            body = {"model": "tiny", "seed": seed, "max_output_tokens": 150, **asked}
+            answer = (await tools.http.post("/v1/responses", json=body)).json()
+            assert answer["tool_choice"] == asked["tool_choice"]
+            (name,) = [item["name"] for item in answer["output"] if item["type"] == "function_call"]
+        else:
+            (choice,) = (await tools.chat("hello", seed=seed, max_tokens=150, **asked)).json()["choices"]
+            (name,) = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+        assert name == "fold"
+
+
+async def test_a_function_without_parameters_is_called_without_arguments(tools: Service) -> None:
+    asked = {"tools": [PAINT], "tool_choice": PAINT, "max_tokens": 100}
+    (choice,) = (await tools.chat("hello", **asked)).json()["choices"]
+    assert calls_of(choice["message"]) == [("paint", {})]
+
+
+async def test_arguments_of_strict_functions_fit_where_the_model_is_free_to_call(tools: Service) -> None:
+    strict = [tool("cut", strict=True), PAINT]
+    script(tools, 'Well. <tool_call>\n{"name": "cut", "arguments": {', told="cut paint ", end=False)
+    for seed in range(3):
+        asked = {"tools": strict, "seed": seed, "parallel_tool_calls": False, "max_tokens": 150}
+        (choice,) = (await tools.chat("hello", **asked)).json()["choices"]
+        ((name, arguments),) = calls_of(choice["message"])
+        assert name == "cut"
+        jsonschema.validate(arguments, SIZE)
+
+
+async def test_a_model_that_writes_json_alone_makes_one_call(
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
+) -> None:
+    words = '{% if tools %}{% endif %}{# {"name": function name, "parameters": dictionary} #}'
+    alone = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": TEMPLATE + words}))
+    service = start(Role.UNIFIED, served=replace(model, tokenizer=alone), grammars=grammars)
+    for seed in range(3):
+        asked = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "max_tokens": 100}
+        (choice,) = (await service.chat("hello", **asked)).json()["choices"]
+        ((_, arguments),) = calls_of(choice["message"])
+        jsonschema.validate(arguments, SIZE)
+    script(service, '{"name": "cut", "parameters": {"size": 2}}', told="")
+    (choice,) = (await service.chat("hello", tools=TOOLS)).json()["choices"]
+    assert calls_of(choice["message"]) == [("cut", {"size": 2})]
+    script(service, '{"size": 2}', told="")
+    (choice,) = (await service.chat("hello", tools=TOOLS)).json()["choices"]
+    assert choice["message"]["content"] == '{"size": 2}'
+
+
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "response_format": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "size", "schema": SIZE}}},
+        '{"size": ',
+    ),
+    "any object": ({"response_format": {"type": "json_object"}}, "{"),
+    "choice": ({"structured_outputs": {"choice": ['{"size": 1}', '{"size": 2}']}}, '{"si'),
+    "regex": ({"structured_outputs": {"regex": '\\{"size": [123]\\}'}}, '{"si'),
+    "grammar": ({"structured_outputs": {"grammar": 'root ::= "{\\"size\\": " [123] "}"'}}, '{"si'),
+}
+
+
+@pytest.mark.parametrize(("asked", "begun"), SHAPES.values(), ids=SHAPES)
+async def test_where_words_must_fit_something_an_answer_is_such_words_or_calls(
+    tools: Service, asked: dict[str, Any], begun: str
+) -> None:
+    """By a model that begins to write the one or the other, and then would write anything."""
+    call_begun = '<tool_call>\n{"name": "cut", "arguments": {'
+    asked = {**asked, "tools": [tool("cut", strict=True), PAINT], "parallel_tool_calls": False, "max_tokens": 150}
+    for seed in range(3):
+        script(tools, begun, told="cut paint ", end=False)
+        (choice,) = (await tools.chat("hello", seed=seed, **asked)).json()["choices"]
+        assert "tool_calls" not in choice["message"]
+        if choice["finish_reason"] != "length":  # spaces, of which a schema does not say how many
+            answer = json.loads(choice["message"]["content"])
+            jsonschema.validate(answer, {"type": "object"} if begun == "{" else SIZE)
+        script(tools, call_begun, told="cut paint ", end=False)
+        (choice,) = (await tools.chat("hello", seed=seed, **asked)).json()["choices"]
+        ((name, arguments),) = calls_of(choice["message"])
+        assert (name, choice["finish_reason"], choice["message"]["content"]) == ("cut", "tool_calls", None)
+        jsonschema.validate(arguments, SIZE)
+        required = {**asked, "tool_choice": "required"}
+        (choice,) = (await tools.chat("hello", seed=seed, **required)).json()["choices"]
+        assert calls_of(choice["message"]), "an answer of words is none that was asked for"
+
+
+async def test_a_stream_with_calls_goes_on_where_it_broke(start: Callable[..., Service], caller: ServedModel) -> None:
+    body = {"tools": TOOLS, "stream": True, "stream_options": {"resumable": True}, "seed": 1}
+    service = start(Role.UNIFIED, served=caller)
+    script(service, TWO_CALLS)
+    headers = {"x-request-id": "one"}
+    message = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+    async def told(**more: str) -> list[str]:
+        response = await service.http.post("/v1/chat/completions", json=message | body, headers=headers | more)
+        assert response.status_code == 200, response.text
+        return response.text.split("\n\n")[:-1]
+
+    whole = await told()
+    named = [index for index, event in enumerate(whole) if event.startswith("id: ")]
+    assert len(named) > 10
+    for index in named:
+        event_id = whole[index].partition("\n")[0].removeprefix("id: ")
+        assert await told(**{"last-event-id": event_id}) == whole[index + 1 :]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no kind": ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    "a name with blanks": ({"tools": [tool("a b")]}, "tools[0].function.name"),
+    "a schema that is none": ({"tools": [tool("f", parameters="{}")]}, "tools[0].function.parameters"),
+    "a name twice": ({"tools": [tool("f"), tool("f")]}, "tools"),
+    "too many": ({"tools": [tool(f"f{index}") for index in range(129)]}, "tools"),
+    "one that is not there": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "melt"}}},
+        "tool_choice",
+    ),
+    "one that is not there among the allowed": (
+        {"tools": TOOLS, "tool_choice": allowed("auto", "cut", "melt")},
+        "tool_choice",
+    ),
+    "no mode": (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [tool("cut")]}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    "none allowed": ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    "none to choose from": ({"tool_choice": "required"}, "tool_choice"),
+    "spaces in a format as well": (
+        {"tools": TOOLS, "structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+    ),
+    "a tag that is none as well": (
+        {"tools": TOOLS, "structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+    ),
+    "a long schema": (
+        {"tools": [tool("f", parameters={"title": "x" * 140_000})], "tool_choice": "required"},
+        "tools",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "param"), REFUSED.values(), ids=REFUSED)
+async def test_tools_that_cannot_be_are_refused_with_the_place(
+    start: Callable[..., Service], caller: ServedModel, asked: dict[str, Any], param: str
+) -> None:
+    response = await start(Role.UNIFIED, served=caller).chat("hello", **asked)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert str(error["param"]).startswith(param), error
+    assert error["message"]
+
+
+BROKEN = {"type": "object", "properties": {"size": {"type": "integr"}}}
+DROPPED = {"type": "object", "properties": {"size": {"not": {}}}}
+WORDS = {"type": "json_schema", "json_schema": {"name": "n", "schema": SIZE}}
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "a function's schema": ({"tools": [TOOLS[0], tool("b", parameters=BROKEN)]}, "tools[1].function.parameters"),
+    "one that would not be kept": (
+        {"tools": [TOOLS[0], tool("b", parameters=DROPPED)]},
+        "tools[1].function.parameters",
+    ),
+    "the words' schema": (
+        {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BROKEN}}},
+        "response_format.json_schema.schema",
+    ),
+    "a function's schema beside the words'": (
+        {"tools": [tool("a", strict=True, parameters=BROKEN)], "response_format": WORDS},
+        "tools[0].function.parameters",
+    ),
+    "a pattern": ({"tools": TOOLS, "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    "a grammar": ({"tools": TOOLS, "structured_outputs": {"grammar": "root ::= gone"}}, "structured_outputs.grammar"),
+}
+
+
+@pytest.mark.parametrize(("asked", "param"), ENGINES.values(), ids=ENGINES)
+async def test_what_an_engine_refuses_has_the_name_of_the_clients_field(
+    tools: Service, asked: dict[str, Any], param: str
+) -> None:
+    choice = {} if "response_format" in asked or "structured_outputs" in asked else {"tool_choice": "required"}
+    answer = await tools.chat("hello", max_tokens=5, **choice, **asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert error["message"].startswith(f"'{param}' ")
+    assert "structural" not in error["message"]
+    if not param.startswith("tools"):
+        return
+    functions = [{"type": "function", **each["function"]} for each in asked["tools"]]
+    body = {"model": "tiny", "input": "hello", "tools": functions, "tool_choice": "required"}
+    error = (await tools.http.post("/v1/responses", json=body)).json()["error"]
+    assert error["param"] == param.replace(".function", "")
+    assert error["message"].startswith(f"'{error['param']}' ")
+
+
+async def test_a_template_must_tell_of_tools(
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
+) -> None:
+    template = ChatTemplate({"default": TEMPLATE + "{# <tool_call> with arguments #}"})
+    untold = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
+    response = await start(Role.UNIFIED, served=replace(model, tokenizer=untold)).chat("hello", tools=TOOLS)
+    assert response.status_code == 400
+    assert "chat_template.jinja" in response.json()["error"]["message"]
+
+
+async def test_where_no_grammar_says_how_calls_are_written_none_is_promised(
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
+) -> None:
+    words = "{% if tools %}{% endif %}{# [func_name1(params_name1=params_value1)] #}"
+    template = ChatTemplate({"default": TEMPLATE + words})
+    pythonic = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
+    service = start(Role.UNIFIED, served=replace(model, tokenizer=pythonic))
+    script(service, "[cut(size=2)]", told="")
+    (choice,) = (await service.chat("hello", tools=TOOLS)).json()["choices"]
+    assert (calls_of(choice["message"]), choice["finish_reason"]) == ([("cut", {"size": 2})], "tool_calls")
+    asked: dict[str, dict[str, Any]] = {
+        "tool_choice": {"tool_choice": "required"},
+        "tools[0].function.strict": {"tools": [tool("cut", strict=True)]},
+        "response_format": {"response_format": {"type": "json_object"}},
+        "structured_outputs": {"structured_outputs": {"regex": "a"}},
+    }
+    for param, fields in asked.items():
+        response = await service.chat("hello", **{"tools": TOOLS, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
+
+
+async def test_a_model_that_was_taught_no_calls_is_not_told_of_tools(service: Service) -> None:
+    response = await service.chat("hello", tools=TOOLS)
+    assert response.status_code == 400
+    assert (response.json()["error"]["param"], response.json()["error"]["code"]) == ("tools", "unsupported_parameter")
+    assert (await service.chat("hello", tools=TOOLS, tool_choice="none", max_tokens=2)).status_code == 200

@@ -1,0 +1,155 @@
+"""Real engine cores on fake runners, each behind its socket, and any number of gateways over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from baton.cluster.contracts import EngineRecord, Role
+from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.engines.server import EngineServer
+from baton.cluster.gateway import GatewaySettings, create_app
+from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.settings import QueueLimits
+from baton.engine.core.block_log import BlockLog
+from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.engine.net.curve import ClusterKey
+
+from ...helpers.fake_cluster import FakeConnector, FakeRunner, Wire
+from ...helpers.fakes import ListedSource
+from ...helpers.gateway_service import until
+from ...helpers.tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
+
+KEY = ClusterKey.generate()
+MODEL = tiny_model(tiny_tokenizer())
+CONFIG = EngineCoreConfig(
+    num_blocks=256,
+    max_num_seqs=16,
+    max_num_batched_tokens=256,
+    max_model_len=MAX_MODEL_LEN,
+    vocab_size=MODEL.vocab_size,
+    eos_token_ids=list(MODEL.eos_token_ids),
+)
+
+
+class WiredEngine:
+    """The engine behind an `EngineServer`. While `runs` is cleared it plans no step; while `moves` is, its thread
+    hangs.
+    """
+
+    def __init__(self, rank: int, role: Role, wire: Wire) -> None:
+        self.runs, self.moves = threading.Event(), threading.Event()
+        self.runs.set()
+        self.moves.set()
+        self.hangs_at_work = False  # the next step that has any clears `moves`
+        self._hangs = False
+        self.taken: list[EngineRequest] = []
+        runner = FakeRunner(CONFIG, {})
+        self._connector = FakeConnector(wire, runner.memory)
+        self._core = EngineCore(CONFIG, runner, self._connector)
+        name = f"{role}-{rank}"
+        self.server = EngineServer(self, engine_id=name, epoch=100 + rank, key=KEY, host="127.0.0.1")
+        self.record = EngineRecord(
+            engine_id=name,
+            group_id=name,
+            epoch=100 + rank,
+            role=role,
+            rank=rank,
+            node_id="node",
+            node_ip="127.0.0.1",
+            pid=rank,
+            address=self.server.address,
+            kv_address="",
+            fingerprint="f",
+            model_id="tiny",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            num_blocks=CONFIG.num_blocks,
+        )
+        self.server.start()
+
+    async def hang(self) -> None:
+        """Leave messages in the socket until `moves` is set."""
+        self.moves.clear()
+        self.server.wake()
+        await until(lambda: self._hangs)
+
+    @property
+    def num_unheard(self) -> int:
+        return self.server._socket.num_submitted
+
+    def add(self, request: EngineRequest, came_s: float | None = None) -> None:
+        self.taken.append(request)
+        self._core.add(request, came_s)
+
+    def begin(self, request_id: str, generation: int, token_id: int) -> None:
+        self._core.begin(request_id, generation, token_id)
+
+    def abort(self, request_id: str, generation: int | None = None) -> None:
+        self._core.abort(request_id, generation)
+
+    def step(self) -> list[EngineOutput]:
+        if self.hangs_at_work and self._core.has_work():
+            self.hangs_at_work = False
+            self.moves.clear()
+        self._hangs = not self.moves.is_set()
+        self.moves.wait()
+        self._hangs = False
+        return self._core.step() if self.runs.is_set() else []
+
+    def has_work(self) -> bool:
+        """The fake connector wakes nobody, so its transfers are work."""
+        return self.runs.is_set() and (self._core.has_work() or self._connector.is_busy)
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def block_log(self) -> BlockLog:
+        return self._core.block_log()
+
+
+@dataclass(frozen=True)
+class WiredGateway:
+    http: httpx.AsyncClient
+    client: ZmqEngineClient
+    metrics: GatewayMetrics
+
+    async def complete(self, prompt: list[int], session_id: str | None = None, max_tokens: int = 3) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        headers = {} if session_id is None else {"x-session-id": session_id}
+        return await self.http.post("/v1/completions", json=body, headers=headers)
+
+
+class WiredFleet:
+    def __init__(self, *roles: Role, limits: QueueLimits = QueueLimits()) -> None:
+        wire = Wire()
+        self.engines = [WiredEngine(rank, role, wire) for rank, role in enumerate(roles)]
+        self._limits = limits
+
+    @asynccontextmanager
+    async def gateway(self, name: str) -> AsyncIterator[WiredGateway]:
+        """One that starts, hears of all engines and, at the end, leaves."""
+        source = ListedSource()
+        source.show(*(engine.record for engine in self.engines))
+        client = ZmqEngineClient(source, KEY, name, queue=self._limits.bound)
+        await client.start()
+        metrics = GatewayMetrics("tiny", client.engines)
+        app = create_app(client, MODEL, GatewaySettings(gateway_id=name, queue_limits=self._limits), metrics=metrics)
+        try:
+            await until(lambda: len(client.engines()) == len(self.engines))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g", timeout=20) as http:
+                yield WiredGateway(http, client, metrics)
+        finally:
+            await client.close()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.moves.set()
+            engine.runs.set()
+            engine.server.close()

@@ -1,0 +1,280 @@
+"""An engine's transfer half in processes of its own, one a rank: memory, NIXL, and a pipe for orders."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import multiprocessing.connection
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from baton.engine.core.connector import ConnectorEvent, Offer, Received
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
+from baton.kv_transfer.errors import TransferThreadDied
+from baton.kv_transfer.group.read_member import join_tp_read_group
+from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.staging.host_buffer import open_connector
+
+from ...helpers.process_context import FORKING
+
+START_S = 60.0
+DEFAULT_SETTINGS = TransferSettings()
+
+
+def untimed(events: Sequence[ConnectorEvent]) -> list[ConnectorEvent]:
+    """As they are, but for when what was received came."""
+    return [Received(event.transfer_id) if isinstance(event, Received) else event for event in events]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Which part of an engine a process is."""
+
+    name: str
+    layout: KVLayout
+    key: ClusterKey
+    epoch: int = 1
+    num_blocks: int = 32
+    settings: TransferSettings = DEFAULT_SETTINGS
+    rank: int = 0
+    size: int = 1
+    leader: str = ""  # the address of rank 0's `GroupSocket`
+    environ: tuple[tuple[str, str], ...] = ()
+    device: str = "cpu"  # or "cuda": the GPUs in turn, rank by rank
+
+
+class Memory:
+    """Of one rank: [block, head, byte], zeros at first."""
+
+    def __init__(self, seat: Seat, num_heads: int) -> None:
+        self._shape = (seat.num_blocks, num_heads, seat.layout.head_bytes)
+        self._array: Any
+        if seat.device == "cpu":
+            self._array = np.zeros(self._shape, dtype=np.uint8)
+            self.device, self.address = "cpu", self._array.ctypes.data
+            return
+        import torch
+
+        self.device = f"cuda:{seat.rank % torch.cuda.device_count()}"
+        self._array = torch.zeros(self._shape, dtype=torch.uint8, device=self.device)
+        self.address = self._array.data_ptr()
+        torch.cuda.synchronize(self.device)
+
+    def write(self, values: np.ndarray) -> None:
+        if self.device == "cpu":
+            self._array[:] = values
+            return
+        import torch
+
+        self._array.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        torch.cuda.synchronize(self.device)  # others read past the streams of this process
+
+    def spoil(self, block: int) -> None:
+        """Another value in one byte of the last head."""
+        self._array[block, -1, 0] ^= 0xFF
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def read(self, blocks: Sequence[int]) -> np.ndarray:
+        found = self._array[list(blocks)]
+        return found if self.device == "cpu" else found.cpu().numpy()
+
+
+class Child:
+    """What runs in each process. Every public method is an order."""
+
+    def __init__(self, seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
+        self.layout, self.heads = seat.layout, seat.layout.heads_of(seat.rank, seat.size)
+        self.num_blocks = seat.num_blocks
+        self.memory = Memory(seat, len(self.heads))
+        region = KVRegion(
+            self.memory.address, seat.num_blocks, self.memory.device, self.layout, self.heads.start, len(self.heads)
+        )
+        self.info: PeerInfo | None = None
+        if seat.rank == 0:
+            self._lead(seat, region, pipe)
+        else:
+            self.member = join_tp_read_group(
+                region,
+                rank=seat.rank,
+                leader=seat.leader,
+                engine_id=seat.name,
+                key=seat.key,
+                settings=seat.settings,
+            )
+
+    def _lead(self, seat: Seat, region: KVRegion, pipe: multiprocessing.connection.Connection) -> None:
+        read_socket = None
+        if seat.size > 1:
+            read_socket = GroupSocket(seat.size, "127.0.0.1", seat.key)
+            pipe.send(read_socket.address)
+        self.news = threading.Event()
+        self.connector = open_connector(
+            region,
+            engine_id=seat.name,
+            epoch=seat.epoch,
+            host="127.0.0.1",
+            key=seat.key,
+            settings=seat.settings,
+            wake=self.news.set,
+            read_socket=read_socket,
+        )
+        self.info = PeerInfo(seat.name, seat.epoch, self.connector.address, self.layout.fingerprint)
+
+    def fill(self, seed: int) -> None:
+        """The same bytes for a head, wherever it is."""
+        shape = (self.num_blocks, self.layout.num_kv_heads, self.layout.head_bytes)
+        rng = np.random.default_rng(seed)
+        self.memory.write(rng.integers(0, 256, shape, dtype=np.uint8)[:, self.heads.start : self.heads.stop])
+
+    def share(self, blocks: Sequence[int]) -> tuple[range, np.ndarray]:
+        """This rank's heads, and what the blocks hold of them: [block, head, byte]."""
+        return self.heads, self.memory.read(blocks)
+
+    def spoil(self, block: int) -> None:
+        self.memory.spoil(block)
+
+    def offer(self, request_id: str, blocks: Sequence[int]) -> Offer:
+        return self.connector.offer(request_id, 0, blocks, len(blocks) * self.layout.block_size)
+
+    def offer_growing(self, request_id: str, blocks: Sequence[int]) -> Offer:
+        return self.connector.offer_growing(request_id, 0, blocks, len(blocks) * self.layout.block_size)
+
+    def advance(self, transfer_id: int, num_ready: int) -> None:
+        self.connector.advance(transfer_id, num_ready)
+
+    def receive(self, ticket: bytes, first_block: int, blocks: Sequence[int]) -> int:
+        return self.connector.receive("any", 0, ticket, first_block, blocks)
+
+    def cancel(self, transfer_id: int) -> None:
+        self.connector.cancel(transfer_id)
+
+    def withdraw(self, transfer_id: int) -> None:
+        self.connector.withdraw(transfer_id)
+
+    def peers_changed(self, live: list[PeerInfo]) -> None:
+        self.connector.peers_changed(live)
+
+    def stats(self) -> TransferStats:
+        return self.connector.stats()
+
+    def events(self, count: int, timeout_s: float) -> list[ConnectorEvent]:
+        """The next events, at most `count`; fewer where they do not come in time."""
+        deadline, found = time.monotonic() + timeout_s, list(self.connector.poll())
+        while len(found) < count and time.monotonic() < deadline:
+            self.news.wait(deadline - time.monotonic())
+            self.news.clear()
+            found += self.connector.poll()
+        return untimed(found)
+
+    def last_words(self, timeout_s: float) -> tuple[list[ConnectorEvent], str]:
+        """What is told until the transfer thread has died, and why it did; no reason where it lives on."""
+        deadline, found = time.monotonic() + timeout_s, []
+        while time.monotonic() < deadline:
+            try:
+                found += self.connector.poll()
+            except TransferThreadDied as error:
+                return found, str(error)
+            time.sleep(0.01)
+        return found, ""
+
+    def close(self) -> None:
+        (self.member if self.info is None else self.connector).close()
+
+
+def _serve(orders: multiprocessing.connection.Connection, seat: Seat) -> None:
+    os.environ.update(seat.environ)  # UCX reads them when a transport is made
+    child = Child(seat, orders)
+    orders.send(child.info)
+    while True:
+        method, values = orders.recv()
+        orders.send(getattr(child, method)(*values))
+        if method == "close":
+            return
+
+
+class RankProcess:
+    """Orders by name: `rank.offer("r", [1, 2])`."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._pipe, theirs = FORKING.Pipe()
+        self.process = FORKING.Process(target=_serve, args=(theirs, seat), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the engine process did not answer within {timeout_s} s")
+        return self._pipe.recv()
+
+    def order(self, method: str, *values: Any) -> Any:
+        self._pipe.send((method, values))
+        return self.answer(30.0)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+
+class EngineProcess:
+    """Orders to rank 0 by name: `engine.offer("r", [1, 2])`. Killed on exit, whatever happened."""
+
+    def __init__(
+        self,
+        name: str,
+        key: ClusterKey,
+        layout: KVLayout,
+        *,
+        size: int = 1,
+        **options: Any,
+    ) -> None:
+        self.layout, self.size = layout, size
+        seat = Seat(name, layout, key, size=size, **options)
+        self.ranks = [RankProcess(seat)]
+        if size > 1:
+            leader = self.ranks[0].answer(START_S)
+            for rank in range(1, size):
+                self.ranks.append(RankProcess(dataclasses.replace(seat, rank=rank, leader=leader)))
+
+    @functools.cached_property
+    def info(self) -> PeerInfo:
+        """Waits until the processes are up, so that several may start at once."""
+        info, *_ = [rank.answer(START_S) for rank in self.ranks]
+        return info
+
+    def fill(self, seed: int) -> None:
+        assert self.info
+        for rank in self.ranks:
+            rank.order("fill", seed)
+
+    def content(self, blocks: Sequence[int]) -> bytes:
+        """Of all heads. Ranks that keep the same head must agree."""
+        assert self.info
+        heads: dict[int, np.ndarray] = {}
+        for rank in self.ranks:
+            kept, share = rank.order("share", blocks)
+            for place, head in enumerate(kept):
+                assert np.array_equal(heads.setdefault(head, share[:, place]), share[:, place]), (
+                    f"copies of head {head}"
+                )
+        return np.stack([heads[head] for head in sorted(heads)], axis=1).tobytes()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def order(*values: Any) -> Any:
+            assert self.info
+            return self.ranks[0].order(method, *values)
+
+        return order
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()

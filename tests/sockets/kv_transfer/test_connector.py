@@ -1,0 +1,539 @@
+"""Hand-offs between two processes on CPU memory, over each transport."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.engine.core.connector import (
+    BlocksReleased,
+    ConnectorEvent,
+    OfferEnded,
+    OfferOutcome,
+    Received,
+    ReceiveFailed,
+)
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
+from baton.kv_transfer.errors import TransferThreadDied, TransportError
+from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
+from baton.kv_transfer.net.channel import Route, ZmqChannel
+from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+
+from .engine_process import DEFAULT_SETTINGS, EngineProcess, untimed
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = KVLayout(model="small", num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")  # 32 KB a block
+LARGE = KVLayout(model="large", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 2 MB a block
+QUICK = TransferSettings(lease_s=3.0, margin_s=0.2, retry_s=0.2, connect_s=2.0)
+
+Start = Callable[..., EngineProcess]
+Pair = tuple[EngineProcess, EngineProcess]
+
+
+@contextlib.contextmanager
+def starting(transport: str) -> Iterator[Start]:
+    key = ClusterKey.generate()
+    running: list[EngineProcess] = []
+
+    def start_one(
+        name: str, layout: KVLayout = SMALL, settings: TransferSettings = DEFAULT_SETTINGS, **options: object
+    ) -> EngineProcess:
+        settings = settings.model_copy(update={"transport": transport})
+        running.append(EngineProcess(name, key, layout, settings=settings, **options))
+        return running[-1]
+
+    try:
+        yield start_one
+    finally:
+        for engine in running:
+            engine.kill()
+
+
+@pytest.fixture(scope="module", params=["nixl", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def start(transport: str) -> Iterator[Start]:
+    with starting(transport) as start_one:
+        yield start_one
+
+
+def meet(start: Start, layout: KVLayout = SMALL, **options: object) -> Pair:
+    """A prefill and a decode engine that know each other and have met."""
+    prefill, decode = start("prefill", layout, **options), start("decode", layout, **options)
+    prefill.fill(1)
+    decode.peers_changed([prefill.info])
+    wait_until(lambda: decode.stats().peers_ready == 1)
+    (lane,) = decode.stats().lanes
+    assert (lane.engine_id, lane.is_slow) == (prefill.info.engine_id, False)
+    assert lane.bytes_per_s is not None
+    assert lane.bytes_per_s > 0
+    return prefill, decode
+
+
+@pytest.fixture(scope="module")
+def pair(transport: str) -> Iterator[Pair]:
+    """For tests that leave both as they found them, but for the memory's content."""
+    with starting(transport) as start_one:
+        yield meet(start_one, num_blocks=256)
+
+
+@pytest.fixture
+def slow_pair(start: Start) -> Pair:
+    """A quarter of a gigabyte over TCP: slow enough to be caught at it."""
+    return meet(start, LARGE, num_blocks=128, environ=(("UCX_TLS", "tcp"),))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def kinds(events: list[ConnectorEvent]) -> list[type]:
+    return [type(event) for event in events]
+
+
+def hand_over_shuffled_blocks(prefill: EngineProcess, decode: EngineProcess) -> None:
+    rng, before = random.Random(0), decode.stats().bytes_read
+    for number in range(5):
+        source, target = rng.sample(range(128), 12), rng.sample(range(128), 12)
+        offer = prefill.offer(f"request-{number}", source)
+        transfer = decode.receive(offer.ticket, 0, target)
+        assert decode.events(1, 30.0) == [Received(transfer)]
+        assert decode.content(target) == prefill.content(source)
+        assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+    assert decode.stats().bytes_read - before == 5 * len(prefill.content(source))
+
+
+def test_shuffled_blocks_arrive_intact(pair: Pair) -> None:
+    hand_over_shuffled_blocks(*pair)
+
+
+def test_shuffled_blocks_arrive_intact_over_tcp(slow_pair: Pair) -> None:
+    hand_over_shuffled_blocks(*slow_pair)
+
+
+def test_only_the_blocks_behind_a_cached_prefix_are_fetched(pair: Pair) -> None:
+    prefill, decode = pair
+    before = decode.content([3])
+    offer = prefill.offer("request", [3, 4, 5, 9])
+    transfer = decode.receive(offer.ticket, 2, [20, 21])
+    assert decode.events(1, 30.0) == [Received(transfer)]
+    assert decode.content([20, 21]) == prefill.content([5, 9])
+    assert decode.content([3]) == before
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_a_prefix_that_is_cached_whole_still_ends_the_offer(pair: Pair) -> None:
+    prefill, decode = pair
+    offer = prefill.offer("request", [3, 4])
+    assert decode.receive(offer.ticket, 2, []) == decode.events(1, 30.0)[0].transfer_id
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_blocks_are_read_as_they_are_written_and_received_when_all_are(pair: Pair) -> None:
+    prefill, decode = pair
+    source, target = list(range(40, 52)), list(range(60, 72))
+    before = decode.stats()
+    offer = prefill.offer_growing("request", source)
+    transfer = decode.receive(offer.ticket, 0, target)
+    for num_ready in (4, 9):
+        prefill.advance(offer.transfer_id, num_ready)
+        wait_until(lambda: decode.stats().blocks_read_early - before.blocks_read_early == num_ready)  # noqa: B023
+        assert decode.content(target[:num_ready]) == prefill.content(source[:num_ready])
+    assert decode.events(1, 0.1) == prefill.events(1, 0.1) == []
+    prefill.advance(offer.transfer_id, len(source))
+    assert decode.events(1, 30.0) == [Received(transfer)]
+    assert decode.content(target) == prefill.content(source)
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
+
+
+def test_a_prompt_that_is_given_up_in_mid_growth_comes_back_when_its_reader_let_go(pair: Pair) -> None:
+    prefill, decode = pair
+    offer = prefill.offer_growing("request", [40, 41, 42])
+    before = decode.stats().blocks_read_early
+    transfer = decode.receive(offer.ticket, 0, [60, 61, 62])
+    prefill.advance(offer.transfer_id, 2)
+    wait_until(lambda: decode.stats().blocks_read_early - before == 2)
+    prefill.withdraw(offer.transfer_id)
+    failed, released = decode.events(2, 30.0)
+    assert "the holder withdrew the offer" in failed.reason
+    assert released == BlocksReleased(transfer)
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+
+
+def test_a_ticket_works_before_the_directory_has_named_its_holder(start: Start) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    prefill.fill(2)
+    offer = prefill.offer("request", [1, 2])
+    transfer = decode.receive(offer.ticket, 0, [8, 7])
+    assert decode.events(1, 30.0) == [Received(transfer)]
+    assert decode.content([8, 7]) == prefill.content([1, 2])
+
+
+def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pair: Pair) -> None:
+    prefill, decode = slow_pair
+    offer = prefill.offer("request", list(range(128)))
+    transfer = decode.receive(offer.ticket, 0, list(range(128)))
+    decode.cancel(transfer)
+    assert kinds(decode.events(2, 30.0)) == [ReceiveFailed, BlocksReleased]
+    before = decode.content(range(128))
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    time.sleep(0.5)
+    assert decode.content(range(128)) == before
+    assert decode.stats().blocks_quarantined == 0
+
+
+def test_an_offer_that_nobody_claims_expires_and_comes_too_late(start: Start) -> None:
+    prefill, decode = meet(start, settings=QUICK)
+    offer = prefill.offer("request", [1, 2])
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
+    decode.receive(offer.ticket, 0, [1, 2])
+    failed, released = decode.events(2, 30.0)
+    assert "the offer has ended" in failed.reason
+    assert released == BlocksReleased(failed.transfer_id)
+
+
+def test_a_withdrawn_offer_is_refused(pair: Pair) -> None:
+    prefill, decode = pair
+    offer = prefill.offer("request", [1, 2])
+    prefill.withdraw(offer.transfer_id)
+    assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
+    decode.receive(offer.ticket, 0, [1, 2])
+    assert kinds(decode.events(2, 30.0)) == [ReceiveFailed, BlocksReleased]
+
+
+def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(slow_pair: Pair) -> None:
+    prefill, decode = slow_pair
+    offer = prefill.offer("request", list(range(128)))
+    decode.receive(offer.ticket, 0, list(range(128)))
+    prefill.kill()
+    decode.peers_changed([])
+    killed_at = time.monotonic()
+    failed, released = decode.events(2, 30.0)
+    assert time.monotonic() - killed_at < 2.0
+    assert isinstance(failed, ReceiveFailed)
+    assert isinstance(released, BlocksReleased)
+    wait_until(lambda: decode.stats().peers_ready == 0)
+
+
+def has_stopped(pid: int) -> bool:
+    states = [
+        task.joinpath("stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) == {"T"}
+
+
+@pytest.mark.parametrize("reader_lives", [True, False])
+def test_a_holder_that_was_stopped_keeps_nothing_for_a_reader_that_gave_up(reader_lives: bool, start: Start) -> None:
+    """A reader that lives says so. The lease of one that died ends by the time that passed, not by the claim's arrival.
+
+    Leases of an hour outlast the test, one of 12 s ends while the holder is stopped.
+    """
+    lease_s = 3600.0 if reader_lives else 12.0
+    prefill, decode = meet(start, settings=DEFAULT_SETTINGS.model_copy(update={"lease_s": lease_s}))
+    offer = prefill.offer("request", [1, 2])
+    wait_until(lambda: prefill.stats().leases_held == 1)
+    holder = prefill.ranks[0].process.pid
+    os.kill(holder, signal.SIGSTOP)
+    wait_until(lambda: has_stopped(holder))
+    decode.receive(offer.ticket, 0, [1, 2])
+    assert ReceiveFailed in kinds(decode.events(1, 30.0))
+    if not reader_lives:
+        decode.kill()
+        time.sleep(lease_s)
+    os.kill(holder, signal.SIGCONT)
+    outcome = OfferOutcome.WITHDRAWN if reader_lives else OfferOutcome.EXPIRED
+    assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, outcome)]
+
+
+def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(start: Start) -> None:
+    prefill, decode = meet(start, settings=QUICK)
+    offer = prefill.offer("request", [1, 2])
+    prefill.kill()
+    decode.receive(offer.ticket, 0, [1, 2])
+    assert kinds(decode.events(2, 15.0)) == [ReceiveFailed, BlocksReleased]
+
+
+def test_an_engine_started_anew_is_another_peer(start: Start) -> None:
+    prefill, decode = meet(start)
+    stale = prefill.offer("request", [1, 2])
+    prefill.kill()
+    again = start("prefill", epoch=2)
+    again.fill(3)
+    decode.peers_changed([again.info])
+    decode.receive(stale.ticket, 0, [1, 2])
+    offer = again.offer("request", [1, 2])
+    transfer = decode.receive(offer.ticket, 0, [5, 6])
+    events = decode.events(3, 15.0)
+    assert Received(transfer) in events
+    assert sorted(kind.__name__ for kind in kinds(events)) == ["BlocksReleased", "ReceiveFailed", "Received"]
+    assert decode.content([5, 6]) == again.content([1, 2])
+
+
+def test_engines_of_different_layouts_never_pair(start: Start) -> None:
+    other = KVLayout(model="other weights", num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    prefill, decode = start("prefill"), start("decode", other)
+    decode.peers_changed([prefill.info])
+    offer = prefill.offer("request", [1])
+    decode.receive(offer.ticket, 0, [1])
+    failed, _released = decode.events(2, 30.0)
+    assert SMALL.fingerprint in failed.reason
+    assert other.fingerprint in failed.reason
+    assert decode.stats().peers_ready == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "names"),
+    [
+        ({"transport": "nixl"}, {"transport": "ucx"}, ("nixl/UCX", "ucx")),
+        ({"backends": ("UCX",)}, {"backends": ("UCX", "POSIX")}, ("nixl/UCX", "nixl/POSIX+UCX")),
+    ],
+    ids=["transports", "backends"],
+)
+def test_engines_of_different_transports_or_backends_say_so_by_name(
+    theirs: dict, ours: dict, names: tuple[str, str]
+) -> None:
+    key = ClusterKey.generate()
+    prefill = EngineProcess("prefill", key, SMALL, settings=TransferSettings(**theirs))
+    decode = EngineProcess("decode", key, SMALL, settings=TransferSettings(**ours))
+    try:
+        decode.peers_changed([prefill.info])
+        decode.receive(prefill.offer("request", [1]).ticket, 0, [1])
+        by_ticket, _ = decode.events(2, 30.0)
+        assert f"the ticket is for transport {names[0]}, here is {names[1]}" in by_ticket.reason
+        assert decode.stats().peers_ready == 0
+    finally:
+        prefill.kill()
+        decode.kill()
+
+
+def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
+    prefill, decode = pair
+    offers = [prefill.offer(f"request-{number}", range(4 * number, 4 * number + 4)) for number in range(64)]
+    for number, offer in enumerate(offers):
+        decode.receive(offer.ticket, 0, range(4 * (63 - number), 4 * (63 - number) + 4))
+    assert kinds(decode.events(64, 30.0)) == [Received] * 64
+    assert kinds(prefill.events(64, 30.0)) == [OfferEnded] * 64
+    for number in range(64):
+        mine, theirs = 4 * (63 - number), 4 * number
+        assert decode.content(range(mine, mine + 4)) == prefill.content(range(theirs, theirs + 4))
+    assert decode.stats().receives_active == decode.stats().blocks_quarantined == prefill.stats().leases_held == 0
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@contextlib.contextmanager
+def connecting(engine_id: str, settings: TransferSettings = QUICK) -> Iterator[TransferConnector]:
+    memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
+    region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
+    connector = TransferConnector(region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings)
+    try:
+        yield connector
+    finally:
+        connector.close()
+
+
+@pytest.fixture
+def connector() -> Iterator[TransferConnector]:
+    with connecting("alone") as connector:
+        yield connector
+
+
+def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
+    found: list[ConnectorEvent] = []
+
+    def enough() -> bool:
+        found.extend(connector.poll())
+        return len(found) >= count
+
+    wait_until(enough)
+    return untimed(found)
+
+
+def test_the_transfer_thread_runs_where_the_settings_say() -> None:
+    allowed = os.sched_getaffinity(0)
+    cpu = max(allowed)
+    with connecting("pinned", QUICK.model_copy(update={"cpu_affinity": str(cpu)})) as pinned:
+        assert pinned._thread.native_id is not None
+        assert os.sched_getaffinity(pinned._thread.native_id) == {cpu}
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_the_transfer_thread_sleeps_no_longer_than_it_asks_to(connector: TransferConnector) -> None:
+    """Linux adds up to 50 us to a sleep, which is what a whole read takes over NVLink."""
+    slack = Path(f"/proc/{connector._thread.native_id}/timerslack_ns").read_text()
+    assert int(slack) == 1
+    assert int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text()) > 1
+
+
+def test_prompts_are_offered_early_unless_the_settings_say_otherwise(connector: TransferConnector) -> None:
+    assert connector.offers_early
+    with connecting("patient", QUICK.model_copy(update={"progressive": False})) as patient:
+        assert not patient.offers_early
+
+
+def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_made_it(
+    connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connecting("reader") as reader:
+        reader.peers_changed([PeerInfo("alone", 1, connector.address, SMALL.fingerprint)])
+        wait_until(lambda: reader.stats().peers_ready == 1)
+        listening, claimed, receive = threading.Event(), threading.Event(), connector._channel.receive
+
+        def receive_late() -> list[tuple[Route, bytes]]:
+            listening.set()
+            claimed.wait(30.0)
+            time.sleep(0.1)  # the claim arrives
+            return receive()
+
+        monkeypatch.setattr(connector._channel, "receive", receive_late)
+        connector.cancel(12345)  # any call: the thread looks up
+        assert listening.wait(30.0)
+        offer = connector.offer("request", 0, [1], 16)
+        transfer = reader.receive("request", 0, offer.ticket, 0, [1])
+        claimed.set()
+        assert events_of(reader, 1) == [Received(transfer)]
+
+
+@pytest.mark.parametrize("ticket", [b"", b"\xc1", b"nonsense" * 100])
+def test_a_ticket_that_is_none_fails_the_receive(ticket: bytes, connector: TransferConnector) -> None:
+    transfer = connector.receive("request", 0, ticket, 0, [1])
+    failed, released = events_of(connector, 2)
+    assert "no ticket" in failed.reason
+    assert released == BlocksReleased(transfer)
+
+
+def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connector: TransferConnector) -> None:
+    offer = connector.offer("request", 0, [1, 2, 3], 48)
+    connector.receive("request", 0, offer.ticket, 1, [5])
+    failed, _ = events_of(connector, 2)
+    assert "offers 3 blocks; from block 1 on that is 2, but 1 are to be filled" in failed.reason
+
+
+def ticket_of_nobody(address: str = "tcp://127.0.0.1:9") -> bytes:
+    """Of a holder that does not exist."""
+    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
+    ticket = Ticket(
+        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])
+    )
+    return ticket.encode()
+
+
+def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
+    connector.receive("request", 0, ticket_of_nobody(), 0, [1])
+    failed, _ = events_of(connector, 2)
+    assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
+def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
+    for _ in range(2):
+        connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
+        connector.receive("request", 0, ticket_of_nobody(address), 0, [1])
+        failed, released = events_of(connector, 2)
+        assert address in failed.reason
+        assert released == BlocksReleased(failed.transfer_id)
+
+
+def test_the_engine_is_woken_once_for_each_event(connector: TransferConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr(connector, "_wake", lambda: woken.append(1))
+    connector.receive("request", 0, b"no ticket", 0, [1])
+    wait_until(lambda: len(woken) == 2)
+    connector.cancel(12345)  # another round, with the events still unread
+    connector.receive("request", 0, b"no ticket", 0, [1])
+    wait_until(lambda: len(woken) >= 4)
+    assert len(woken) == len(connector.poll()) == 4
+
+
+def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[ZmqChannel] = []
+    monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
+    monkeypatch.setattr(TransferConnector, "_make_group", lambda self: 1 / 0)
+    region = KVRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
+    with pytest.raises(ZeroDivisionError):
+        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
+    assert len(closed) == 1
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
+    monkeypatch.undo()
+    closed[0].close()
+
+
+def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
+    connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = connector.receive("request", 0, ticket_of_nobody(), 0, [1])
+    wait_until(lambda: connector.stats().receives_active == 1)
+    monkeypatch.setattr(HandoffCoordinator, "pump", lambda self, calls: 1 / 0)
+    connector.cancel(12345)  # any call: the thread looks up
+    failed, released = events_of(connector, 2)
+    assert failed == ReceiveFailed(transfer, "KV transfers stopped: division by zero")
+    assert released == BlocksReleased(transfer)
+    with pytest.raises(TransferThreadDied, match="division by zero"):
+        connector.poll()
+
+
+def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> None:
+    region = KVRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads)
+    with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
+        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
+
+
+# ---------------------------------------------------------------------- the clock of leases
+
+
+@pytest.fixture
+def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """The machine was suspended for so long: its monotonic clock does not know."""
+    slept_s = [0.0]
+    clock_gettime = time.clock_gettime
+
+    def with_sleep(clock: int) -> float:
+        return clock_gettime(clock) + (slept_s[0] if clock == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(time, "clock_gettime", with_sleep)
+
+    def suspend(seconds: float) -> None:
+        slept_s[0] += seconds
+
+    return suspend
+
+
+def test_leases_run_on_while_the_machine_is_suspended(suspend: Callable[[float], None]) -> None:
+    with connecting("holder", QUICK.model_copy(update={"lease_s": 3600.0})) as holder:
+        offer = holder.offer("request", 0, [1, 2], 32)
+        wait_until(lambda: holder.stats().leases_held == 1)
+        suspend(3601.0)
+        holder.peers_changed([])  # a call wakes the thread
+        assert events_of(holder, 1) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
+
+
+def test_the_engine_hears_of_times_by_its_own_clock(suspend: Callable[[float], None]) -> None:
+    suspend(3600.0)
+    with connecting("holder") as holder, connecting("reader") as reader:
+        offer = holder.offer("request", 0, [1], 16)
+        began_s = time.monotonic()
+        reader.receive("request", 0, offer.ticket, 0, [1])
+        found: list[ConnectorEvent] = []
+        wait_until(lambda: found.extend(reader.poll()) or bool(found))
+        (received,) = found
+        assert isinstance(received, Received)
+        assert began_s <= received.claimed_s <= received.pulled_s <= time.monotonic()

@@ -1,0 +1,348 @@
+"""Ranks of one group over the fakes: how they come together, what they owe each other, and how they part."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.codec import encode
+from baton.kv_transfer.connector import TransferConnector
+from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadDied, TransportError
+from baton.kv_transfer.group.rank_reader import RankMemory, RankReader, group_metadata
+from baton.kv_transfer.group.read_member import join_tp_read_group, read_member
+from baton.kv_transfer.group.read_messages import READS, CompareBlocks, MakeDigests, ReadReport
+from baton.kv_transfer.group.remote_rank import ASK_ALIVE_EVERY_S, MAX_UNANSWERED
+from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupSocket, MemberThread
+from baton.kv_transfer.group.tp_read_group import TpReadGroup, gather
+from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
+from baton.kv_transfer.transports import PeerState, ReadState
+
+from ...helpers.fake_channel import FakeChannel, FakeNetwork
+from ...helpers.fake_transport import FakeFabric
+from ...helpers.virtual_clock import VirtualClock
+
+LAYOUT = KVLayout(model="ours", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
+OTHER = KVLayout(model="theirs", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
+NUM_BLOCKS = 8
+SILENCE_S = ASK_ALIVE_EVERY_S * MAX_UNANSWERED
+
+
+class Group:
+    """Ranks 0 and 1, and the memory of someone else that they can read."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.wires = FakeNetwork(self.clock, random.Random(0))
+        self.fabric = FakeFabric(self.clock, random.Random(0))
+        self.wire = self.wires.bind("rank 0")
+        self.own = self.reader(0, range(2))
+        self.members: list[GroupMember] = []
+        self.member_wire: FakeChannel | None = None
+
+    def reader(
+        self,
+        rank: int,
+        heads: range,
+        layout: KVLayout = LAYOUT,
+        num_blocks: int = NUM_BLOCKS,
+        *,
+        staged: bool = False,
+    ) -> RankReader:
+        memory = bytearray(num_blocks * len(heads) * layout.head_bytes)
+        region = KVRegion(0, num_blocks, "cpu", layout, heads.start, len(heads))
+        return RankReader(rank, region, self.fabric.attach(f"{rank} {heads}", memory), staged=staged)
+
+    def join(self, reader: RankReader) -> GroupMember:
+        self.member_wire = self.wires.bind(f"member {len(self.members)}")
+        member = read_member(reader, self.member_wire, self.member_wire.connect("rank 0"), self.clock)
+        self.members.append(member)
+        return member
+
+    def gather(self, size: int = 2) -> TpReadGroup:
+        return gather(
+            self.own, size, self.wire, clock=self.clock, wait=lambda _: self.clock.advance(0.1), timeout_s=2.0
+        )
+
+    def together(self) -> TpReadGroup:
+        self.join(self.reader(1, range(2, 4)))
+        return self.gather()
+
+    def a_peer(self) -> bytes:
+        """The metadata of a group of one."""
+        memory = bytearray(NUM_BLOCKS * LAYOUT.block_bytes)
+        return group_metadata([RankMemory(0, 4, self.fabric.attach("peer", memory).metadata())])
+
+    def pass_time(self, reads: TpReadGroup, seconds: float, *, following: bool = True) -> None:
+        for _ in range(round(seconds / 0.1)):
+            self.clock.advance(0.1)
+            reads.pump()
+            for member in self.members if following else ():
+                member.pump()
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+def test_a_group_reads_once_all_its_ranks_do(group: Group) -> None:
+    reads = group.together()
+    peer = reads.add_peer(group.a_peer())
+    assert reads.peer_state(peer) is PeerState.CONNECTING
+    group.pass_time(reads, 0.5)
+    assert reads.peer_state(peer) is PeerState.CONNECTED
+    read = reads.read(peer, [1, 2, 3], [4, 5, 7])
+    group.clock.advance(0.1)
+    assert group.own.poll(read) is ReadState.DONE
+    assert reads.poll(read) is ReadState.RUNNING
+    group.pass_time(reads, 0.5)
+    assert reads.poll(read) is ReadState.DONE
+    assert reads.release(read)
+    assert reads.num_bytes == 3 * LAYOUT.block_bytes
+    assert reads.num_descriptors == 2 * 3
+
+
+def test_a_read_that_one_rank_refuses_fails_and_names_the_rank(group: Group) -> None:
+    """The peer's rank 1 has one block less than it should."""
+    reads = group.together()
+    halves = []
+    for first, blocks in ((0, NUM_BLOCKS), (2, NUM_BLOCKS - 1)):
+        memory = bytearray(blocks * LAYOUT.block_bytes // 2)
+        halves.append(RankMemory(first, 2, group.fabric.attach(f"half {first}", memory).metadata()))
+    peer = reads.add_peer(group_metadata(halves))
+    group.pass_time(reads, 0.5)
+    read = reads.read(peer, [NUM_BLOCKS - 1], [0])
+    group.pass_time(reads, 0.5)
+    assert reads.poll(read) is ReadState.FAILED
+    assert reads.reason(read).startswith("rank 1: ")
+    assert "is outside the" in reads.reason(read)
+    assert reads.release(read)
+
+
+def test_ranks_that_do_not_join_are_named(group: Group) -> None:
+    group.join(group.reader(1, range(1, 2)))
+    with pytest.raises(TransportError, match=r"of 4 ranks these did not join within 2 s: \[2, 3\]"):
+        group.gather(size=4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "heads", "layout", "num_blocks", "complaint"),
+    [
+        (1, range(2, 4), OTHER, NUM_BLOCKS, "rank 1 keeps blocks of layout .*, rank 0 of"),
+        (1, range(2, 4), LAYOUT, NUM_BLOCKS + 1, "rank 1 keeps other blocks"),
+        (1, range(0, 2), LAYOUT, NUM_BLOCKS, "rank 1 of 2 keeps .* and should keep"),
+        (2, range(2, 4), LAYOUT, NUM_BLOCKS, "rank 2 joined a group of 2 ranks that has no place for it"),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused(
+    rank: int, heads: range, layout: KVLayout, num_blocks: int, complaint: str, group: Group
+) -> None:
+    group.join(group.reader(rank, heads, layout, num_blocks))
+    with pytest.raises(TransportError, match=complaint):
+        group.gather()
+
+
+def test_heads_that_do_not_divide_are_refused(group: Group) -> None:
+    for rank in (1, 2):
+        group.join(group.reader(rank, range(2, 4)))
+    with pytest.raises(TransportError, match="4 KV heads cannot be shared out over 3 ranks"):
+        group.gather(size=3)
+
+
+def test_a_rank_that_goes_by_way_of_the_host_where_rank_0_does_not_is_refused() -> None:
+    group = Group()
+    group.join(group.reader(1, range(2, 4), staged=True))
+    with pytest.raises(TransportError, match=r"rank 1 hands over by way of the host's memory.*set transfer\.buffer"):
+        group.gather()
+
+
+def test_strangers_are_not_heard(group: Group) -> None:
+    stranger = group.wires.bind("stranger")
+    link = stranger.connect("rank 0")
+    stranger.send(link, b"\xc1 nonsense")
+    reads = group.together()
+    stranger.send(link, encode(GiveUp(1, "I am not of this group")))
+    stranger.send(link, b"\xc1 nonsense")
+    group.pass_time(reads, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (encode(GiveUp(1, "no memory")), "rank 1 cannot go on: no memory"),
+        (encode(ReadReport(77, ReadState.DONE, "", True, 0, 0)), "rank 1 reports of a read that it was not asked for"),
+        (b"\xc1 nonsense", "rank 1 sends malformed bytes"),
+    ],
+)
+def test_a_rank_that_ends_or_makes_no_sense_is_lost(message: bytes, complaint: str, group: Group) -> None:
+    reads = group.together()
+    assert group.member_wire is not None
+    group.member_wire.send(group.members[0]._leader, message)
+    with pytest.raises(RankLost, match=complaint):
+        group.pass_time(reads, 0.5)
+
+
+def test_a_rank_whose_reports_are_not_taken_any_more_ends_rather_than_lose_one(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = group.together()
+    reads.add_peer(group.a_peer())
+    assert group.member_wire is not None
+    monkeypatch.setattr(group.member_wire, "send", lambda route, data: False)
+    with pytest.raises(RankLost, match="rank 0 takes no reports any more"):
+        group.pass_time(reads, 1.0)
+
+
+def test_peers_are_not_told_more_than_a_handshake_takes(group: Group) -> None:
+    group.join(RankReader(1, group.reader(1, range(2, 4)).region, _Wordy()))
+    with pytest.raises(TransportError, match=r"memory of 2 ranks peers need 10\d\d\d\d\d bytes, .*UCX_NET_DEVICES"):
+        group.gather()
+
+
+class _Wordy:
+    """A transport of a machine with very many devices."""
+
+    name = "fake"
+
+    def metadata(self) -> bytes:
+        return bytes(MAX_METADATA_BYTES)
+
+
+def test_a_rank_that_owes_an_answer_and_falls_silent_is_lost(group: Group) -> None:
+    reads = group.together()
+    reads.add_peer(group.a_peer())
+    group.pass_time(reads, SILENCE_S - 1, following=False)
+    with pytest.raises(RankLost, match="rank 1 has not answered for 10 s"):
+        group.pass_time(reads, SILENCE_S, following=False)
+
+
+def test_a_rank_may_take_long_as_long_as_it_answers(group: Group) -> None:
+    reads = group.together()
+    peer = reads.add_peer(group.a_peer())
+    group.pass_time(reads, 0.5)
+    group.fabric.faults.read_s = (5 * SILENCE_S, 5 * SILENCE_S)
+    read = reads.read(peer, [1], [1])
+    group.pass_time(reads, 4 * SILENCE_S)
+    assert reads.poll(read) is ReadState.RUNNING
+    group.pass_time(reads, 2 * SILENCE_S)
+    assert reads.poll(read) is ReadState.DONE
+
+
+def test_a_leader_that_was_stopped_for_long_does_not_take_others_for_lost(group: Group) -> None:
+    reads = group.together()
+    reads.add_peer(group.a_peer())
+    group.pass_time(reads, 0.2, following=False)
+    group.clock.advance(10 * SILENCE_S)
+    group.pass_time(reads, 1)
+
+
+def test_ranks_without_reads_and_readers_say_nothing(group: Group) -> None:
+    reads = group.together()
+    group.pass_time(reads, 1)
+    before = group.wires.num_sent
+    group.pass_time(reads, 5 * SILENCE_S)
+    assert group.wires.num_sent == before
+
+
+def test_a_block_that_there_is_not_is_never_looked_at(group: Group) -> None:
+    """Whatever rank 0 asks for: behind the region is other memory, or none."""
+    group.together()
+    assert group.member_wire is not None
+    for order in (MakeDigests(1, [0, NUM_BLOCKS]), CompareBlocks(1, 1, [NUM_BLOCKS], ())):
+        group.member_wire.arrive(b"rank 0", encode(order))
+        with pytest.raises(MalformedMessage, match="are to be digested, and there are 8"):
+            group.members[0].pump()
+
+
+def test_a_peer_that_another_rank_cannot_reach_is_broken(group: Group) -> None:
+    """Rank 1's heads are on a rank of the peer whose metadata are none."""
+    reads = group.together()
+    memory = bytearray(NUM_BLOCKS * LAYOUT.block_bytes // 2)
+    whole = RankMemory(0, 2, group.fabric.attach("half a peer", memory).metadata())
+    peer = reads.add_peer(group_metadata([whole, RankMemory(2, 2, b"\xc1")]))
+    group.pass_time(reads, 0.5)
+    assert reads.peer_state(peer) is PeerState.BROKEN
+    reads.remove_peer(peer)
+    group.pass_time(reads, 0.5)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xff" * 9, group_metadata([]), group_metadata([RankMemory(9, 1, b"")])])
+def test_metadata_that_are_none_are_refused(metadata: bytes, group: Group) -> None:
+    with pytest.raises((MalformedMessage, TransportError)):
+        group.together().add_peer(metadata)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_message_raise_nothing_else(data: bytes) -> None:
+    for decode in READS:
+        try:
+            decode(data)
+        except MalformedMessage:
+            continue
+
+
+# ---------------------------------------------------------------------- real sockets, two ranks in one process
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.zeros((2, NUM_BLOCKS, LAYOUT.block_bytes // 2), dtype=np.uint8)
+
+
+def half(memory: np.ndarray, rank: int) -> KVRegion:
+    return KVRegion(memory[rank].ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 2 * rank, 2)
+
+
+@contextlib.contextmanager
+def a_member(memory: np.ndarray, socket: GroupSocket, key: ClusterKey) -> Iterator[MemberThread]:
+    member = join_tp_read_group(half(memory, 1), rank=1, leader=socket.address, engine_id="group", key=key)
+    yield member
+    member.close()
+
+
+def a_leader(memory: np.ndarray, socket: GroupSocket, key: ClusterKey) -> TransferConnector:
+    region = half(memory, 0)
+    return TransferConnector(region, engine_id="group", epoch=1, host="127.0.0.1", key=key, read_socket=socket)
+
+
+def poll_until_it_raises(connector: TransferConnector) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        connector.poll()
+        time.sleep(0.01)
+
+
+def test_a_connector_is_ready_when_all_ranks_are_and_ends_when_one_cannot_go_on(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ClusterKey.generate()
+    socket = GroupSocket(2, "127.0.0.1", key)
+    with a_member(memory, socket, key) as member:
+        connector = a_leader(memory, socket, key)
+        monkeypatch.setattr(GroupMember, "pump", lambda self: 1 / 0)
+        member._channel.wake()
+        with pytest.raises(TransferThreadDied, match="rank 1 cannot go on: ZeroDivisionError"):
+            poll_until_it_raises(connector)
+        connector.close()
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_with_another_clusters_key_does_not_join(memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gather.__kwdefaults__, "timeout_s", 1.0)
+    key = ClusterKey.generate()
+    socket = GroupSocket(2, "127.0.0.1", key)
+    refusal = pytest.raises(TransportError, match=r"did not join within 1 s: \[1\]")
+    with a_member(memory, socket, ClusterKey.generate()), refusal:
+        a_leader(memory, socket, key)
+    socket.close()
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}

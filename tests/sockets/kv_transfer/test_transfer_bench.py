@@ -1,0 +1,86 @@
+"""The benchmark runs and its figures hang together; how large they are is no test's business."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from baton.engine.core.layout import KVLayout, UnevenHeads
+from baton.kv_transfer.bench import TransferCase, measure, table
+from baton.kv_transfer.bench.stages import HandoffStage, StampedChannel, Stamps
+from baton.kv_transfer.net.channel import Route
+from baton.kv_transfer.protocol.messages import Claim, EngineKey, LeaseKey, ReaderKey, encode
+
+LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+
+
+@pytest.mark.timeout(90)
+def test_it_measures_the_connector_beside_raw_nixl() -> None:
+    result = measure(LAYOUT, TransferCase(num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2))
+    short, long = result["rows"]
+    assert (short["num_bytes"], long["num_bytes"]) == (4 * LAYOUT.block_bytes, 14 * LAYOUT.block_bytes)
+    assert short["descriptors"] == 2  # two prompts of one run of two blocks each
+    assert all(row["gb_per_s"] > 0 and row["raw_gb_per_s"] > 0 and row["ratio"] > 0 for row in result["rows"])
+    assert len(table(result).splitlines()) == 3
+
+
+@pytest.mark.timeout(90)
+def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
+    (row,) = measure(
+        LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)
+    )["rows"]
+    assert row["num_bytes"] == 4 * LAYOUT.block_bytes
+    assert row["descriptors"] == 2 * 4  # half of each block for each rank of the reader
+    assert row["gb_per_s"] > 0
+
+
+@pytest.mark.timeout(90)
+def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
+    result = measure(LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=3, stages=True))
+    at = result["rows"][0]["stages_us"]
+    for chain in (
+        (
+            HandoffStage.ASKED,
+            HandoffStage.AWAKE,
+            HandoffStage.READ_POSTED,
+            HandoffStage.READ_DONE,
+            HandoffStage.TOLD,
+            HandoffStage.ANSWERED,
+        ),
+        (HandoffStage.AWAKE, HandoffStage.CLAIM_HERE, HandoffStage.GRANT_HERE, HandoffStage.TOLD),
+        (HandoffStage.AWAKE, HandoffStage.CLAIM_SENT, HandoffStage.READ_POSTED),
+        (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT),
+    ):
+        moments = [at[stage] for stage in chain]
+        assert moments == sorted(moments), chain
+    assert at[HandoffStage.ASKED] == 0
+    assert set(at) == set(HandoffStage)
+    assert len(table(result).splitlines()) == 2 + 2 + len(HandoffStage) + 1
+
+
+def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(UnevenHeads, match="2 KV heads cannot be shared out over 3 ranks"):
+        measure(LAYOUT, TransferCase(prefill_tp=3))
+
+
+def test_a_message_that_was_sent_is_stamped_before_stamps_are_taken() -> None:
+    """Its receiver may be done before the sender's thread runs on."""
+    stamps, may_return, has_arrived = Stamps(), threading.Event(), threading.Event()
+
+    class SlowToReturn:
+        address = "tcp://127.0.0.1:1"
+
+        def send(self, route: Route, data: bytes) -> bool:
+            has_arrived.set()
+            return may_return.wait(30)
+
+    channel = StampedChannel(SlowToReturn(), stamps)  # type: ignore[arg-type]
+    engine = EngineKey("e", 1)
+    claim = Claim(LeaseKey(engine, "r", 0, 1), ReaderKey(engine, 1), 1)
+    sender = threading.Thread(target=channel.send, args=(b"route", encode(claim)))
+    sender.start()
+    assert has_arrived.wait(30)
+    threading.Timer(0.05, may_return.set).start()
+    assert HandoffStage.CLAIM_SENT in stamps.take()
+    sender.join()

@@ -1,0 +1,186 @@
+"""Whole engines with a tiny model and few blocks: what comes out of a tier gives the tokens that computing gives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing.connection
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.config import EngineConfig
+from baton.engine.core.block_log import pack_names, unpack_names
+from baton.engine.core.layout import BLOCK_SIZE, KVRegion
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.prefix import block_hashes
+from baton.engine.core.tiers import TierStats
+from baton.engine.startup.build import Engine, build_engine
+from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.tiers.store import TierStore
+
+from ....helpers.checkpoints import write_checkpoint
+from ....helpers.process_context import FORKING
+from .tier_requests import ENGINE_ARGS, FEW_BLOCKS, MANY_BLOCKS, Tokens, a_batch
+
+pytestmark = pytest.mark.timeout(120)
+
+_names = itertools.count(1)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), request.param, num_hidden_layers=2)
+
+
+class TieredEngine:
+    def __init__(self, model: Path, settings: TierSettings | None, **arguments: Any) -> None:
+        config = EngineConfig.from_args({"model": str(model), **ENGINE_ARGS, **arguments})
+        self.store: TierStore | None = None
+        self._news = threading.Event()
+
+        def open_tiers(region: KVRegion) -> TierStore:
+            assert settings is not None
+            self.block_bytes = region.block_bytes
+            self.store = TierStore(
+                region, settings, name=f"engine-{next(_names)}", cpu_affinity="any", wake=self._news.set
+            )
+            return self.store
+
+        self.engine: Engine = build_engine(config, open_tiers=open_tiers if settings else None)
+
+    def run(self, requests: Sequence[EngineRequest]) -> Tokens:
+        core = self.engine.core
+        tokens: Tokens = {request.request_id: [] for request in requests}
+        for request in requests:
+            core.add(request)
+        unfinished = len(requests)
+        while unfinished:
+            for output in core.step():
+                assert output.error is None
+                tokens[output.request_id] += output.token_ids
+                unfinished -= output.finish_reason is not None
+            if not core.has_work() and unfinished:
+                assert self._news.wait(30), "nothing happens any more"
+                self._news.clear()
+        return tokens
+
+    def quiet(self) -> TierStats:
+        """When all that can be stored is stored."""
+        while self.engine.core._scheduler.tier_copies.any_lent or self.engine.core.has_work():
+            self.engine.core.step()
+        stats = self.engine.core.stats()
+        assert stats.num_blocks_free == stats.num_blocks
+        assert stats.tiers is not None
+        return stats.tiers
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        self.engine.close()
+
+
+@contextlib.contextmanager
+def engine(model: Path, settings: TierSettings | None, **arguments: Any) -> Iterator[TieredEngine]:
+    num_blocks = FEW_BLOCKS if settings else MANY_BLOCKS
+    it = TieredEngine(model, settings, **{"num_gpu_blocks_override": num_blocks, **arguments})
+    try:
+        yield it
+    finally:
+        it.close()
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Tokens:
+    with engine(model, None, enable_prefix_caching=False) as alone:
+        return alone.run(a_batch())
+
+
+Where = Callable[[Path], TierSettings]
+HOST: Where = lambda folder: TierSettings(host_bytes=8 << 20, min_tokens=16)  # noqa: E731
+DISK: Where = lambda folder: TierSettings(disk_path=str(folder), disk_bytes=8 << 20, min_tokens=16)  # noqa: E731
+BOTH: Where = lambda folder: TierSettings(  # noqa: E731
+    host_bytes=60_000, disk_path=str(folder), disk_bytes=8 << 20, min_tokens=16
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "overlap"),
+    [(HOST, True), (DISK, False), (BOTH, True)],
+    ids=["host, two steps", "disk, one step", "both, two steps"],
+)
+def test_tokens_are_those_of_an_engine_that_computes_everything(
+    model: Path, expected: Tokens, tmp_path: Path, where: Where, overlap: bool
+) -> None:
+    with engine(model, where(tmp_path), async_scheduling=overlap) as tiered:
+        for _ in range(3):
+            assert tiered.run(a_batch()) == expected
+            stats = tiered.quiet()
+        assert stats.restored_tokens > 0
+        assert stats.hits * 16 == stats.restored_tokens
+        assert stats.failures == {}
+        assert all(stats.blocks.values()), "every tier was used"
+
+
+def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expected: Tokens, tmp_path: Path) -> None:
+    # With few blocks some would be evicted while they wait for their turn to be stored.
+    with engine(model, DISK(tmp_path), num_gpu_blocks_override=MANY_BLOCKS) as first:
+        first.run(a_batch())
+        first.quiet()
+    with engine(model, DISK(tmp_path)) as second:
+        told = second.engine.core.block_log().snapshot()
+        assert told.stored == told.host == b""
+        prompts = (block_hashes(each.prompt_token_ids, BLOCK_SIZE, each.cache_salt) for each in a_batch())
+        prompt_names = {name for hashes in prompts for name in unpack_names(pack_names(hashes))}
+        assert prompt_names <= set(unpack_names(told.disk)), "gateways hear of it before the first request"
+        assert second.run(a_batch()) == expected
+        stats = second.quiet()
+        assert stats.restored_tokens > 500, "the prompts have 800 tokens in full blocks"
+        assert stats.failures == {}
+        assert stats.restore_s.keys() == {"disk"}
+
+
+def test_blocks_with_other_bytes_are_computed_again_and_counted(model: Path, expected: Tokens, tmp_path: Path) -> None:
+    with engine(model, DISK(tmp_path)) as first:
+        first.run(a_batch())
+        first.quiet()
+    (path,) = tmp_path.glob("*.kv")
+    with path.open("r+b") as file:
+        for place in range(first.block_bytes // 3, path.stat().st_size, 2 * first.block_bytes):
+            file.seek(place)
+            file.write(b"\x17\x2a")  # in every second slot
+    with engine(model, DISK(tmp_path)) as second:
+        assert second.run(a_batch()) == expected
+        stats = second.quiet()
+        assert stats.failures["corrupt"] > 0
+        assert stats.restored_tokens > 0
+
+
+def _serve_for_ever(pipe: multiprocessing.connection.Connection, model: Path, settings: TierSettings) -> None:
+    with engine(model, settings) as it:
+        for number in itertools.count():
+            it.run(a_batch())
+            pipe.send(number)
+
+
+def test_an_engine_that_is_killed_leaves_blocks_that_the_next_one_restores(
+    model: Path, expected: Tokens, tmp_path: Path
+) -> None:
+    ours, theirs = FORKING.Pipe()
+    small = TierSettings(disk_path=str(tmp_path), disk_bytes=150_000, min_tokens=16)  # is written over and over
+    process = FORKING.Process(target=_serve_for_ever, args=(theirs, model, small), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        for _ in range(2):
+            assert ours.poll(60)
+            ours.recv()
+    finally:
+        process.kill()
+        process.join(10)
+    with engine(model, small) as second:
+        assert second.run(a_batch()) == expected
+        assert second.quiet().restored_tokens > 0

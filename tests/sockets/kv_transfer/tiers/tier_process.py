@@ -1,0 +1,96 @@
+"""A process with a disk tier, to be killed: `python -m ...tiers.tier_process FOLDER SLOTS WHAT`.
+
+write      stores blocks without end, and says how many are stored
+full       may write no file longer than half the tier before it makes one, then says what it has
+fills_up   the same limit comes when the tier is there already
+
+`python -m ...tiers.tier_process FOLDER SLOTS WHAT ADDRESS` is rank 1 of a group of two whose rank 0 is at ADDRESS:
+
+full       may write no file longer than half its share of the tier
+fills_up   the same limit comes when a line comes in and the tier is there already
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import msgspec
+
+from baton.kv_transfer.tiers.group import follow_tiers
+from baton.kv_transfer.tiers.settings import TierSettings
+
+from ....helpers.tier_memory import BLOCK, Pool, event_of, load, names, save, tiers
+
+SAID = "said: "  # NIXL writes to the same output
+
+
+def say(text: str) -> None:
+    print(SAID + text, flush=True)
+
+
+def limit_files(num_bytes: int) -> None:
+    """As on a disk with no more room: longer writes fail. Python ignores the signal that comes with it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def write(folder: Path, num_slots: int) -> None:
+    pool = Pool()
+    with tiers(pool, disk=num_slots, folder=folder) as store:
+        for first in range(0, 1_000_000, 4):
+            numbers = range(first, first + 4)
+            pool.fill(numbers)
+            store.store(names(numbers), range(4))
+            event_of(store)
+            say(str(first + 4))
+
+
+def full(folder: Path, num_slots: int) -> None:
+    limit_files(BLOCK * num_slots // 2)
+    pool = Pool()
+    with tiers(pool, host=2, disk=num_slots, folder=folder) as store:
+        for number in range(6):
+            save(store, pool, [number])
+        found = load(store, pool, [5])
+        say(msgspec.json.encode([store.stats(), found]).decode())
+
+
+def fills_up(folder: Path, num_slots: int) -> None:
+    pool = Pool()
+    with tiers(pool, disk=num_slots, folder=folder) as store:
+        save(store, pool, [1])
+        limit_files(BLOCK * num_slots // 2)
+        for first in range(2, num_slots):
+            save(store, pool, [first])
+        found = load(store, pool, [1])
+        say(msgspec.json.encode([store.stats(), found]).decode())
+
+
+def follow(folder: Path, num_slots: int, what: str, address: str) -> None:
+    pool = Pool(rank=1, size=2)
+    limit = pool.region.block_bytes * num_slots // 2
+    if what == "full":
+        limit_files(limit)
+    member = follow_tiers(
+        pool.region,
+        TierSettings(disk_path=str(folder), disk_bytes=num_slots * pool.region.block_bytes),
+        rank=1,
+        num_ranks=2,
+        leader=address,
+        key=None,
+        name="rank 1",
+        cpu_affinity="any",
+    )
+    sys.stdin.readline()
+    if what == "fills_up":
+        limit_files(limit)
+        say("limited")
+    sys.stdin.readline()
+    member.close()
+
+
+if __name__ == "__main__" and len(sys.argv) > 4:
+    follow(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+elif __name__ == "__main__":
+    {"write": write, "full": full, "fills_up": fills_up}[sys.argv[3]](Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,180 @@
+"""Wakes reach every other rank, over Unix sockets and over TCP; a rank that goes without a word ends the groups."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.core.step import Runner, StepPlan, StepResult
+from baton.engine.net.curve import ClusterKey
+from baton.engine.parallel import GroupFailed, Member, ParallelGroups
+from baton.engine.parallel.dp_wake import DPWake
+from baton.engine.parallel.rank_group import RankGroup
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
+
+from ...helpers.thread_groups import Closing, run_threads
+
+SOON_S = 20.0
+KEY = ClusterKey.generate()
+SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client}
+OTHER = ClusterKey.generate()
+
+
+class End:
+    """One rank's waves, and what it heard."""
+
+    def __init__(self, rank: int, rendezvous: str, member: dict[str, Any]) -> None:
+        self.group = Closing()
+        self.heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.rendezvous = RendezvousClient(rendezvous, rank, timeout_s=SOON_S)
+        self._member = Member(rank=rank, rendezvous=rendezvous, start_timeout_s=SOON_S, **member)
+
+    def connect(self) -> None:
+        self.rendezvous.put(f"here/{self._member.rank}", self._member.host)
+        self.waves = DPWake(self._member, self.rendezvous, ParallelGroups(dp=self.group))
+        self.waves.listen(self.heard.put)
+
+
+@contextmanager
+def ends(dp: int, *, tp: int = 1, apart: bool = False, **member: Any) -> Iterator[list[End]]:
+    """Of the ranks that schedule. `apart`: on different machines, as far as they can tell."""
+    rendezvous = Rendezvous()
+    sizes = {"data_parallel_size": dp, "tensor_parallel_size": tp}
+    found = [
+        End(rank * tp, rendezvous.address, {**sizes, **member, "host": f"127.0.0.{1 + apart * rank}"})
+        for rank in range(dp)
+    ]
+    run_threads([end.connect for end in found], lambda: None)
+    yield found
+    for end in found:
+        end.waves.close()
+
+
+@pytest.mark.parametrize(
+    ("apart", "member"), [(False, {}), (True, {}), (True, SECURE)], ids=["one host", "tcp", "curve"]
+)
+def test_a_wake_reaches_every_other_rank_in_order(apart: bool, member: dict[str, Any]) -> None:
+    with ends(3, tp=2, apart=apart, **member) as (first, second, third):
+        for wave in (0, 1, 2**40):
+            first.waves.wake_others(wave)
+        second.waves.wake_others(7)
+        assert first.heard.get(timeout=SOON_S) == 7
+        assert [second.heard.get(timeout=SOON_S) for _ in range(3)] == [0, 1, 2**40]
+        heard = [third.heard.get(timeout=SOON_S) for _ in range(4)]
+        heard.remove(7)  # of another rank, so at any place
+        assert heard == [0, 1, 2**40]
+
+
+def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ends(2) as (first, second):
+        second.waves.close()
+        assert not first.group.closed.wait(1.5)
+    first.waves.close()  # once more
+    assert list(tmp_path.iterdir()) == []
+
+
+def go_without_a_word(end: End) -> None:
+    end.waves._mesh.close(well=False, receiver=end.waves._thread)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
+    with ends(2, apart=apart) as (first, second):
+        go_without_a_word(second)
+        assert first.group.closed.wait(SOON_S)
+        with pytest.raises(GroupFailed, match="rank 1 has gone"):
+            first.waves.wake_others(3)
+
+
+class Device:
+    """A runner whose step comes back when the groups are closed, with what nobody has finished."""
+
+    def __init__(self, closed: threading.Event) -> None:
+        self.closed = closed
+
+    def launch(self, plan: StepPlan) -> Any:
+        device = self
+
+        class Pending:
+            def result(self) -> StepResult:
+                assert device.closed.wait(SOON_S)
+                return StepResult(plan.step, [])
+
+        return Pending()
+
+
+def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
+    def runner(end: End, closed: threading.Event) -> Runner:
+        rank_group = RankGroup(Member(), timeout_s=SOON_S)
+        rank_group._dp_wake = end.waves
+        return rank_group.leading(Device(closed))
+
+    with ends(2) as (first, second):
+        done = threading.Event()
+        done.set()
+        assert runner(first, done).launch(StepPlan(4, [], [], [])).result().step == 4
+        step = runner(first, first.group.closed).launch(StepPlan(5, [], [], []))
+        go_without_a_word(second)
+        with pytest.raises(GroupFailed, match="rank 1 has gone"):
+            step.result()
+
+
+def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
+    """The others may wait for it in a collective."""
+    with ends(2) as (first, second):
+        rank_group = RankGroup(Member(), timeout_s=SOON_S)
+        rank_group._dp_wake = second.waves
+        with pytest.raises(ValueError, match="it does not fit"), rank_group.telling():
+            raise ValueError("it does not fit")
+        assert first.group.closed.wait(SOON_S)
+
+
+def test_what_is_no_wave_is_dropped() -> None:
+    with ends(2) as (first, second):
+        first.waves._mesh.send(b"nonsense and more")
+        first.waves.wake_others(5)
+        assert second.heard.get(timeout=SOON_S) == 5
+
+
+def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rendezvous = Rendezvous()
+    end = End(0, rendezvous.address, {"data_parallel_size": 2})
+    end.rendezvous.put("here/1", "127.0.0.1")
+    threading.Timer(0.2, lambda: rendezvous.fail(1, "it does not fit")).start()
+    with pytest.raises(GroupFailed, match="it does not fit"):
+        end.connect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_with_different_keys_do_not_find_each_other() -> None:
+    rendezvous = Rendezvous()
+    keys = (KEY, OTHER)
+    found = [
+        End(
+            rank,
+            rendezvous.address,
+            {
+                "data_parallel_size": 2,
+                "host": f"127.0.0.{1 + rank}",
+                "secure_server": keys[rank].secure_server,
+                "secure_client": keys[rank].secure_client,
+            },
+        )
+        for rank in range(2)
+    ]
+    begun = time.monotonic()
+    with pytest.raises(GroupFailed, match="did not connect"):
+        run_threads([end.connect for end in found], lambda: None)
+    assert time.monotonic() - begun < 2 * SOON_S

@@ -1,0 +1,244 @@
+"""Plans reach the ranks that follow as they are, in order; when one end goes, the other one ends."""
+
+from __future__ import annotations
+
+import functools
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from baton.engine import SamplingParams
+from baton.engine.core.step import Chunk, RowStart, StepPlan, StepResult
+from baton.engine.net.curve import ClusterKey
+from baton.engine.parallel import Group, GroupFailed, Member, ParallelGroups, mesh
+from baton.engine.parallel.mesh import connect
+from baton.engine.parallel.plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
+from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
+
+from ...helpers.silent_proxy import SilentProxy
+from ...helpers.thread_groups import Closing, run_threads
+
+START = RowStart(
+    row=3,
+    request_id="r",
+    prompt_token_ids=[1, 2, 3],
+    output_token_ids=[4],
+    sampling=SamplingParams(temperature=0.5, logit_bias={7: 1.5}, bad_words_token_ids=[[1], [2, 3]], logprobs=2),
+    seed=2**62 + 1,
+    stop_token_ids=[2],
+    block_ids=[9, 8],
+)
+PLANS = [
+    StepPlan(0, [], [START], [Chunk(3, 0, 4, True, [])]),
+    StepPlan(1, [], [], [Chunk(3, 4, 1, True, [5])]),
+    StepPlan(2, [3], [], []),
+]
+
+
+class Recorder:
+    """A runner that notes what it is told, and how many of its steps nobody has waited for."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.open = self.most_open = 0
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        recorder = self
+
+        class Pending:
+            def result(self) -> StepResult:
+                recorder.open -= 1
+                return StepResult(plan.step, [])
+
+        return Pending()
+
+
+@contextmanager
+def ends(
+    ranks: int = 2, follower: dict[str, Any] | None = None, **both: Any
+) -> Iterator[tuple[PlanSender, list[PlanReceiver], list[Closing]]]:
+    """The sender of rank 0, the receivers of the others, and the groups of all. `follower`: what sets those apart."""
+    rendezvous = Rendezvous()
+    common = {"tensor_parallel_size": ranks, "rendezvous": rendezvous.address, "start_timeout_s": 30.0, **both}
+    members = [Member(**{**common, "rank": rank, **(follower or {} if rank else {})}) for rank in range(ranks)]
+    groups = [Closing() for _ in members]
+
+    def make(member: Member, group: Group) -> Any:
+        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
+        meeting.put(f"here/{member.rank}", member.host)
+        return (PlanSender if member.rank == 0 else PlanReceiver)(member, meeting, ParallelGroups(group))
+
+    works = [functools.partial(make, member, group) for member, group in zip(members, groups, strict=True)]
+    sender, *receivers = run_threads(works, lambda: rendezvous.fail(0, "the test ends"))
+    yield sender, receivers, groups
+    for end in (sender, *receivers):
+        end.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_follower_gets_every_plan_in_order_and_then_the_end(ranks: int) -> None:
+    with ends(ranks) as (sender, receivers, _):
+        leading, runners = LeadingRunner(Recorder(), sender), [Recorder() for _ in receivers]
+        for plan in PLANS:
+            assert leading.launch(plan).result().step == plan.step
+        sender.close()
+        for runner, receiver in zip(runners, receivers, strict=True):
+            follow_plans(runner, receiver, depth=2)
+            assert runner.plans == PLANS
+            assert runner.open == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_follower_launches_no_more_than_its_depth_ahead(depth: int) -> None:
+    with ends() as (sender, (receiver,), _):
+        for step in range(10):
+            sender.send(StepPlan(step, [], [], []))
+        sender.close()
+        runner = Recorder()
+        follow_plans(runner, receiver, depth=depth)
+        assert len(runner.plans) == 10
+        assert runner.most_open == depth + 1  # the newest, beside those that it may be ahead
+
+
+def test_a_leader_that_ends_well_closes_nobodys_groups_under_them() -> None:
+    with ends() as (sender, (receiver,), (_, group)):
+        sender.send(PLANS[0])
+        sender.close()
+        assert receiver.receive() == PLANS[0]
+        assert receiver.receive() is None
+        assert not group.closed.wait(1.5)
+
+
+def test_a_leader_that_goes_without_a_word_ends_its_followers_and_their_collectives() -> None:
+    with ends() as (sender, (receiver,), (_, group)):
+        sender.close(well=False)
+        with pytest.raises(GroupFailed, match="rank 0 has gone"):
+            receiver.receive()
+        assert group.closed.wait(20)
+
+
+def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
+    with ends(3) as (sender, receivers, (group, *_)):
+        leading = LeadingRunner(Recorder(), sender)
+        step = leading.launch(PLANS[0])
+        receivers[1].close()
+        assert group.closed.wait(20)
+        with pytest.raises(GroupFailed, match="rank 2 has gone"):
+            step.result()
+        with pytest.raises(GroupFailed, match="rank 2 has gone"):
+            leading.launch(PLANS[1])
+
+
+def test_what_is_no_plan_is_told_by_name() -> None:
+    with ends() as (sender, (receiver,), _):
+        sender._mesh.send(b"nonsense")
+        with pytest.raises(GroupFailed, match="rank 0 sent what is no plan"):
+            receiver.receive()
+
+
+FAR = {"host": "127.0.0.2"}  # another machine
+
+
+def test_plans_cross_machines_under_the_clusters_key() -> None:
+    key = ClusterKey.generate()
+    sides = {"secure_server": key.secure_server, "secure_client": key.secure_client}
+    with ends(follower=FAR, **sides) as (sender, (receiver,), _):
+        sender.send(PLANS[0])
+        assert receiver.receive() == PLANS[0]
+
+
+def test_nothing_comes_behind_the_gap_where_a_connection_has_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as proxies:
+        found: dict[int, SilentProxy] = {}  # by who connects
+
+        def connect_by_way(socket: Any, address: str, member: Member) -> None:
+            found[member.rank] = proxies.enter_context(SilentProxy(address))
+            connect(socket, found[member.rank].address, member)
+
+        monkeypatch.setattr(mesh, "connect", connect_by_way)
+        with ends(follower=FAR) as (sender, (receiver,), groups):
+            sender.send(PLANS[0])
+            assert receiver.receive() == PLANS[0]
+            found[0].cut()
+            assert groups[0].closed.wait(20)
+            with pytest.raises(GroupFailed, match="rank 1 has gone"):
+                sender.send(PLANS[1])
+            sender.close(well=False)
+            with pytest.raises(GroupFailed, match="rank 0 has gone"):
+                receiver.receive()
+
+
+def test_a_follower_without_the_clusters_key_gets_none() -> None:
+    key = ClusterKey.generate()
+    stranger = {**FAR, "secure_client": None}
+    sides = {"secure_server": key.secure_server, "start_timeout_s": 1.0}
+    with pytest.raises(GroupFailed, match="did not connect"), ends(follower=stranger, **sides):
+        pass
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///nowhere/baton"])
+def test_a_follower_that_finds_nobody_at_the_address_says_where_and_waits_no_longer(address: str) -> None:
+    rendezvous = Rendezvous()
+    member = Member(rank=1, tensor_parallel_size=2, rendezvous=rendezvous.address, start_timeout_s=600.0)
+    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
+    meeting.put("here/0", member.host)
+    meeting.put("plans/0", f"word {address}")
+    with pytest.raises(GroupFailed, match=f"rank 0 did not connect: no member of this group answers at {address}"):
+        PlanReceiver(member, meeting, ParallelGroups(Closing()))
+
+
+def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rendezvous = Rendezvous()
+    member = Member(tensor_parallel_size=3, rendezvous=rendezvous.address)
+    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
+    meeting.put("here/1", member.host)
+    threading.Timer(0.2, lambda: rendezvous.fail(2, "it does not fit")).start()
+    with pytest.raises(GroupFailed, match="it does not fit"):
+        PlanSender(member, meeting, ParallelGroups(Closing()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_unix_socket_is_for_its_user_only_and_its_path_is_gone_once_all_are_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed then leaves nothing behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    modes: list[int] = []
+
+    def connect_and_look(socket: Any, address: str, member: Member) -> None:
+        modes.append(stat.S_IMODE(Path(address.removeprefix("ipc://")).parent.stat().st_mode))
+        connect(socket, address, member)
+
+    monkeypatch.setattr(mesh, "connect", connect_and_look)
+    with ends(3) as (sender, receivers, _):
+        assert modes == [0o700] * 4  # each way between the leader and a follower
+        assert list(tmp_path.iterdir()) == []
+        sender.send(PLANS[0])
+        assert [receiver.receive() for receiver in receivers] == [PLANS[0]] * 2
+
+
+def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    contexts: list[zmq.Context[Any]] = []
+
+    def interrupt(socket: Any, address: str, member: Member) -> None:
+        contexts.append(socket.context)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mesh, "connect", interrupt)
+    with pytest.raises(KeyboardInterrupt), ends():
+        pass
+    assert contexts
+    assert all(context.closed for context in contexts)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,484 @@
+"""The autoscaler's measurements and decisions, and their outcome in virtual time. Without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve.config import AutoscalingContext
+from typer.testing import CliRunner
+
+from baton.cluster.autoscaling.load import (
+    FIRST_TOKEN_S,
+    CounterSums,
+    FleetLoad,
+    GatewayLoad,
+    LoadReports,
+    Sample,
+    bucket_of,
+    percentile,
+)
+from baton.cluster.autoscaling.policy import Moment, decide, desired_sizes
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
+from baton.cluster.cli.main import app
+from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
+from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.routing.rates import CostRates
+from baton.cluster.serve_policy import target_replicas
+from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
+from baton.cluster.simulation.fleet_sizing import Autoscaled, FixedSizes, Sizer
+from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, bursts, tides
+from baton.cluster.simulation.virtual_engine import Speed
+
+from ...helpers.fakes import CountingEngine, make_record
+from .engine_groups import group_of
+
+P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
+PLAN = ScalePlan(
+    fleets={P: Bounds(1, 8), D: Bounds(1, 8)},
+    ttft_s=1.0,
+    inter_token_s=0.05,
+    percentile=0.9,
+    target_utilization=0.5,
+    look_back_period_s=10.0,
+    upscale_delay_s=4.0,
+    downscale_delay_s=20.0,
+    downscale_to_zero_delay_s=30.0,
+)
+
+
+def samples(
+    seconds: int = 11,
+    *,
+    prompt_tokens: float = 0.0,
+    reads_per_s: float = 1000.0,
+    answer_tokens: float = 0.0,
+    first_token_s: float = 0.1,
+    serving: int = 1,
+    batches: tuple[int, ...] = (1,),
+    step_s: float = 0.01,
+    row_s: float = 0.0,
+    begin_s: float = 0.0,
+    waiting: int = 0,
+    used_blocks: int = 0,
+) -> list[Sample]:
+    """Make samples of a steady load: ten requests a second, of these tokens in all, on groups that follow a formula."""
+    first = [0.0] * (len(FIRST_TOKEN_S) + 1)
+    at, taken, gateways, prefill, decode = begin_s, [], GatewayLoad(inflight=1), FleetLoad(), FleetLoad()
+    for second in range(seconds):
+        batch = batches[second % len(batches)]
+        steps = answer_tokens / batch
+        prefill = FleetLoad(
+            serving,
+            prefill.busy_s + prompt_tokens / reads_per_s,
+            prefill.prompt_tokens + prompt_tokens,
+            waiting=waiting,
+        )
+        decode = FleetLoad(
+            serving,
+            decode.busy_s + steps * (step_s + batch * row_s),
+            generation_tokens=decode.generation_tokens + answer_tokens,
+            steps=decode.steps + steps,
+            live=batch,
+            used_blocks=used_blocks,
+            blocks_of_a_group=100,
+        )
+        first[bucket_of(FIRST_TOKEN_S, first_token_s)] += 10
+        gateways = GatewayLoad(
+            requests=gateways.requests + 10,
+            prompt_tokens=gateways.prompt_tokens + prompt_tokens,
+            generation_tokens=gateways.generation_tokens + answer_tokens,
+            first_token=tuple(first),
+            inflight=1,
+        )
+        taken.append(Sample(at, gateways, {P: prefill, D: decode}))
+        at += 1.0
+    return taken
+
+
+# ---- what is wished for ----
+
+
+@pytest.mark.parametrize(("prompt_tokens", "groups"), [(100, 1), (500, 1), (1000, 2), (2400, 5), (99_999, 8)])
+def test_prefill_groups_follow_the_prompts_and_what_a_busy_group_reads(prompt_tokens: float, groups: int) -> None:
+    assert desired_sizes(samples(prompt_tokens=prompt_tokens), PLAN)[P] == groups
+
+
+def test_a_gap_in_the_samples_is_bridged() -> None:
+    """The directory's process was stopped, or its machine busy: what it decides then must not wait until it is old."""
+    steady = samples(prompt_tokens=1000)
+    assert desired_sizes([*steady[:4], steady[-1]], PLAN)[P] == 2
+    assert desired_sizes([steady[0], steady[-1]], PLAN)[P] == 2
+
+
+def test_prompts_that_wait_ask_for_more_than_those_that_come() -> None:
+    assert desired_sizes(samples(prompt_tokens=500, waiting=100), PLAN)[P] == 2
+
+
+def test_cached_prompts_are_no_work() -> None:
+    loads = samples(prompt_tokens=1000)
+    half = [
+        dataclasses.replace(
+            each,
+            fleets={
+                **each.fleets,
+                P: dataclasses.replace(
+                    each.fleet(P),
+                    prompt_tokens=each.fleet(P).prompt_tokens / 2,
+                    cached_tokens=each.fleet(P).prompt_tokens / 2,
+                ),
+            },
+        )
+        for each in loads
+    ]
+    assert desired_sizes(loads, PLAN)[P] == desired_sizes(half, PLAN)[P], "half of the tokens, and as many busy seconds"
+
+
+@pytest.mark.parametrize(("first_token_s", "groups"), [(0.9, 2), (1.6, 4), (100.0, 4)])
+def test_a_missed_target_asks_for_up_to_twice_as_many(first_token_s: float, groups: int) -> None:
+    loads = samples(prompt_tokens=900, first_token_s=first_token_s, serving=2)
+    assert desired_sizes(loads, PLAN)[P] == groups
+
+
+def test_a_target_that_long_prompts_miss_asks_for_nothing_where_engines_are_idle() -> None:
+    assert desired_sizes(samples(prompt_tokens=100, first_token_s=5.0, serving=2), PLAN)[P] == 1
+
+
+def test_a_target_that_was_missed_with_fewer_groups_is_no_longer_held_against_those_that_are_there() -> None:
+    before = samples(8, prompt_tokens=900, first_token_s=100.0, serving=1)
+    after = samples(11, prompt_tokens=900, first_token_s=100.0, serving=1)[8:]
+    grown = [
+        dataclasses.replace(
+            each,
+            gateways=msgspec.structs.replace(each.gateways, first_token=before[-1].gateways.first_token),
+            fleets={role: dataclasses.replace(fleet, serving=2) for role, fleet in each.fleets.items()},
+        )
+        for each in after
+    ]
+    assert desired_sizes(before, PLAN)[P] == 2
+    assert desired_sizes([*before, *grown], PLAN)[P] == 2
+
+
+def test_decode_groups_follow_the_steps_that_the_target_allows() -> None:
+    """Steps of 5 ms and 1 ms a request may take 25 ms: 20 requests, 800 tokens a second."""
+    wish = desired_sizes(samples(answer_tokens=2000, batches=(10, 20), step_s=0.005, row_s=0.001, serving=4), PLAN)
+    assert wish[D] == 3
+
+
+def test_steps_of_one_size_are_not_believed_to_grow() -> None:
+    """Ten tokens in 15 ms, and nothing is known of larger batches: 667 tokens a second."""
+    wish = desired_sizes(samples(answer_tokens=2000, batches=(10,), step_s=0.005, row_s=0.001, serving=4), PLAN)
+    assert wish[D] == 3
+    one = desired_sizes(samples(answer_tokens=50, batches=(1,), step_s=0.005, row_s=0.001), PLAN)
+    assert one[D] == 1
+
+
+def test_decode_groups_follow_the_requests_that_come_though_prefill_does_not_keep_up_with_them() -> None:
+    """800 tokens a second of a group, 700 are written; six times as many requests begin to come as there were."""
+    steady = samples(answer_tokens=700, batches=(16,), step_s=0.02, serving=2)
+    more = [
+        dataclasses.replace(
+            each, gateways=msgspec.structs.replace(each.gateways, requests=each.gateways.requests + new)
+        )
+        for each, new in zip(steady, [0] * 6 + [50, 100, 150, 200, 250], strict=True)
+    ]
+    assert desired_sizes(steady, PLAN)[D] == 1
+    assert desired_sizes(more, PLAN)[D] == 2
+
+
+def test_full_caches_ask_for_groups_whatever_was_computed() -> None:
+    assert desired_sizes(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
+
+
+def test_nothing_is_wished_for_before_something_was_measured() -> None:
+    assert desired_sizes(samples(2), PLAN) == {}
+
+
+# ---- hysteresis ----
+
+
+def moments(desired: list[int], begin_s: float = 0.0) -> list[Moment]:
+    at = Sample(0.0, GatewayLoad(inflight=1))
+    return [
+        Moment(dataclasses.replace(at, at_s=begin_s + second), {P: wish, D: 1}) for second, wish in enumerate(desired)
+    ]
+
+
+def decided(desired: list[int], current: int) -> int:
+    return decide(moments(desired), PLAN, len(desired) - 1.0, {P: current, D: 1})[P]
+
+
+def test_more_come_once_more_were_wanted_for_long_enough() -> None:
+    assert decided([1] * 10 + [3] * 4, 1) == 1
+    assert decided([1] * 10 + [5, 3, 4, 4, 5], 1) == 3, "as many as all of them wanted"
+    assert decided([3] * 4, 1) == 1, "what was wanted before is not known"
+
+
+def test_fewer_stay_once_fewer_were_wanted_for_long_enough() -> None:
+    assert decided([4] * 10 + [1] * 20, 4) == 4
+    assert decided([4] * 10 + [1, 2] * 11, 4) == 2, "as many as any of them wanted"
+
+
+def test_a_wish_that_comes_and_goes_changes_nothing() -> None:
+    assert decided([2, 3] * 40, 3) == 3
+    assert decided([2, 3] * 40, 2) == 2
+
+
+# ---- zero ----
+
+ZERO = msgspec.structs.replace(PLAN, fleets={P: Bounds(0, 8), D: Bounds(0, 8)})
+
+
+def test_the_first_request_brings_one_group_of_each_fleet_at_once() -> None:
+    waits = Moment(Sample(5.0, GatewayLoad(requests=1, inflight=1, unplaced=1)), {})
+    assert decide([waits], ZERO, 5.0, {P: 0, D: 0}) == {P: 1, D: 1}
+
+
+def quiet(seconds: int) -> list[Moment]:
+    return [Moment(Sample(float(second), GatewayLoad(requests=7)), {P: 1, D: 1}) for second in range(seconds)]
+
+
+def test_an_application_that_nobody_asks_goes_to_its_minimum_and_stays_there() -> None:
+    assert decide(quiet(30), ZERO, 29.0, {P: 2, D: 1}) != {P: 0, D: 0}
+    assert decide(quiet(31), ZERO, 30.0, {P: 2, D: 1}) == {P: 0, D: 0}
+    assert decide(quiet(31), PLAN, 30.0, {P: 2, D: 1}) == {P: 1, D: 1}
+    assert decide(quiet(31), ZERO, 30.0, {P: 0, D: 0}) == {P: 0, D: 0}
+    assert decide(quiet(6), ZERO, 5.0, {P: 0, D: 0}) == {P: 0, D: 0}, "a directory that has just begun wakes nobody"
+
+
+def test_an_answer_that_is_still_being_written_keeps_its_engines() -> None:
+    asked = quiet(20)
+    asked[10] = Moment(Sample(10.0, GatewayLoad(requests=7, inflight=1)), {P: 1, D: 1})
+    assert decide([*asked, *quiet(31)[20:]], ZERO, 30.0, {P: 1, D: 1}) == {P: 1, D: 1}
+
+
+# ---- what is measured ----
+
+
+def test_counters_of_processes_that_come_and_go_never_fall() -> None:
+    meter = CounterSums()
+    for process, value in (("a", 5.0), ("b", 2.0), ("a", 7.0), ("a", 1.0)):
+        meter.add("kind", process, (value,))
+    assert meter.total("kind", 1) == (3.0,), "2 since the first report, and one that began again at 1"
+    meter.keep(["b"])
+    meter.add("kind", "b", (3.0,))
+    assert meter.total("kind", 1) == (4.0,)
+
+
+def test_a_gateway_that_comes_back_has_not_been_asked_all_it_ever_was_at_once() -> None:
+    """It was out of the directory's reach, or the directory is new: fleets would grow as far as they may."""
+    old = GatewayLoad(requests=1e6, prompt_tokens=1e9, generation_tokens=1e8)
+    scaler, idle = Scaler(PLAN), CountingEngine().stats()
+    engines = {role: make_record(engine_id=role, role=role) for role in (P, D)}
+    groups = [EngineGroup(group_id=role, first_rank=0, engines=[engine]) for role, engine in engines.items()]
+    scaler.start_from({P: 1, D: 1})
+    for second in range(30):
+        if second:  # the directory is new, and decides before it has heard anyone
+            scaler.hear_gateway("g", old)
+        work = {"prompt_tokens": 1000 * second, "generation_tokens": 1000 * second, "num_steps": second}
+        pulse = EnginePulse(0.0, 0, 0, 0, float(second), msgspec.structs.replace(idle, **work))
+        for group in groups:
+            scaler.hear_group(group, [pulse])
+        scaler.update(float(second), [] if second == 15 else ["g"], groups)  # and then out of reach
+        assert [scaler.wanted(role) for role in (P, D)] == [FleetTarget(1, []), FleetTarget(1, [])]
+
+
+def test_a_percentile_lies_within_its_bucket() -> None:
+    assert percentile((1.0, 2.0, 4.0), (0, 10, 0, 0), 0.5) == 1.5
+    assert percentile((1.0, 2.0, 4.0), (5, 0, 0, 5), 0.9) == 4.0
+    assert percentile((1.0, 2.0, 4.0), (0, 0, 0, 0), 0.9) == 0.0
+
+
+def test_a_sample_sums_the_groups_that_are_there() -> None:
+    loads = LoadReports()
+    for name, busy in (("a", 0.0), ("b", 5.0), ("a", 1.0), ("b", 7.0)):
+        loads.hear_group(group_of(name, size=1), [EnginePulse(0.0, 3, 1, 0, busy)])
+    assert loads.num_live("a") == 4
+    groups = [group_of("a", size=1), group_of("b", size=1).with_draining(True)]
+    fleet = loads.sample(1.0, [], groups).fleet(U)
+    assert (fleet.serving, fleet.busy_s) == (1, 3.0)
+    assert loads.sample(2.0, [], []).fleet(U).busy_s == 3.0, "what was done stays done"
+
+
+def test_a_gateway_reports_what_its_histograms_counted() -> None:
+    metrics = GatewayMetrics("m", list)
+    metrics.requests.inc(3)
+    metrics.prompt_tokens.inc(40)
+    metrics.unplaced.inc()
+    for seconds in (0.3, 0.4, 1000.0):
+        metrics.first_token_s.observe(seconds)
+    load = metrics.load()
+    assert (load.requests, load.prompt_tokens, load.unplaced) == (3, 40, 1)
+    expected = [0.0] * (len(FIRST_TOKEN_S) + 1)
+    expected[bucket_of(FIRST_TOKEN_S, 0.3)] += 2
+    expected[-1] += 1
+    assert list(load.first_token) == expected
+    assert sum(load.inter_token) == 0
+
+
+# ---- who leaves ----
+
+UNIFIED = msgspec.structs.replace(PLAN, fleets={U: Bounds(1, 4)}, downscale_to_zero_delay_s=3.0)
+
+
+def groups_with(live: dict[str, int], scaler: Scaler) -> list[EngineGroup]:
+    groups = [group_of(name, size=1) for name in live]
+    for group in groups:
+        scaler.hear_group(group, [EnginePulse(0.0, live[group.group_id], 0, 0)])
+    return groups
+
+
+def test_the_group_with_the_least_to_lose_leaves_and_counts_until_it_is_gone() -> None:
+    scaler = Scaler(UNIFIED)
+    scaler.start_from({U: 3})
+    orders: dict[str, bool] = {}
+    for second in range(6):
+        groups = groups_with({"a": 5, "b": 1, "c": 2}, scaler)
+        orders |= scaler.update(float(second), [], groups)
+    assert orders == {"b": True, "c": True}
+    wanted = scaler.wanted(U)
+    assert wanted is not None
+    assert (wanted.replicas, wanted.leaving) == (1, ["b", "c"])
+
+
+def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_started() -> None:
+    scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={U: Bounds(1, 2)}))
+    scaler.start_from({U: 2})
+    for second in range(6):
+        scaler.update(float(second), [], groups_with({"a": 5, "b": 1}, scaler))
+    wanted = scaler.wanted(U)
+    assert wanted is not None
+    assert wanted.leaving == ["b"]
+    orders = {}
+    first = [0.0] * (len(FIRST_TOKEN_S) + 1)
+    for second in range(6, 16):  # every first token comes too late
+        first[-1] += 20
+        load = GatewayLoad(requests=20 * second, first_token=tuple(first), inflight=20)
+        scaler.hear_gateway("g", load)
+        orders |= scaler.update(float(second), ["g"], groups_with({"a": 20, "b": 1}, scaler))
+    assert orders == {"b": False}
+    wanted = scaler.wanted(U)
+    assert wanted is not None
+    assert (wanted.replicas, wanted.leaving) == (2, [])
+
+
+def test_a_fleet_of_a_fixed_size_does_not_keep_the_other_from_following_its_load() -> None:
+    scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={P: Bounds(2, 2), D: Bounds(0, 2)}))
+    scaler.start_from({D: 0})
+    scaler.hear_gateway("g", GatewayLoad(requests=1, inflight=1, unplaced=1))
+    scaler.update(0.0, ["g"], [])
+    assert [each.replicas for role in (P, D) if (each := scaler.wanted(role))] == [2, 1]
+
+
+def test_nothing_is_wanted_of_fleets_that_serve_has_not_told_of() -> None:
+    assert Scaler(UNIFIED).wanted(U) is None
+
+
+def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() -> None:
+    """Else it would stop another one as well."""
+    wanted = FleetTarget(replicas=1, leaving=["decode-b"])
+
+    def context(*running: str) -> AutoscalingContext:
+        return AutoscalingContext(
+            deployment_id=DeploymentID("decode", "app"),
+            deployment_name="decode",
+            app_name="app",
+            current_num_replicas=len(running),
+            target_num_replicas=2,
+            running_replicas=[ReplicaID(name, DeploymentID("decode", "app")) for name in running],
+            total_num_requests=0,
+            total_queued_requests=0,
+            aggregated_metrics={},
+            raw_metrics={},
+            capacity_adjusted_min_replicas=1,
+            capacity_adjusted_max_replicas=2,
+            policy_state={},
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=None,
+            config=None,
+        )
+
+    assert target_replicas(wanted, context("a", "b")) == 2
+    assert target_replicas(wanted, context("a")) == 1
+
+
+# ---- in virtual time ----
+
+SPEED = Speed(step_s=0.02, row_s=0.0006, prefill_tokens_per_s=6000.0)
+WORLD = SimulatedWorld(SPEED, CostRates(prefill_tokens_per_s=6000.0), 10.0, 2048, ttft_s=2.0, inter_token_s=0.05)
+SLOW = msgspec.structs.replace(
+    PLAN, ttft_s=2.0, fleets={P: Bounds(1, 4), D: Bounds(1, 4)}, target_utilization=0.7, look_back_period_s=20.0
+)
+
+
+def simulated(sizer: Sizer, arrivals: list[RequestArrival]) -> ScalingOutcome:
+    return AutoscalerSimulation(WORLD, sizer).run(arrivals)
+
+
+def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_than_the_mean() -> None:
+    arrivals = tides(TrafficShape(500, 4.0, 1536, 32), period_s=120.0)
+    scaled = simulated(Autoscaled(SLOW), arrivals)
+    largest, mean = (simulated(FixedSizes({P: size, D: 1}), arrivals) for size in (4, 1))
+    assert scaled.num_requests == largest.num_requests == 500
+    assert scaled.gpu_seconds < 0.8 * largest.gpu_seconds
+    assert scaled.ttft_attained > mean.ttft_attained + 0.2
+    assert scaled.changes >= 3, "up and down"
+
+
+def test_other_targets_hold_at_once_and_what_was_decided_and_measured_stays() -> None:
+    scaler = scaler_for(UNIFIED, None)
+    assert scaler is not None
+    scaler.start_from({U: 2})
+    targets = msgspec.structs.replace(UNIFIED, ttft_s=UNIFIED.ttft_s / 2)
+    assert scaler_for(targets, scaler) is scaler
+    assert scaler.plan is targets
+    assert scaler.wanted(U) == FleetTarget(2, [])
+    bounds = scaler_for(msgspec.structs.replace(targets, fleets={U: Bounds(1, 9)}), scaler)
+    assert bounds is not scaler, "a fleet with other bounds is another fleet"
+    assert scaler_for(None, scaler) is None
+
+
+def test_a_steady_load_changes_nothing_once_it_is_served() -> None:
+    arrivals = bursts(TrafficShape(300, 2.0, 1024, 32), every_s=1000.0, lasting_s=1.0, times=1.0)
+    assert simulated(Autoscaled(SLOW), arrivals).changes <= 1
+
+
+def test_an_application_without_engines_answers_its_first_request_when_they_have_started() -> None:
+    plan = msgspec.structs.replace(SLOW, fleets={P: Bounds(0, 2), D: Bounds(0, 2)})
+    outcome = simulated(Autoscaled(plan), [RequestArrival(30.0, [1] * 64, 4), RequestArrival(31.0, [2] * 64, 4)])
+    assert outcome.num_requests == 2
+    assert WORLD.start_s <= outcome.ttft_p50_s <= WORLD.start_s + 3.0
+    assert outcome.gpu_seconds < 2 * 20.0, "two groups, from the first request on"
+
+
+def test_the_same_simulation_gives_the_same_figures() -> None:
+    arrivals = tides(TrafficShape(150, 4.0, 1024, 16), period_s=60.0)
+    assert simulated(Autoscaled(SLOW), arrivals) == simulated(Autoscaled(SLOW), arrivals)
+
+
+def test_the_command_compares_and_writes_its_figures(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    words = ["--num-prompts", "40", "--input-len", "512", "--output-len", "8", "--json", str(file)]
+    result = CliRunner().invoke(app, ["bench", "autoscale", *words])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())
+    sizes = ["autoscaled", "ongoing requests", "fixed 2 + 2", "fixed 4 + 4"]
+    assert [(row["traffic"], row["outcome"]["sizes"]) for row in rows] == [
+        (traffic, name) for traffic in ("tides", "bursts") for name in sizes
+    ]
+    lines = [{"timestamp": 1e3 * at, "input_length": 600, "output_length": 4, "hash_ids": [at, 99]} for at in range(9)]
+    trace = tmp_path / "recorded.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    recorded = CliRunner().invoke(app, ["bench", "autoscale", "--trace", str(trace), "--json", str(file)])
+    assert recorded.exit_code == 0, recorded.output
+    assert {(row["traffic"], row["outcome"]["num_requests"]) for row in json.loads(file.read_text())} == {
+        ("recorded.jsonl", 9)
+    }
+    refused = CliRunner().invoke(app, ["bench", "autoscale", "--max-replicas", "1"])
+    assert refused.exit_code != 0
+    assert "give 2 or more" in refused.output

@@ -1,0 +1,241 @@
+"""The list of members under the directory actor, and the heartbeats that keep it alive. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.cluster.contracts import Drained, EngineGroup
+from baton.cluster.membership import directory_client
+from baton.cluster.membership.directory import LOST_S, NO_MEMBER_S, AppLiveness
+from baton.cluster.membership.directory_client import keep_app_alive
+from baton.cluster.membership.members import DirectoryMetrics, Membership, NoSuchRank, Standing
+
+from ...helpers.fakes import make_gateway
+from .engine_groups import group_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def members(clock: Clock) -> Membership:
+    return Membership(clock, first_version=100)
+
+
+def alone(engine_id: str, *, epoch: int = 1, rank: int = -1) -> EngineGroup:
+    """Make a group of one engine."""
+    return group_of(engine_id, size=1, epoch=epoch, rank=rank)
+
+
+def listed(members: Membership) -> list[tuple[str, int, int]]:
+    return [(record.engine_id, record.epoch, record.rank) for record in members.snapshot().engines]
+
+
+def test_engines_get_the_lowest_free_rank(members: Membership) -> None:
+    for name in "abc":
+        members.add_group(alone(name))
+    assert listed(members) == [("a", 1, 0), ("b", 1, 1), ("c", 1, 2)]
+    members.remove("b")
+    members.add_group(alone("d"))
+    assert listed(members) == [("a", 1, 0), ("d", 1, 1), ("c", 1, 2)]
+
+
+def test_the_ranks_of_a_group_follow_each_other_within_its_fleet(members: Membership) -> None:
+    members.add_group(group_of("d", size=2, first_rank=2))
+    members.add_group(group_of("e", size=2, first_rank=2))
+    members.add_group(group_of("p", size=1, first_rank=0))
+    assert listed(members) == [("p", 1, 0), ("d0", 1, 2), ("d1", 1, 3), ("e0", 1, 4), ("e1", 1, 5)]
+    members.remove("d")
+    members.add_group(group_of("f", size=2, epoch=9, first_rank=2))
+    assert listed(members)[1:3] == [("f0", 9, 2), ("f1", 9, 3)]
+
+
+def test_a_group_whose_ranks_are_partly_taken_gets_others_that_follow_each_other(members: Membership) -> None:
+    members.add_group(alone("a", rank=1))
+    members.add_group(group_of("d", size=2, rank=0))
+    assert listed(members) == [("a", 1, 1), ("d0", 1, 2), ("d1", 1, 3)]
+
+
+def test_an_engine_that_returns_after_a_restart_keeps_its_rank(clock: Clock) -> None:
+    members = Membership(clock, first_version=1)
+    members.add_group(alone("c", rank=2))
+    members.add_group(alone("new"))
+    assert listed(members) == [("new", 1, 0), ("c", 1, 2)]
+
+
+def test_a_rank_that_is_taken_meanwhile_is_replaced(members: Membership) -> None:
+    members.add_group(alone("a", rank=0))
+    members.add_group(alone("b", rank=0))
+    assert listed(members) == [("a", 1, 0), ("b", 1, 1)]
+
+
+def test_registering_twice_changes_nothing(members: Membership) -> None:
+    first = members.add_group(alone("a"))
+    version = members.version
+    assert members.add_group(alone("a")) == first
+    assert members.version == version
+
+
+def test_a_process_that_starts_anew_replaces_the_old_one(members: Membership) -> None:
+    members.add_group(alone("a", epoch=1))
+    members.add_group(alone("a", epoch=2))
+    assert listed(members) == [("a", 2, 0)]
+    assert not members.remove("a", epoch=1), "late news of the old process must not remove the new one"
+    assert listed(members) == [("a", 2, 0)]
+
+
+def test_every_change_has_a_higher_version_than_the_last(members: Membership) -> None:
+    versions = [members.version]
+    members.add_gateway(make_gateway("g"))
+    versions.append(members.version)
+    members.add_group(alone("a"))
+    versions.append(members.version)
+    members.remove("g")
+    versions.append(members.version)
+    assert versions == sorted(set(versions))
+    assert versions[0] == 100
+
+
+def test_a_heartbeat_of_an_unknown_member_asks_it_to_register(members: Membership) -> None:
+    assert members.heard("a", 1) is Standing.UNKNOWN
+    members.add_group(alone("a", epoch=1))
+    assert members.heard("a", 1) is Standing.LISTED
+    assert members.heard("a", 2) is Standing.UNKNOWN
+    members.add_gateway(make_gateway("g"))
+    assert members.heard("g") is Standing.LISTED
+
+
+def test_a_group_that_drains_is_listed_as_one_that_drains_until_it_has_left(members: Membership) -> None:
+    members.add_group(group_of("d", size=2))
+    version = members.version
+    members.set_draining("d", 1, True)
+    assert [engine.draining for engine in members.snapshot().engines] == [True, True]
+    assert members.version == version + 1
+    members.set_draining("d", 1, True)
+    assert members.version == version + 1, "what is known is no news"
+    members.set_draining("d", 2, False)
+    members.set_draining("nobody", 1, False)
+    assert members.snapshot().engines[0].draining, "another process's word changes nothing"
+    members.set_draining("d", 1, False)
+    assert not any(engine.draining for engine in members.snapshot().engines)
+
+
+def test_a_group_that_registers_again_says_whether_it_drains(members: Membership) -> None:
+    group = members.add_group(alone("a"))
+    members.add_group(group.with_draining(True))
+    assert members.snapshot().engines[0].draining
+    fresh = Membership(members._clock, first_version=1)
+    assert fresh.add_group(group.with_draining(True)).draining, "so that a restarted directory knows it, too"
+
+
+def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: Membership) -> None:
+    members.add_group(group_of("d", size=2))
+    group = members.group_with(1)
+    members.ask_to_leave(group.group_id)
+    assert members.heard("d", 1) is Standing.LEAVE
+    members.ask_to_leave(group.group_id, leave=False)
+    assert members.heard("d", 1) is Standing.LISTED
+    with pytest.raises(NoSuchRank, match="no rank 2 now; there are: 0, 1"):
+        members.group_with(2)
+
+
+def test_a_group_that_leaves_goes_on_leaving_where_the_directory_has_forgotten_it(members: Membership) -> None:
+    """A directory that restarted, or was cut off from the group, must not ask it to stay."""
+    members.add_group(alone("a").with_draining(True))
+    assert members.heard("a", 1) is Standing.LEAVE
+    members.ask_to_leave("a", False)
+    assert members.heard("a", 1) is Standing.LISTED
+
+
+def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membership, clock: Clock) -> None:
+    members.add_group(alone("a"))
+    clock.now_s = 5.0
+    members.add_group(alone("b"))
+    clock.now_s = 15.0
+    members.excuse(9.0)
+    assert members.remove_silent() == []
+    clock.now_s = 15.5
+    assert members.remove_silent() == ["a"], "6.5 s while it could have been heard"
+    clock.now_s = 22.0
+    assert members.remove_silent() == ["b"]
+
+
+def test_drains_are_counted_and_exported(members: Membership) -> None:
+    members.drains = members.drains.plus(Drained(2.0, 3)).plus(Drained(1.0, 0))
+    values = [sample.value for family in DirectoryMetrics(members).collect() for sample in family.samples]
+    assert values == [2, 3.0, 3, 0]
+
+
+def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership, clock: Clock) -> None:
+    members.add_group(alone("a", epoch=1))
+    members.add_gateway(make_gateway("g"))
+    clock.now_s = 4.0
+    members.heard("g")
+    clock.now_s = 7.0
+    assert members.remove_silent() == ["a"]
+    assert listed(members) == []
+    assert [gateway.identity for gateway in members.snapshot().gateways] == ["g"]
+    assert members.remove_silent() == []
+
+
+async def test_a_member_that_starts_says_again_and_again_that_the_application_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    class Listener:
+        async def call(self, method: str) -> None:
+            calls.append(method)
+
+    monkeypatch.setattr(directory_client, "KEEP_ALIVE_S", 0.01)
+    async with keep_app_alive(Listener()):  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+    said = len(calls)
+    assert said > 3
+    assert set(calls) == {"application_lives"}
+    await asyncio.sleep(0.05)
+    assert len(calls) == said
+
+
+def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None:
+    liveness = AppLiveness(clock)
+    clock.now_s = NO_MEMBER_S
+    liveness.heard()
+    clock.now_s += NO_MEMBER_S
+    assert not liveness.is_gone
+    clock.now_s += 1.0
+    assert liveness.is_gone
+
+
+def test_a_directory_that_is_cut_off_from_its_members_waits_until_ray_would_have_ended_them(clock: Clock) -> None:
+    """Its successor has another cluster key: members that come back could not talk to new ones."""
+    liveness = AppLiveness(clock)
+    liveness.lost()
+    clock.now_s = LOST_S
+    assert not liveness.is_gone
+    liveness.heard()
+    clock.now_s += NO_MEMBER_S + 1.0
+    assert liveness.is_gone, "those that were lost are no reason any more: others were there later, and have left"
+    liveness.heard()
+    liveness.lost()
+    clock.now_s += LOST_S + 1.0
+    assert liveness.is_gone
+
+
+def test_a_directory_that_was_stopped_is_not_alone_when_it_goes_on(clock: Clock) -> None:
+    liveness = AppLiveness(clock)
+    clock.now_s = 100.0
+    liveness.excuse(90.0)
+    assert not liveness.is_gone

@@ -1,0 +1,115 @@
+"""Calls to the directory that nobody answers, since a link took them. Without Ray: its handles are stood in for."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from baton.cluster.contracts import DirectorySnapshot
+from baton.cluster.engine_client import ZmqEngineClient
+from baton.cluster.membership import directory_client
+from baton.cluster.membership.directory_client import DirectoryClient, stay_registered
+from baton.cluster.membership.members import Standing
+from baton.engine.net.curve import ClusterKey
+
+from ...helpers.fakes import make_record
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENCE_S = 20.0
+
+
+class Handle:
+    """A directory's, as Ray gives it. While `answers` is false what is asked is never answered."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.asked: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *_: self._answer(method))
+
+    async def _answer(self, method: str) -> Any:
+        self.asked.append(method)
+        if not self.answers:
+            await asyncio.sleep(PATIENCE_S)
+            raise AssertionError("nobody waits for so long")
+        return Standing.LISTED
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    handle = Handle()
+    monkeypatch.setattr(directory_client, "get_directory", lambda _: handle)
+    monkeypatch.setattr(directory_client, "ANSWER_S", 0.05)
+    return handle
+
+
+@pytest.mark.parametrize("method", ["leave", "drain", "report_group", "application_lives"])
+async def test_a_call_that_is_lost_with_a_link_has_an_end(directory: Handle, method: str) -> None:
+    watch = DirectoryClient("app")
+    await watch.call("heartbeat", "g")
+    directory.answers = False
+    with pytest.raises(ray.exceptions.GetTimeoutError, match=r"silent for 0\.05 s"):
+        await asyncio.wait_for(watch.call(method, "g"), PATIENCE_S / 2)
+
+
+async def test_a_directory_that_is_still_starting_is_waited_for(
+    directory: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_client, "FIRST_ANSWER_S", 0.2)
+    directory.answers = False
+    with pytest.raises(ray.exceptions.GetTimeoutError, match=r"silent for 0\.2 s"):
+        await DirectoryClient("app").call("cluster_key")
+
+
+async def test_a_member_whose_heartbeat_is_lost_registers_again(directory: Handle) -> None:
+    watch, registered = DirectoryClient("app"), asyncio.Semaphore(0)
+
+    async def register() -> None:
+        registered.release()
+        directory.answers = True
+
+    def cut_off(_: Standing) -> None:
+        directory.answers = False
+
+    heart = asyncio.create_task(stay_registered(watch, "g", 1, register, on_standing=cut_off))
+    async with asyncio.timeout(PATIENCE_S / 2):
+        for _ in range(2):
+            await registered.acquire()
+    heart.cancel()
+
+
+async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> None:
+    """The directory restarted on another machine: its versions begin at that machine's time."""
+
+    class Nobody:
+        async def watch(self, version: int) -> DirectorySnapshot:
+            raise AssertionError("nobody asks")
+
+    client = ZmqEngineClient(Nobody(), ClusterKey.generate(), "g")
+    client.apply(DirectorySnapshot(1000, [make_record(engine_id="a")], []))
+    client.apply(DirectorySnapshot(400, [make_record(engine_id="b")], []))
+    assert [record.engine_id for record in client.listed().engines] == ["b"]
+    await client.close()
+
+
+def test_the_process_that_asks_for_another_waits_no_longer_than_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would stay on the machine for good, one more for each call that was lost."""
+    waited: list[float] = []
+
+    def get(_: object, *, timeout: float) -> None:
+        waited.append(timeout)
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(
+        ray, "get_actor", lambda *_: SimpleNamespace(watch=SimpleNamespace(remote=lambda version: version))
+    )
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        directory_client._call_by_proxy._function("app", 7.0, "watch", (1,))
+    assert waited == [7.0]

@@ -1,0 +1,234 @@
+"""The placement of gateways and their ports, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+
+from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
+from baton.cluster.ingress import gateway_controller
+from baton.cluster.ingress.gateway_controller import (
+    SILENT_S,
+    UNNEEDED_S,
+    Action,
+    RunningGateway,
+    decide_action,
+)
+from baton.cluster.ingress.gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
+
+from ...helpers.fakes import make_gateway, make_record
+
+DEMO = Path(__file__).parents[3] / "configs/demo/model"
+ENGINES = [
+    make_record(rank=0, role=Role.PREFILL, node="a"),
+    make_record(rank=1, role=Role.DECODE, node="b"),
+    make_record(rank=2, role=Role.DECODE, node="c"),
+    make_record(rank=3, role=Role.UNIFIED, node="b"),
+]
+
+
+def reaches(mode: LoadBalancing, engines: list[EngineRecord]) -> list[tuple[str, Reach]]:
+    return [(each.node_id, each.reach) for each in gateway_placements(mode, engines).values()]
+
+
+def test_there_is_a_gateway_on_each_node_that_writes_answers() -> None:
+    assert reaches(LoadBalancing.HYBRID, ENGINES) == [
+        ("b", Reach(mode=LoadBalancing.HYBRID, node_id="b")),
+        ("c", Reach(mode=LoadBalancing.HYBRID, node_id="c")),
+    ]
+
+
+def test_there_is_a_gateway_beside_each_rank_that_writes_answers() -> None:
+    assert reaches(LoadBalancing.EXTERNAL, ENGINES) == [
+        ("b", Reach(mode=LoadBalancing.EXTERNAL, rank=1)),
+        ("c", Reach(mode=LoadBalancing.EXTERNAL, rank=2)),
+        ("b", Reach(mode=LoadBalancing.EXTERNAL, rank=3)),
+    ]
+
+
+def test_a_rank_that_moved_to_another_node_has_its_gateway_there() -> None:
+    before = gateway_placements(LoadBalancing.EXTERNAL, [make_record(rank=1, node="b")])
+    after = gateway_placements(LoadBalancing.EXTERNAL, [make_record(rank=1, node="c")])
+    assert before.keys().isdisjoint(after)
+
+
+def placement(rank: int, machine: str) -> GatewayPlacement:
+    return GatewayPlacement(Reach(mode=LoadBalancing.EXTERNAL, rank=rank), f"node of {machine}", machine)
+
+
+def test_gateways_of_one_machine_take_the_next_port_and_keep_it() -> None:
+    ports = PortAllocator(8000)
+    placements = [placement(0, "x"), placement(1, "x"), placement(2, "y")]
+    assert [ports.port_of(each) for each in placements] == [8000, 8001, 8000]
+    assert [ports.port_of(each) for each in reversed(placements)] == [8000, 8001, 8000]
+
+
+def test_a_port_that_is_released_goes_to_the_next_gateway() -> None:
+    ports = PortAllocator(8000)
+    for rank in range(3):
+        ports.port_of(placement(rank, "x"))
+    ports.release(placement(1, "x"))
+    assert ports.port_of(placement(7, "x")) == 8001
+    assert ports.port_of(placement(1, "x")) == 8003
+
+
+def test_gateways_that_are_there_already_keep_their_ports() -> None:
+    ports = PortAllocator(8000)
+    ports.reserve(placement(1, "x"), 8000)
+    assert ports.port_of(placement(0, "x")) == 8001
+    assert ports.port_of(placement(1, "x")) == 8000
+
+
+def gateway(application: str = "now", needed_at_s: float = 0.0) -> RunningGateway:
+    nobody: Any = None
+    record = msgspec.structs.replace(make_gateway("g"), application=application)
+    return RunningGateway(nobody, record, nobody, needed_at_s)
+
+
+@pytest.mark.parametrize(
+    ("there", "needed", "now_s", "action"),
+    [
+        (None, True, 0.0, Action.START),
+        (None, False, 0.0, Action.FORGET),
+        (gateway(), True, 0.0, Action.NOTHING),
+        (gateway(), False, UNNEEDED_S - 1, Action.NOTHING),
+        (gateway(), False, UNNEEDED_S + 1, Action.END),
+        (gateway("before"), True, 0.0, Action.REPLACE),
+        (gateway("before"), False, 0.0, Action.END),
+    ],
+)
+def test_a_placement_is_kept_while_it_is_needed_and_for_a_while(
+    there: RunningGateway | None, needed: bool, now_s: float, action: Action
+) -> None:
+    assert decide_action(there, needed=needed, application="now", now_s=now_s) is action
+
+
+def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
+    hanging = RunningGateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
+    hanging.update_listing({"g"}, now_s=0.0)
+    assert not hanging.has_ended(SILENT_S + 1), "nothing is known against it"
+    hanging.update_listing(set(), now_s=100.0)
+    hanging.update_listing(set(), now_s=105.0)
+    assert not hanging.has_ended(100.0 + SILENT_S)
+    assert hanging.has_ended(101.0 + SILENT_S)
+    hanging.update_listing({"g"}, now_s=120.0)
+    assert not hanging.has_ended(200.0), "it has registered again"
+
+
+class Controller(gateway_controller.GatewayController):
+    """A controller that runs, with a gateway that takes what it is told as the test says."""
+
+    def __init__(self, outcomes: list[Exception | None]) -> None:
+        self.told: list[Any] = []
+        self.ended = 0
+        self._args = {"model": str(DEMO), "load_balancing": "hybrid", "fleets": {"unified": {}}}
+        self._outcomes = outcomes
+        self._changed = asyncio.Event()
+        self._tasks = [asyncio.create_task(asyncio.sleep(60))]
+        self._ports = PortAllocator(8000)
+        self.placement = GatewayPlacement(Reach(mode=LoadBalancing.HYBRID, node_id="b"), "b", "127.0.0.1")
+        self.started: list[Any] = []
+
+    async def give(self, user_config: dict[str, Any]) -> None:
+        await self.reconfigure(user_config)
+        await self._reconcile(self.placement, needed=True)
+
+    async def has_gateway(self) -> None:
+        await self.reconfigure({})
+        actor: Any = SimpleNamespace(reconfigure=SimpleNamespace(remote=self._tell))
+        record = msgspec.structs.replace(make_gateway("g"), application=self._version)
+        self._gateways = {self.placement.name: RunningGateway(actor, record, asyncio.Future())}
+
+    async def _tell(self, user_config: dict[str, Any]) -> None:
+        self.told.append(user_config)
+        if error := self._outcomes.pop(0) if self._outcomes else None:
+            raise error
+
+    async def _start(self, placement: GatewayPlacement) -> None:
+        self.started.append(self._ports.port_of(placement))
+
+    async def _end(self, gateway: RunningGateway) -> None:
+        self._gateways.clear()
+        self.ended += 1
+
+
+LESS = {"gateway": {"max_inflight_requests": 7}}
+
+
+async def test_gateways_that_run_take_what_the_controller_is_told_once() -> None:
+    controller = Controller([])
+    await controller.has_gateway()
+    await controller.give({})
+    assert controller.told == [{}], "it may be the gateway of an earlier controller"
+    for _ in range(2):
+        await controller.give(LESS)
+    assert (controller.told, controller.ended) == ([{}, LESS], 0)
+
+
+async def test_a_gateway_that_could_not_take_settings_is_told_again() -> None:
+    controller = Controller([ray.exceptions.GetTimeoutError(), None])
+    await controller.has_gateway()
+    for _ in range(3):
+        await controller.give(LESS)
+    assert controller.told == [LESS, LESS]
+
+
+async def test_wrong_settings_reach_no_gateway_but_to_be_refused_there() -> None:
+    controller = Controller([])
+    await controller.has_gateway()
+    await controller.give(LESS)
+    await controller.give({"gateway": {"max_inflight_requests": 0}})
+    assert controller.told == [LESS, {"gateway": {"max_inflight_requests": 0}}]
+    controller.told.clear()
+    await controller._reconcile(controller.placement, needed=True)
+    assert (controller.told, controller._gateway.max_inflight_requests) == ([], 7)
+
+
+@pytest.mark.parametrize("setting", [{"port": 9000}, {"host": "127.0.0.1"}, {"num_cpus": 1}, {"body_processes": 1}])
+async def test_a_gateway_is_replaced_for_what_it_keeps_from_its_start_on(setting: dict[str, Any]) -> None:
+    controller = Controller([])
+    await controller.has_gateway()
+    await controller.give({"gateway": setting})
+    assert (controller.ended, controller.told) == (1, [])
+    assert controller.started == [setting.get("port", 8000)]
+
+
+class SlowServer:
+    """A gateway server that is asked about before it serves."""
+
+    opened: asyncio.Event
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.record = make_gateway("g")
+
+    async def start(self) -> None:
+        await self.opened.wait()
+
+    async def ended(self) -> None:
+        await asyncio.sleep(3600)
+
+
+async def test_a_gateway_that_is_listed_before_it_serves_is_not_taken_for_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The directory asks it to `run` as soon as it registers."""
+    SlowServer.opened = asyncio.Event()
+    monkeypatch.setattr(gateway_controller, "GatewayServer", SlowServer)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+    actor = gateway_controller.GatewayActor(None)
+    starting = asyncio.create_task(actor.start())
+    await asyncio.sleep(0)
+    running = asyncio.create_task(actor.run())
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    SlowServer.opened.set()
+    assert (await starting).identity == "g"
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    running.cancel()

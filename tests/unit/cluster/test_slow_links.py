@@ -1,0 +1,105 @@
+"""Clients behind prefill and decode engines whose link is slow, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from baton.cluster.simulation.router_simulation import RouterSimulation, SimulatedFleets
+from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, shared, unshared
+from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
+
+UNIFIED, DIVIDED = SimulatedFleets(num_unified=8), SimulatedFleets(num_prefill=4, num_decode=4)
+SHAPE = TrafficShape(num_requests=200, rate_per_s=8, prompt_tokens=4096, output_tokens=64)
+TRAFFIC = {"unshared": unshared(SHAPE), "shared": shared(SHAPE, num_systems=4, num_conversations=32)}
+WORSE = 1.1  # and no client more than that
+
+
+def link(gb_per_s: float) -> Speed:
+    return Speed(kv_tokens_per_s=gb_per_s * 1e9 / KV_TOKEN_BYTES)
+
+
+SLOW, FAST = link(0.4), link(131)
+
+
+def run(
+    fleets: SimulatedFleets, arrivals: list[RequestArrival], speed: Speed, policy: str = "exact"
+) -> RouterSimulation:
+    simulation = RouterSimulation(fleets, policy, speed)
+    simulation.run(arrivals)
+    return simulation
+
+
+def latencies_s(simulation: RouterSimulation) -> list[float]:
+    return [served.last_s - served.arrival.at_s for served in simulation.served.values()]
+
+
+@pytest.mark.parametrize("gb_per_s", [0.4, 2.0])
+@pytest.mark.parametrize("traffic", TRAFFIC)
+def test_no_client_is_worse_off_than_with_unified_engines(traffic: str, gb_per_s: float) -> None:
+    arrivals = TRAFFIC[traffic]
+    unified, divided = (run(fleets, arrivals, link(gb_per_s))._report() for fleets in (UNIFIED, DIVIDED))
+    for figure in ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms"):
+        assert getattr(divided, figure) <= WORSE * getattr(unified, figure), figure
+
+
+def test_hand_offs_over_a_slow_link_are_what_would_have_cost_the_clients() -> None:
+    always = run(DIVIDED, TRAFFIC["unshared"], SLOW, "power-of-two")._report()
+    measured = run(DIVIDED, TRAFFIC["unshared"], SLOW)._report()
+    assert (always.handed_off, measured.handed_off) == (1.0, 0.0)
+    assert always.latency_p50_ms > 10 * measured.latency_p50_ms
+
+
+@pytest.mark.parametrize("gb_per_s", [25.0])
+def test_over_a_fast_link_every_prompt_is_handed_over(gb_per_s: float) -> None:
+    assert run(DIVIDED, TRAFFIC["unshared"], link(gb_per_s))._report().handed_off == 1.0
+
+
+def changing(arrivals: list[RequestArrival], first: Speed, at_s: float, then: Speed) -> RouterSimulation:
+    simulation = RouterSimulation(DIVIDED, "exact", first)
+
+    def change() -> None:
+        simulation.network.speed = then
+
+    simulation._time.after(at_s, change)
+    simulation.run(arrivals)
+    return simulation
+
+
+def test_a_link_that_becomes_slow_costs_the_first_requests_only() -> None:
+    """Each pair of engines finds out by a hand-off that is under way, and each gateway hears of it at once."""
+    arrivals = unshared(dataclasses.replace(SHAPE, num_requests=400))
+    simulation = changing(arrivals, FAST, 10.0, SLOW)
+    later = [served for served in simulation.served.values() if served.arrival.at_s >= 10.0]
+    handed_off = [served for served in later if served.handed_off]
+    assert len(later) > 200
+    assert len(handed_off) < 0.1 * len(later)
+    assert not any(served.handed_off for served in later[len(later) // 2 :])
+
+
+def mixed(num_requests: int) -> list[RequestArrival]:
+    """Prompts of very different lengths: a short one may try a link at little cost."""
+    rng, at_s, arrivals = random.Random(0), 0.0, []
+    for _ in range(num_requests):
+        at_s += rng.expovariate(6)
+        tokens = rng.choice((128, 512, 4096))
+        arrivals.append(RequestArrival(at_s, rng.choices(range(30_000), k=tokens), 16))
+    return arrivals
+
+
+def test_a_link_that_recovers_is_found_out_by_trials_that_cost_little() -> None:
+    arrivals = mixed(1200)
+    simulation = changing(arrivals, SLOW, 60.0, FAST)
+    served = list(simulation.served.values())
+    before = [each for each in served if 20.0 <= each.arrival.at_s < 60.0]
+    after = [each for each in served if each.arrival.at_s >= 160.0]
+    assert sum(each.handed_off for each in before) < 0.1 * len(before), "trials"
+    assert sum(each.handed_off for each in after) > 0.9 * len(after)
+
+
+def test_trials_cost_all_clients_together_hardly_anything() -> None:
+    arrivals = mixed(300)
+    unified, divided = (sum(latencies_s(run(fleets, arrivals, SLOW))) for fleets in (UNIFIED, DIVIDED))
+    assert divided < WORSE * unified

@@ -1,0 +1,456 @@
+"""Refusals: each has its status and names the field, and the server lives on after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.cluster.contracts import Role
+
+from ...helpers.gateway_service import Service
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HUGE = 10**30
+
+
+@pytest.fixture
+async def service(start: Callable[..., Service]) -> Service:
+    return start(Role.UNIFIED, max_body_bytes=200_000, max_choices=8)
+
+
+def check_refused(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> str:
+    """The error has OpenAI's shape and says what it should. Returns its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    assert error["message"]
+    return error["message"]
+
+
+async def check_alive(service: Service) -> None:
+    response = await service.complete("hello", max_tokens=2)
+    assert response.status_code == 200
+    await service.cluster.settled()
+
+
+SAMPLING: list[tuple[str, Any]] = [
+    *[("temperature", value) for value in (-0.1, 101, "1", True, [], {})],
+    *[("top_p", value) for value in (-0.1, 1.1, -1, "0.5", False)],
+    *[("top_k", value) for value in (-2, 1.5, "3", True)],
+    *[("min_p", value) for value in (-0.1, 1.1)],
+    *[("repetition_penalty", value) for value in (0, -1, 101)],
+    *[("presence_penalty", value) for value in (-2.1, 2.1, "0")],
+    *[("frequency_penalty", value) for value in (-2.1, 2.1)],
+    *[("n", value) for value in (0, -1, 129, HUGE, 1.5, 0.0, 1e30, "1", True)],
+    *[("seed", value) for value in (-(2**63) - 1, 2**63, HUGE, 1.5, "1")],
+    *[("min_tokens", value) for value in (-1, 17, HUGE)],
+    *[("stop", value) for value in (3, "", ["a", ""], [1], ["x"] * 65, {})],
+    *[("stop_token_ids", value) for value in ([-1], [HUGE], "5", [True], [1.0])],
+    *[("logit_bias", value) for value in ([], {"a": 1}, {"-1": 1}, {"1": 101}, {"9999999": 1}, {"1.0": 1})],
+    ("logit_bias", {str(token): 0 for token in range(4097)}),
+    *[("allowed_token_ids", value) for value in ([], [-1], [HUGE])],
+    *[("bad_words", value) for value in ("fox", [1], ["x"] * 257, ["x" * 257])],
+    ("stop", "x" * 1025),
+    ("stop_token_ids", [5] * 1025),
+    *[("prompt_logprobs", value) for value in (-1, 21, True)],
+    *[("ignore_eos", value) for value in (1, "true", None)],
+    *[("skip_special_tokens", value) for value in (0, "no")],
+    *[("include_stop_str_in_output", value) for value in (0, "no")],
+    *[("stream", value) for value in (1, "true", "yes")],
+    *[("stream_options", value) for value in (True, [], {"include_usage": True})],
+    *[("priority", value) for value in (1.5, HUGE, "high")],
+    *[("cache_salt", value) for value in ("", 3, "x" * 257)],
+    *[("user", value) for value in (3, [])],
+    *[("store", value) for value in (True, "no")],
+    *[("service_tier", value) for value in ("priority", 3)],
+]
+
+
+@pytest.mark.parametrize(("field", "value"), SAMPLING)
+async def test_sampling_values_out_of_range_or_of_a_wrong_type_are_named(
+    service: Service, field: str, value: Any
+) -> None:
+    """`min_tokens: 17` exceeds the 16 tokens that a completion has by default."""
+    response = await service.complete("hello", **{field: value})
+    message = check_refused(response, 400, response.json()["error"]["param"])
+    param = response.json()["error"]["param"]
+    assert param.split(".")[0].split("[")[0] == field
+    assert field in message
+    await check_alive(service)
+
+
+BOTH = [(COMPLETIONS, {"prompt": "hello"}), (CHAT, {"messages": [{"role": "user", "content": "hello"}]})]
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+async def test_numbers_that_are_none_are_refused(service: Service, path: str, body: Any, literal: str) -> None:
+    text = json.dumps({"model": "tiny", **body})[:-1] + f', "temperature": {literal}}}'
+    response = await service.http.post(path, content=text)
+    assert response.status_code == 400
+    check_refused(response, 400, "temperature" if "999" in literal else None)
+
+
+PROMPTS: list[tuple[Any, str | None]] = [
+    ("", None),
+    ([], None),
+    ([[]], None),
+    ([""], None),
+    ([[5], []], None),
+    (["hello", [5]], None),
+    ([5, "hello"], None),
+    ([5.0], None),
+    ([True], None),
+    ([None], None),
+    (None, None),
+    (3, None),
+    ({}, None),
+    ([-1], None),
+    ([320], None),
+    ([[5], [HUGE]], None),
+    ([5] * 256, "context_length_exceeded"),
+    ([5] * 20_000, "context_length_exceeded"),
+    ("fox " * 5_000, "context_length_exceeded"),
+    (["hello"] * 9, None),
+]
+
+
+@pytest.mark.parametrize(("prompt", "code"), PROMPTS, ids=lambda value: repr(value)[:40])
+async def test_prompts_that_cannot_be_served_are_refused(service: Service, prompt: Any, code: str | None) -> None:
+    check_refused(await service.complete(prompt), 400, "prompt", code)
+    await check_alive(service)
+
+
+async def test_a_prompt_that_is_too_long_is_told_the_numbers(service: Service) -> None:
+    message = check_refused(await service.complete([5] * 300), 400, "prompt", "context_length_exceeded")
+    assert "256" in message
+    assert "300" in message
+    message = check_refused(await service.chat("fox " * 500), 400, "messages", "context_length_exceeded")
+    assert "256" in message
+
+
+@pytest.mark.parametrize("value", [-1, 0, HUGE, 257, 256, 1.5, "5", True, []])
+async def test_max_tokens_must_leave_room_for_the_prompt(service: Service, value: Any) -> None:
+    check_refused(await service.complete("hello", max_tokens=value), 400, "max_tokens")
+    for name in ("max_tokens", "max_completion_tokens"):
+        check_refused(await service.chat("hello", **{name: value}), 400, name)
+
+
+async def test_too_many_tokens_are_told_the_numbers(service: Service) -> None:
+    response = await service.complete([5] * 100, max_tokens=157)
+    message = check_refused(response, 400, "max_tokens", "context_length_exceeded")
+    assert all(number in message for number in ("256", "100", "157", "257"))
+    assert (await service.complete([5] * 100, max_tokens=156)).status_code == 200
+
+
+NOT_SUPPORTED = {
+    "suffix": "end",
+    "best_of": 2,
+    "functions": [{}],
+    "function_call": "auto",
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {},
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "guided_decoding_backend": "outlines",
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "truncate_prompt_tokens": 5,
+    "chat_template": "{{ messages }}",
+    "documents": [{}],
+    "mm_processor_kwargs": {},
+    "prompt_cache_options": {},
+    "return_token_ids": True,
+    "spaces_between_special_tokens": False,
+    "thinking_token_budget": 5,
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("field", NOT_SUPPORTED)
+async def test_what_is_not_supported_is_refused_by_name(service: Service, path: str, body: Any, field: str) -> None:
+    response = await service.http.post(path, json={"model": "tiny", **body, field: NOT_SUPPORTED[field]})
+    message = check_refused(response, 400, field, "unsupported_parameter")
+    assert "not supported" in message
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_what_is_not_supported_may_be_spelled_out_where_it_asks_for_nothing(
+    service: Service, path: str, body: Any
+) -> None:
+    nothing = {"return_token_ids": False, "spaces_between_special_tokens": True, "stream_interval": 1, "echo": False}
+    nothing |= {"include_reasoning": True, "prompt_cache_options": None, "suffix": None, "use_beam_search": False}
+    assert (
+        await service.http.post(path, json={"model": "tiny", "max_tokens": 1, **body, **nothing})
+    ).status_code == 200
+
+
+@pytest.mark.parametrize(("field", "value"), [("tools", [{"type": "function"}]), ("tool_choice", "required")])
+async def test_only_chats_have_tools(service: Service, field: str, value: Any) -> None:
+    check_refused(await service.complete("hello", **{field: value}), 400, field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_unknown_fields_are_refused_with_the_nearest_name(service: Service, path: str, body: Any) -> None:
+    response = await service.http.post(path, json={"model": "tiny", **body, "temprature": 1})
+    message = check_refused(response, 400, "temprature", "unknown_parameter")
+    assert "'temperature'" in message
+    response = await service.http.post(path, json={"model": "tiny", **body, "stream_options": {"usage": True}})
+    check_refused(response, 400, "stream_options.usage", "unknown_parameter")
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("hello", "messages"),
+    (None, "messages"),
+    ([3], "messages[0]"),
+    ([{}], "messages[0].role"),
+    ([{"role": "robot", "content": "x"}], "messages[0].role"),
+    ([{"role": "user", "content": 3}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),
+    ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
+    ([{"role": "user", "content": "x", "mood": "good"}], "messages[0].mood"),
+    ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
+    ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}], ARGUMENTS),
+    ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}], ARGUMENTS),
+    ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[" * 10000}}]}], ARGUMENTS),
+]
+
+
+FEW_VALUES = [
+    ({"store": True}, "'store' must be false."),
+    ({"service_tier": "flex"}, "'service_tier' must be 'auto' or 'default', not 'flex'."),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be 'text', not 'image_url'."),
+    ({"messages": [{"role": "assistant", "refusal": "no"}]}, "must be null, not 'no'."),
+    ({"response_format": {"type": "xml" * 100}}, "not '" + ("xml" * 100)[:100] + "...'."),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), FEW_VALUES)
+async def test_what_is_one_of_few_values_is_told_them_in_the_words_of_json(
+    service: Service, fields: Any, said: str
+) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
+    assert (await service.http.post(CHAT, json=body)).json()["error"]["message"].endswith(said)
+
+
+async def test_streams_are_not_padded_for_those_who_leave_it_out(service: Service) -> None:
+    options = {"stream": True, "max_tokens": 1, "stream_options": {"include_obfuscation": False}}
+    assert (await service.complete("hello", **options)).status_code == 200
+    options["stream_options"] = {"include_obfuscation": True}
+    check_refused(await service.complete("hello", **options), 400, "stream_options.include_obfuscation")
+
+
+@pytest.mark.parametrize(("messages", "param"), MESSAGES)
+async def test_messages_that_make_no_prompt_are_refused(service: Service, messages: Any, param: str) -> None:
+    response = await service.http.post(CHAT, json={"model": "tiny", "messages": messages})
+    check_refused(response, 400, param)
+
+
+CHAT_FIELDS = [
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+    ({"echo": True}, "echo"),
+    ({"prompt": "x"}, "prompt"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "messages"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_FIELDS)
+async def test_chat_fields_that_contradict_each_other_are_refused(service: Service, fields: Any, param: str) -> None:
+    check_refused(await service.chat("hello", **fields), 400, param)
+
+
+BIG_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":[%s1]}' % ("[]," * 20_000)}}
+TOO_MANY: list[tuple[dict[str, Any], str | None, str | None]] = [
+    ({"metadata": {f"k{number}": "" for number in range(17)}}, "metadata", None),
+    ({"metadata": {"k" * 65: ""}}, "metadata", None),
+    ({"metadata": {"k": "v" * 513}}, "metadata", None),
+    ({"chat_template_kwargs": {"k": "v" * 2**17}}, "chat_template_kwargs", None),
+    ({"chat_template_kwargs": {"k": [1] * 2**16}}, "chat_template_kwargs", None),
+    ({f"k{number}": 1 for number in range(300)}, None, "too_many_values"),
+    ({"chat_template_kwargs": {f"k{number}": 1 for number in range(8193)}}, None, "too_many_values"),
+    ({"k" * 4097: 1}, None, "too_many_values"),
+    ({"u": [[]] * 33_000}, None, "too_many_values"),
+    ({"messages": [{"role": "assistant", "tool_calls": [BIG_CALL]}]}, ARGUMENTS, "too_many_values"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), TOO_MANY, ids=lambda value: str(value)[:30])
+async def test_lists_and_objects_have_limits(
+    service: Service, fields: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}
+    check_refused(await service.http.post(CHAT, json=body), 400, param, code)
+    await check_alive(service)
+
+
+async def test_metadata_and_variables_may_be_as_large_as_they_may(service: Service) -> None:
+    metadata = {f"{number:064d}": "v" * 512 for number in range(16)}
+    variables = {"hint": "hello", "unused": "v" * 60_000}
+    assert (await service.chat("hello", max_tokens=1, metadata=metadata)).status_code == 200
+    assert (await service.chat("hello", max_tokens=1, chat_template_kwargs=variables)).status_code == 200
+
+
+COMPLETION_FIELDS = [
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": "yes"}, "echo"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ({"messages": []}, "messages"),
+    ({"n": 9}, "n"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETION_FIELDS)
+async def test_completion_fields_out_of_place_are_refused(service: Service, fields: Any, param: str) -> None:
+    check_refused(await service.complete("hello", **fields), 400, param)
+
+
+BROKEN = [
+    b"",
+    b"{",
+    b"[]",
+    b"3",
+    b"null",
+    b'"text"',
+    b'{"model": "tiny", "prompt": "hello",}',
+    b'{"model": "tiny", "prompt": "hello"} trailing',
+    b"\xff\xfe{}",
+    '{"model": "tiny"}'.encode("utf-16"),
+    b'{"model": "tiny", "prompt": "\xff"}',
+    b'{"model": "tiny", "prompt": "hello", "n": ' + b"9" * 5000 + b"}",
+    b'{"model": "tiny", "prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+    b'{"model": "tiny", "metadata": ' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000 + b"}",
+]
+
+
+@pytest.mark.parametrize("body", BROKEN, ids=lambda body: repr(body)[:40])
+async def test_broken_json_is_refused(service: Service, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize"):
+        check_refused(await service.http.post(path, content=body), 400, None, "invalid_json")
+    await check_alive(service)
+
+
+async def test_a_key_given_twice_is_named(service: Service) -> None:
+    body = b'{"model": "tiny", "prompt": "hello", "seed": 1, "seed": 2}'
+    check_refused(await service.http.post(COMPLETIONS, content=body), 400, "seed", "invalid_json")
+
+
+async def test_escaped_pairs_of_surrogates_are_text(service: Service) -> None:
+    body = b'{"model": "tiny", "prompt": "\\ud83e\\udd8a", "max_tokens": 1, "echo": true}'
+    response = await service.http.post(COMPLETIONS, content=body)
+    assert response.json()["choices"][0]["text"].startswith("🦊")
+
+
+async def test_more_messages_than_the_context_has_tokens_are_refused_unrendered(service: Service) -> None:
+    messages = [{"role": "user", "content": ""}] * 257
+    response = await service.http.post(CHAT, json={"model": "tiny", "messages": messages})
+    check_refused(response, 400, "messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("prompt", {"prompt": "fox " * 2_500_000}),
+        ("prompt", {"prompt": [1234567] * 1_000_000}),
+        ("allowed_token_ids", {"prompt": "hello", "allowed_token_ids": [1234567] * 1_000_000}),
+    ],
+    ids=["text", "token ids", "a list in another field"],
+)
+async def test_ten_megabytes_within_the_default_limit_are_refused_by_field(
+    start: Callable[..., Service], field: str, body: dict[str, Any]
+) -> None:
+    service = start(Role.UNIFIED)
+    content = json.dumps({"model": "tiny", **body}).encode()
+    assert len(content) > 8_000_000
+    check_refused(await service.http.post(COMPLETIONS, content=content, timeout=60), 400, field)
+    await check_alive(service)
+
+
+async def test_a_body_over_the_limit_is_refused_unread(service: Service) -> None:
+    pulled = 0
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> Any:
+            nonlocal pulled
+            while True:
+                pulled += 1
+                yield b" " * 10_000
+
+    response = await service.complete("x" * 10_000_000)
+    check_refused(response, 413, None, "body_too_large")
+    response = await service.http.post(COMPLETIONS, content=Endless())
+    check_refused(response, 413, None, "body_too_large")
+    assert pulled < 30
+    await check_alive(service)
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_an_unknown_model_is_not_found(service: Service, path: str, body: Any) -> None:
+    response = await service.http.post(path, json={"model": "gpt-4", **body})
+    message = check_refused(response, 404, "model", "model_not_found")
+    assert "gpt-4" in message
+    assert "tiny" in message
+    check_refused(await service.http.post(path, json=body), 400, "model")
+    check_refused(await service.http.post(path, json={"model": 3, **body}), 400, "model")
+    check_refused(await service.http.get("/v1/models/gpt-4"), 404, "model", "model_not_found")
+
+
+async def test_wrong_methods_and_paths_have_the_same_shape(service: Service) -> None:
+    check_refused(await service.http.get(COMPLETIONS), 405, None)
+    check_refused(await service.http.delete("/v1/models"), 405, None)
+    message = check_refused(await service.http.post("/v1/embeddings", json={}), 404, None)
+    assert "'/v1/embeddings'" in message
+    assert "/v1/chat/completions" in message
+    check_refused(await service.http.get("/"), 404, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "mode": 1}, "mode"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [HUGE]}, "tokens"),
+    ],
+)
+async def test_token_routes_name_the_field(service: Service, path: str, body: Any, param: str) -> None:
+    check_refused(await service.http.post(path, json=body), 400, param)
+
+
+async def test_template_variables_nested_as_deep_as_json_allows_do_no_harm(service: Service) -> None:
+    value: Any = 1
+    for _ in range(400):
+        value = {"a": value}
+    response = await service.chat("hello", max_tokens=1, chat_template_kwargs={"k": value})
+    assert response.status_code in (200, 400)
+    await check_alive(service)

@@ -1,0 +1,107 @@
+"""What other Serve applications call: the HTTP API without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve._private.thirdparty.get_asgi_route_name import get_asgi_route_name
+
+from baton.cluster.contracts import Role
+from baton.cluster.ingress import replica
+from baton.cluster.ingress.handle_calls import CHAT, COMPLETIONS, RESPONSES, CallFailed, call, stream
+
+from ...helpers.gateway_service import Service
+
+HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_a_call_returns_what_the_same_request_is_answered_with(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    service.script_chat("hello", "the quick brown fox")
+    answer = await call(service.app, CHAT, HELLO)
+    over_http = (await service.chat("hello")).json()
+    assert answer["choices"] == over_http["choices"]
+    assert answer["choices"][0]["message"]["content"] == "the quick brown fox"
+    assert answer["usage"] == over_http["usage"]
+
+
+async def test_a_stream_yields_each_event_parsed(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    service.script_chat("hello", "the quick brown fox")
+    chunks = [chunk async for chunk in stream(service.app, CHAT, HELLO)]
+    assert len(chunks) > 2
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert text == "the quick brown fox"
+    events = [event async for event in stream(service.app, RESPONSES, {"model": "tiny", "input": "hello"})]
+    assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.completed")
+
+
+async def test_what_the_gateway_refuses_is_raised_with_its_status_and_field(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    wrong = HELLO | {"temperature": -1}
+    with pytest.raises(CallFailed) as refused:
+        await call(service.app, CHAT, wrong)
+    assert (refused.value.status, refused.value.error["param"]) == (400, "temperature")
+    with pytest.raises(CallFailed) as refused:
+        [chunk async for chunk in stream(service.app, CHAT, wrong)]
+    assert (refused.value.status, refused.value.error["param"]) == (400, "temperature")
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert (again.status, again.error, str(again)) == (400, refused.value.error, str(refused.value))
+
+
+async def test_a_call_needs_a_key_where_clients_do(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, api_keys=["secret"])
+    with pytest.raises(CallFailed) as refused:
+        await call(service.app, COMPLETIONS, {"model": "tiny", "prompt": "hello", "max_tokens": 1})
+    assert refused.value.status == 401
+    answer = await call(service.app, COMPLETIONS, {"model": "tiny", "prompt": "hello", "max_tokens": 1}, "secret")
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+async def test_a_stream_that_is_closed_ends_its_request(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED)
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+    async with contextlib.aclosing(stream(service.app, COMPLETIONS, body)) as chunks:
+        await anext(chunks)
+    async with asyncio.timeout(10):
+        while any(view.outstanding for view in service.cluster.engines()):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stream_whose_engine_fails_for_good_raises(start: Callable[..., Service]) -> None:
+    service = start(max_attempts=1, capacity_timeout_s=0.1, retry_budget=0, retry_budget_min=0)
+    engine = service.cluster.start(Role.UNIFIED)
+    chunks = stream(
+        service.app, COMPLETIONS, {"model": "tiny", "prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+    )
+    await anext(chunks)
+    engine.die()
+    with pytest.raises(CallFailed) as failed:
+        [chunk async for chunk in chunks]
+    assert failed.value.status == 0
+    assert failed.value.error["type"] == "service_unavailable"
+
+
+async def test_serves_proxy_is_answered_as_the_gateways_own_port_is(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve asks for what answers before the gateway has started, names its routes, and adds its prefix."""
+    behind = replica.app_behind_proxy()
+    service = start(Role.UNIFIED)
+    monkeypatch.setattr(replica, "_app", service.app)
+    scope = {"type": "http", "path": "/v1/models", "method": "GET", "root_path": ""}
+    assert get_asgi_route_name(behind, scope) == "", "all count for the application's prefix"
+    for root in ("", "/prefix"):
+        transport = httpx.ASGITransport(behind, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as proxy:
+            for path in ("/v1/models", "/health", "/nowhere"):
+                answer, own = await proxy.get(root + path), await service.http.get(path)
+                assert answer.status_code == own.status_code
+                if path != "/nowhere":
+                    assert answer.json() == own.json()

@@ -1,0 +1,180 @@
+"""The router goes by what engines measured, and makes no hand-off that would be slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.cluster.contracts import EngineView, Role
+from baton.cluster.gateway.routing.rates import ALIKE, NEWEST, RENEWED_S, STALE_S, CostRates, LearntRates
+from baton.cluster.gateway.routing.router import TRIAL_SHARE, Path, Route, Router
+from baton.engine.core.layout import BLOCK_SIZE
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.pace import Line, StepTimes
+from baton.engine.core.sampling import SamplingParams
+from baton.kv_transfer.protocol.stats import PeerLane
+
+from ...helpers.gateway_service import Clock
+from .engine_views import view
+
+GUESSES = CostRates()
+PROMPT = [7] * 2000
+COMPUTE_S = len(PROMPT) / GUESSES.prefill_tokens_per_s
+FAST, SLOW = 1e-6, 1e-3  # seconds of a read, a token
+
+
+def lane(peer: str, token_s: float, num_reads: int = 1) -> PeerLane:
+    line = Line(0.0, token_s * BLOCK_SIZE)
+    return PeerLane(engine_id=peer, transport="t", bytes_per_s=None, is_slow=False, num_reads=num_reads, read_s=line)
+
+
+def divided(token_s: float, num_reads: int = 1, **decode: int) -> list[EngineView]:
+    return [view(0, Role.PREFILL), view(1, Role.DECODE, lanes=[lane("e0", token_s, num_reads)], **decode)]
+
+
+class Gateway:
+    """A gateway's router, for one prompt after another."""
+
+    def __init__(self, local: int = 32768, **settings: float) -> None:
+        self.clock = Clock()
+        self.rates = LearntRates(CostRates(**settings), self.clock)
+        self.router = Router(
+            "g", rates=self.rates, session_patience_s=0.0, local_prefill_max_tokens=local, clock=self.clock
+        )
+
+    def route(self, engines: list[EngineView], tokens: list[int] = PROMPT, pinned_rank: int | None = None) -> Route:
+        request = EngineRequest(request_id="r", prompt_token_ids=tokens, sampling=SamplingParams())
+        route = self.router.route(engines, self.router.read(request, pinned_rank=pinned_rank))
+        assert route is not None
+        return route
+
+
+def test_a_hand_off_that_costs_more_than_computing_is_not_made() -> None:
+    assert Gateway().route(divided(FAST)).path is Path.DISAGGREGATED
+    route = Gateway().route(divided(SLOW))
+    assert (route.hands_off, route.reason) == (False, "slow-handoff")
+    assert route.path in (Path.LOCAL_PREFILL, Path.LOCAL_DECODE)
+
+
+def test_nor_is_one_that_costs_less_where_nobody_gains_by_it() -> None:
+    token_s = 0.5 * COMPUTE_S / len(PROMPT)
+    assert not Gateway().route(divided(token_s)).hands_off
+    prefill, decode = divided(token_s, num_requests_running=60)
+    assert not Gateway().route([prefill, decode]).hands_off, "the prefill engine has nothing else to do"
+    busy = view(0, Role.PREFILL, num_requests_running=60)
+    assert Gateway(decode_request_s=0).route([busy, decode]).hands_off, "answers in both would wait for the prompt"
+
+
+@pytest.mark.parametrize(("busy", "path"), [(0, Path.LOCAL_PREFILL), (1, Path.LOCAL_DECODE)])
+def test_the_engine_with_less_to_do_computes_and_writes(busy: int, path: Path) -> None:
+    engines = divided(SLOW)
+    engines[busy] = view(busy, engines[busy].record.role, lanes=engines[1].transfers.lanes, num_requests_running=9)
+    assert Gateway().route(engines).path is path
+
+
+def test_a_decode_engine_that_may_compute_nothing_does_not() -> None:
+    assert Gateway(local=0).route(divided(SLOW)).path is Path.LOCAL_DECODE
+    prefill, decode = divided(SLOW)
+    assert Gateway(local=0).route([prefill, decode], pinned_rank=1).hands_off, "the pinned engine must take part"
+
+
+def test_a_short_hand_off_is_made_without_comparing() -> None:
+    tokens = [7] * 16
+    assert Gateway().route(divided(SLOW), tokens).hands_off
+    assert not Gateway(slow_handoff_s=0.001).route(divided(SLOW), tokens).hands_off
+
+
+def test_what_waits_on_a_link_counts() -> None:
+    token_s = 0.1 * COMPUTE_S / len(PROMPT)
+    assert Gateway().route(divided(token_s)).hands_off
+    assert not Gateway().route(divided(token_s, num_requests_waiting_for_kv=20)).hands_off
+
+
+def test_a_link_that_was_judged_slow_is_tried_again_at_little_cost() -> None:
+    gateway = Gateway()
+    loss_s = SLOW * len(PROMPT)
+    gateway.clock.now_s += 0.5 * loss_s / TRIAL_SHARE
+    assert not gateway.route(divided(SLOW)).hands_off
+    gateway.clock.now_s += 1.1 * loss_s / TRIAL_SHARE
+    route = gateway.route(divided(SLOW))
+    assert (route.path, route.reason) == (Path.DISAGGREGATED, "measuring")
+    assert not gateway.route(divided(SLOW)).hands_off, "one at a time"
+    assert gateway.route(divided(FAST, num_reads=2)).hands_off
+
+
+def test_a_pair_is_like_others_of_its_nodes_once_its_own_measurement_is_old() -> None:
+    gateway = Gateway()
+
+    def reads(first: float, second: float, num_reads: int) -> list[EngineView]:
+        lanes = [lane("e0", first), lane("e2", second, num_reads)]
+        return [view(0, Role.PREFILL), view(2, Role.PREFILL), view(1, Role.DECODE, lanes=lanes)]
+
+    def seconds(engines: list[EngineView]) -> float:
+        gateway.rates.renew(engines)
+        return gateway.rates.read_s(engines[2], engines[0].record).at(1000)
+
+    assert seconds(reads(SLOW, SLOW, 1)) == pytest.approx(1.0)
+    gateway.clock.now_s += 1
+    assert seconds(reads(SLOW, FAST, 2)) == pytest.approx(1.0)
+    gateway.clock.now_s += STALE_S
+    assert seconds(reads(SLOW, FAST, 3)) == pytest.approx(0.001)
+
+
+def test_a_link_between_nodes_that_becomes_slow_is_slow_for_pairs_that_have_not_felt_it_yet() -> None:
+    gateway, prefill = Gateway(), [view(0, Role.PREFILL), view(2, Role.PREFILL)]
+    for number in range(NEWEST + 1):
+        lanes = [lane("e0", FAST), lane("e2", FAST if number == 0 else SLOW, number + 1)]
+        engines = [*prefill, view(1, Role.DECODE, lanes=lanes)]
+        gateway.rates.renew(engines)
+        known_s = gateway.rates.read_s(engines[2], prefill[0].record).at(1000)
+        gateway.clock.now_s += RENEWED_S
+    assert known_s == pytest.approx(1.0)
+
+
+def steps(prefill_s: float, step_s: float = 0.01, request_s: float = 1e-5) -> StepTimes:
+    return StepTimes(Line(0.0, prefill_s), Line(step_s, request_s))
+
+
+def test_prompts_take_what_the_engine_measured_and_of_engines_without_a_measurement_what_others_did() -> None:
+    gateway, slow = Gateway(), 10 / GUESSES.prefill_tokens_per_s
+    engines = [view(0), view(1)]
+    gateway.rates.renew(engines)
+    assert gateway.rates.prefill_s(engines[0], 1000) == pytest.approx(1000 / GUESSES.prefill_tokens_per_s)
+    engines = [view(0), view(1, step_times=steps(slow))]
+    gateway.clock.now_s += RENEWED_S
+    gateway.rates.renew(engines)
+    assert [gateway.rates.prefill_s(each, 1000) for each in engines] == pytest.approx([1000 * slow] * 2)
+
+
+@pytest.mark.parametrize(("factor", "counts"), [(0.9 * ALIKE, False), (1.5 * ALIKE, True)])
+def test_engines_that_measured_nearly_the_same_are_equal(factor: float, counts: bool) -> None:
+    gateway, own = Gateway(), steps(1e-4, 0.01, 1e-4)
+    other = steps(1e-4 * factor, 0.01 * factor, 1e-4 * factor)
+    engines = [view(0, step_times=own), view(1, step_times=own), view(2, step_times=other)]
+    gateway.rates.renew(engines)
+    for figure in (
+        lambda each: gateway.rates.prefill_s(each, 1000),
+        gateway.rates.request_s,
+        gateway.rates.slowness_s,
+    ):
+        assert (figure(engines[0]) != figure(engines[2])) is counts
+
+
+def test_an_engine_that_became_the_fastest_since_the_last_look_costs_no_less_than_nothing() -> None:
+    gateway = Gateway()
+    gateway.route([view(0, step_times=steps(1e-4, 0.05))], [1])
+    faster = view(0, step_times=steps(1e-6, 0.001))
+    assert gateway.rates.slowness_s(faster) == 0
+    assert gateway.route([faster], [1]).placement.engine.rank == 0
+
+
+def test_requests_avoid_an_engine_whose_steps_are_slow() -> None:
+    engines = [view(0, step_times=steps(1e-4, 0.05)), view(1, step_times=steps(1e-4), num_requests_running=9)]
+    assert Gateway().route(engines, [1]).placement.engine.rank == 1
+
+
+def test_an_engine_that_has_become_the_fastest_of_all_costs_no_less_than_nothing() -> None:
+    gateway, slow = Gateway(), steps(1e-4, 0.05)
+    gateway.route([view(0, step_times=slow), view(1, step_times=slow)])
+    fast = view(1, step_times=steps(1e-4, 0.001))  # before the medians are looked at again
+    gateway.route([view(0, step_times=slow), fast], [1])  # raised where a cost was below 0
+    assert gateway.rates.slowness_s(fast) == 0.0

@@ -1,0 +1,155 @@
+"""Reasoning is a field of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.cluster.cli.http_client import _show_answer
+from baton.cluster.contracts import Role
+from baton.cluster.gateway import ServedModel
+from baton.engine.structured import XGrammarBackend
+from baton.engine.text import ChatTemplate, Tokenizer
+
+from ...helpers.gateway_service import Service, events
+from ...helpers.tiny_model import TEMPLATE
+
+ANSWER = "<think>\nthe fox?\n</think>\n\nthe dog"
+PROMPT = "<|im_start|>user\nwho sleeps?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+async def thinking(
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
+) -> Service:
+    template = ChatTemplate({"default": TEMPLATE + "{# it may open with <think> #}"})
+    thinker = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
+    return start(Role.PREFILL, Role.DECODE, served=replace(model, tokenizer=thinker), grammars=grammars)
+
+
+async def test_thoughts_and_answer_are_two_fields(thinking: Service) -> None:
+    thinking.script(PROMPT, ANSWER)
+    (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
+
+
+async def test_a_stream_tells_thoughts_first(thinking: Service) -> None:
+    thinking.script(PROMPT, ANSWER)
+    *chunks, _ = events((await thinking.chat("who sleeps?", stream=True)).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    kinds = [kind for delta in deltas for kind in ("reasoning_content", "content") if delta.get(kind)]
+    assert kinds == sorted(kinds, reverse=True)
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "the fox?"
+    assert "".join(delta.get("content", "") for delta in deltas) == "the dog"
+
+
+async def test_a_prompt_may_have_opened_them(thinking: Service) -> None:
+    thinking.script(f"{PROMPT}<think>\n", "the fox?</think>the dog")
+    asked = {"chat_template_kwargs": {"hint": "<think>\n"}}
+    (choice,) = (await thinking.chat("who sleeps?", **asked)).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
+
+
+async def test_a_call_may_follow_them(start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(
+        {"default": TEMPLATE + "{% if tools %}{% endif %}{# <think>, <tool_call> with arguments #}"}
+    )
+    thinker = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
+    service = start(Role.UNIFIED, served=replace(model, tokenizer=thinker))
+    service.script(PROMPT, '<think>look</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    (choice,) = (await service.chat("who sleeps?", tools=tools)).json()["choices"]
+    assert choice["message"]["reasoning_content"] == "look"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
+
+
+OPENED = {"chat_template_kwargs": {"hint": "<think>"}}
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "choice": ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
+    "json": ({"structured_outputs": {"json": {"const": 7}}}, "7"),
+    "response_format": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}},
+        "7",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "answer"), SHAPES.values(), ids=SHAPES)
+async def test_a_model_may_think_before_an_answer_that_must_fit(
+    thinking: Service, asked: dict[str, Any], answer: str
+) -> None:
+    """By one that would write anything behind its thoughts."""
+    thinking.script(PROMPT, "<think>\nthe fox?\n</think>\n\n", end=False)
+    thinking.script(PROMPT + "<think>", "\nthe fox?\n</think>\n\n", end=False)
+    for opened in ({}, OPENED):
+        (choice,) = (await thinking.chat("who sleeps?", **asked, **opened)).json()["choices"]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", answer)
+        assert choice["finish_reason"] == "stop"
+    thinking.script(PROMPT, answer[0], end=False)
+    (choice,) = (await thinking.chat("who sleeps?", **asked)).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": answer, "refusal": None}, "it need not think"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": {"const": 7}, "disable_any_whitespace": True}},
+        {
+            "structured_outputs": {
+                "structural_tag": '{"type": "structural_tag", "format": {"type": "regex", "pattern": "7"}}'
+            }
+        },
+    ],
+    ids=["no whitespace", "tag"],
+)
+async def test_what_says_all_of_an_answer_leaves_no_place_for_thoughts(
+    thinking: Service, asked: dict[str, Any]
+) -> None:
+    (choice,) = (await thinking.chat("who sleeps?", **asked, **OPENED)).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "7", "refusal": None}
+
+
+async def test_a_call_that_must_come_may_come_behind_thoughts(
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
+) -> None:
+    template = ChatTemplate(
+        {"default": TEMPLATE + "{% if tools %}{% endif %}{# <think>, <tool_call> with arguments #}"}
+    )
+    thinker = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
+    service = start(Role.PREFILL, Role.DECODE, served=replace(model, tokenizer=thinker), grammars=grammars)
+    service.script(PROMPT + "<think>", "look</think>\n\n", end=False)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    asked = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 120, "seed": 1}
+    (choice,) = (await service.chat("who sleeps?", **asked, **OPENED)).json()["choices"]
+    assert choice["message"]["reasoning_content"] == "look"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {})
+
+
+async def test_an_answer_can_be_sent_back_with_its_thoughts(thinking: Service) -> None:
+    thinking.script(PROMPT, ANSWER)
+    (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
+    messages = [{"role": "user", "content": "who sleeps?"}, choice["message"], {"role": "user", "content": "why?"}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+    assert (await thinking.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_models_that_were_not_taught_to_think_keep_their_words(service: Service) -> None:
+    service.script_chat("who sleeps?", ANSWER)
+    (choice,) = (await service.chat("who sleeps?")).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
+
+
+def test_the_command_line_shows_them_apart_and_sends_back_the_answer_alone() -> None:
+    console = Console(file=StringIO(), force_terminal=True, color_system="standard")
+    deltas = [{"role": "assistant"}, {"reasoning_content": "the "}, {"reasoning_content": "fox?"}, {"content": "dog"}]
+    assert _show_answer(console, iter(deltas)) == "dog"
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.index("\x1b[2mfox?") < shown.index("\n\ndog")

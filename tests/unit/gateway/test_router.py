@@ -1,0 +1,438 @@
+"""The router's choice of an engine for a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cluster.cached_blocks import FoundPrefix
+from baton.cluster.contracts import EngineView, Role
+from baton.cluster.gateway.routing.cost import UNTRIED, Cost, Load
+from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
+from baton.cluster.gateway.routing.rates import CostRates, LearntRates
+from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
+from baton.engine.core.layout import BLOCK_SIZE
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.tiers import TierStats
+
+from ...helpers.gateway_service import Clock
+from .engine_views import view
+
+PROMPT = list(range(1, 40 * BLOCK_SIZE))
+IN_BLOCKS = len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+FAST = TierStats(min_tokens=256, restore_s={"host": 0.1, "disk": 0.5}, compute_s=1.0)
+RATES = CostRates()
+
+
+def request(tokens: list[int], name: str = "r", **fields: Any) -> EngineRequest:
+    sampling = fields.pop("sampling", SamplingParams())
+    return EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling, **fields)
+
+
+def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None, **rates: float) -> Router:
+    clock = clock or Clock()
+    return Router(
+        gateway_id,
+        rates=LearntRates(CostRates(**rates), clock),
+        session_patience_s=0.1,
+        local_prefill_max_tokens=local,
+        clock=clock,
+    )
+
+
+def wanted(tokens: list[int], name: str = "r", **fields: Any) -> RoutingQuery:
+    return router().read(request(tokens, name, **fields))
+
+
+def route(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> Route:
+    chosen = chooser.route(engines, chooser.read(request(tokens, name), **fields))
+    assert chosen is not None
+    return chosen
+
+
+def rank_of(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> int:
+    return route(chooser, engines, tokens, name, **fields).placement.engine.rank
+
+
+def test_work_in_progress_goes_where_least_of_it_is() -> None:
+    chooser, engines = router(), [view(0), view(1), view(2)]
+    ranks = Counter()
+    for index in range(30):
+        chosen = route(chooser, engines, [index] * 10, f"r{index}")
+        chooser.loads.sent(chosen.placement)
+        ranks[chosen.placement.engine.rank] += 1
+    assert ranks == {0: 10, 1: 10, 2: 10}
+
+
+def test_work_that_is_over_counts_no_more() -> None:
+    chooser, engines = router(), [view(0), view(1)]
+    first = route(chooser, engines, [1] * 50).placement
+    chooser.loads.sent(first)
+    assert rank_of(chooser, engines, [2] * 5) != first.engine.rank
+    chooser.loads.read(first)
+    assert all(chooser.loads.of(engine).queued_tokens == 0 for engine in engines)
+    assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "it still decodes"
+    chooser.loads.ended(first)
+    assert {rank_of(chooser, engines, [2] * 5, f"{i}") for i in range(20)} == {0, 1}
+    assert chooser.loads.own == Load(0, 0)
+
+
+def test_requests_of_other_gateways_count() -> None:
+    assert rank_of(router(), [view(0, num_requests_running=3, outstanding=1), view(1)], [1]) == 1
+    assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], [1]) == 0
+
+
+def test_of_what_waits_in_an_engine_others_have_what_is_not_this_gateways_own() -> None:
+    chooser = router()
+    loads, told = chooser.loads, view(0, num_requests_waiting=2, num_waiting_tokens=900)
+    assert loads.of(told) == Load(2, 900)
+    mine = route(chooser, [told], [1] * 100).placement
+    loads.sent(mine)
+    assert loads.of(told) == Load(3, 1000), "the engine told before it came"
+    told = view(0, num_requests_waiting=3, num_waiting_tokens=1000, outstanding=1)
+    assert loads.of(told) == Load(3, 1000), "and now it is in what the engine tells"
+    loads.read(mine)
+    assert loads.of(told) == Load(3, 900)
+    loads.ended(mine)
+    assert loads.of(told) == Load(2, 900)
+
+
+def test_the_engine_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
+    loads = router().loads
+    assert loads.of(view(0, num_waiting_tokens=500)).queued_tokens == 500
+    assert loads.of(view(0)).queued_tokens == 0
+    assert len(loads._reports) == 1
+
+
+def test_a_cached_prefix_wins_until_the_queue_costs_more() -> None:
+    engines = [view(0), view(1, cached=PROMPT)]
+    chosen = route(router(), engines, [*PROMPT, 1, 2])
+    assert (chosen.placement.engine.rank, chosen.reason) == (1, "prefix-hit")
+    assert chosen.placement.uncached == len(PROMPT) + 2 - len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+    for queue, expected in {len(PROMPT) // 2: 1, 2 * len(PROMPT): 0}.items():
+        others = view(1, cached=PROMPT, num_requests_waiting=1, num_waiting_tokens=queue)
+        assert rank_of(router(), [view(0), others], [*PROMPT, 1, 2]) == expected
+    busy = view(1, cached=PROMPT, num_waiting_tokens=2 * len(PROMPT))
+    chosen = route(router(decode_request_s=0), [view(0), busy], [*PROMPT, 1, 2])
+    assert (chosen.placement.engine.rank, chosen.reason) == (0, "least-loaded")
+
+
+def test_the_last_token_is_never_found_in_a_cache() -> None:
+    whole = PROMPT[: 4 * BLOCK_SIZE]
+    assert route(router(), [view(0, cached=whole)], whole).placement.uncached == BLOCK_SIZE
+
+
+def test_prompt_logprobs_find_nothing_in_a_cache() -> None:
+    assert wanted(PROMPT, sampling=SamplingParams(prompt_logprobs=0)).names == ()
+
+
+def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
+    engines = [view(0), view(1, cached=PROMPT, salt="a")]
+    chooser = router()
+    for salt, reason in {"a": "prefix-hit", "b": "least-loaded", "": "least-loaded"}.items():
+        chosen = chooser.route(engines, chooser.read(request(PROMPT, cache_salt=salt)))
+        assert chosen is not None
+        assert chosen.reason == reason
+
+
+def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() -> None:
+    clock = Clock()
+    chooser, engines = router(clock=clock), [view(0), view(1)]
+    first = route(chooser, engines, PROMPT).placement
+    chooser.loads.sent(first)
+    chooser.loads.read(first)
+    home = first.engine.rank
+    assert rank_of(chooser, engines, [*PROMPT, 1]) == home
+    chooser.loads.ended(first)
+    assert rank_of(chooser, engines, [*PROMPT, 1]) == home
+    clock.now_s += REPORT_DELAY_S
+    other = route(chooser, engines, [9]).placement
+    chooser.loads.sent(other)
+    assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"
+    assert chooser.prefixes.num_expected == 0
+
+
+def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
+    chooser = router()
+    first = route(chooser, [view(0)], PROMPT).placement
+    chooser.loads.sent(first)
+    assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "prefix-hit"
+    chooser.loads.given_up(first)
+    assert route(chooser, [view(0)], [*PROMPT, 1]).reason == "least-loaded"
+    assert chooser.prefixes.num_expected == 0
+    assert chooser.loads.own == Load(0, 0)
+
+
+def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
+    """Each engine that gets it has it from then on: the herd ends where a prefill costs less than the queue."""
+    chooser, engines = router(), [view(0, cached=PROMPT), *(view(rank) for rank in range(1, 8))]
+    ranks = Counter()
+    for index in range(200):
+        placement = route(chooser, engines, [*PROMPT, index], f"r{index}").placement
+        chooser.loads.sent(placement)
+        chooser.loads.read(placement)
+        ranks[placement.engine.rank] += 1
+    assert set(ranks) == set(range(8))
+    assert max(ranks.values()) - min(ranks.values()) <= 4
+
+
+def test_equals_are_told_apart_by_request_and_gateway_and_always_alike() -> None:
+    engines = [view(rank) for rank in range(4)]
+    names = [f"r{index}" for index in range(400)]
+    ranks = [rank_of(router("g"), engines, [1], name) for name in names]
+    assert ranks == [rank_of(router("g"), engines, [1], name) for name in names]
+    assert min(Counter(ranks).values()) > 60
+    assert ranks != [rank_of(router("h"), engines, [1], name) for name in names]
+
+
+def test_a_session_has_one_home_at_every_gateway_and_leaves_it_only_with_its_engine() -> None:
+    engines = [view(rank) for rank in range(5)]
+    homes = {f"s{i}": rank_of(router("g"), engines, [i], session_id=f"s{i}") for i in range(100)}
+    assert set(homes.values()) == set(range(5))
+    for session_id, home in homes.items():
+        assert rank_of(router("h"), engines, [7] * 30, "other", session_id=session_id) == home
+        assert home == 2 or rank_of(router(), [*engines[:2], *engines[3:]], [1], session_id=session_id) == home
+
+
+def test_a_session_waits_for_its_home_no_longer_than_the_patience() -> None:
+    engines = [view(0), view(1)]
+    home = rank_of(router(), engines, [1], session_id="s")
+    few, many = (round(0.1 / RATES.decode_request_s * share) for share in (0.5, 2))
+    for num_running, expected in {few: home, many: 1 - home}.items():
+        engines[home] = view(home, num_requests_running=num_running)
+        assert rank_of(router(), engines, [1], session_id="s") == expected
+
+
+def test_an_engine_without_room_is_taken_only_when_no_other_is_there() -> None:
+    full, busy = view(0, num_blocks_free=0), view(1, num_requests_running=50)
+    assert rank_of(router(), [full, busy], [1] * 20) == 1
+    assert rank_of(router(), [full], [1] * 20) == 0
+
+
+def test_a_prefill_engine_is_of_use_only_with_a_mate_of_the_same_fingerprint() -> None:
+    chooser = router()
+    prefill, decode = view(0, Role.PREFILL), view(1, Role.DECODE)
+    chosen = route(chooser, [prefill, decode], [1])
+    assert (chosen.placement.engine.rank, chosen.hands_off, chosen.path) == (0, True, Path.DISAGGREGATED)
+    assert chooser.route([prefill], wanted([1])) is None
+    stranger = view(1, Role.DECODE, fingerprint="g")
+    assert route(chooser, [prefill, stranger], [1]).path is Path.LOCAL_PREFILL
+    assert chooser.decode_placement([stranger], wanted([1]), prefill.record) is None
+    assert chooser.decode_placement([stranger, decode], wanted([1]), prefill.record) is not None
+
+
+def test_of_equal_prefill_engines_the_one_beside_a_free_decode_engine_reads_the_prompt() -> None:
+    engines = [view(0, Role.PREFILL, node="a"), view(1, Role.PREFILL, node="b"), view(2, Role.DECODE, node="b")]
+    assert {rank_of(router(), engines, PROMPT, f"{i}") for i in range(20)} == {1}
+
+
+def test_the_link_and_what_is_cached_already_choose_the_decode_engine() -> None:
+    source = view(0, Role.PREFILL, node="a").record
+    far, near = view(1, Role.DECODE, node="b"), view(2, Role.DECODE, node="a")
+    chooser = router(handoff_s=0)
+
+    def placed(*engines: EngineView) -> int:
+        placement = chooser.decode_placement(engines, wanted(PROMPT), source)
+        assert placement is not None
+        return placement.engine.rank
+
+    assert placed(far, near) == 2
+    assert placed(view(1, Role.DECODE, node="b", cached=PROMPT), near) == 1
+    assert placed(far, view(2, Role.DECODE, node="a", num_requests_running=5)) == 1
+    assert placed(far, view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)) == 1
+
+
+class TestTiers:
+    """Engines that could restore the prompt, and one that has to compute it."""
+
+    def cost_s(self, engine: EngineView, tokens: list[int] = PROMPT) -> float:
+        (option,) = router()._options([engine], wanted(tokens), ())
+        return option.cost_s
+
+    def test_a_prefix_in_a_tier_costs_less_than_none_and_more_than_one_in_the_pool(self) -> None:
+        costs = [
+            self.cost_s(view(0, cached=PROMPT, tiers=FAST)),
+            self.cost_s(view(0, host=PROMPT, tiers=FAST)),
+            self.cost_s(view(0, disk=PROMPT, tiers=FAST)),
+            self.cost_s(view(0, tiers=FAST)),
+        ]
+        compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
+        assert [round((cost - costs[0]) / compute_s, 6) for cost in costs] == [0, 0.1, 0.5, 1]
+        engines = [view(0), view(1, disk=PROMPT, tiers=FAST), view(2, host=PROMPT, tiers=FAST)]
+        assert rank_of(router(), engines, PROMPT) == 2
+        assert rank_of(router(), engines[:2], PROMPT) == 1
+        assert rank_of(router(), [*engines, view(3, cached=PROMPT)], PROMPT) == 3
+
+    @given(
+        found=st.tuples(*[st.integers(0, 10)] * 3),
+        restore_s=st.dictionaries(st.sampled_from(["host", "disk"]), st.floats(0, 3)),
+        compute_s=st.floats(0, 3),
+        min_tokens=st.integers(0, 200),
+        num_before=st.integers(0, 5),
+        num_requests=st.integers(0, 5),
+    )
+    def test_whatever_engines_say_it_is_never_cheaper_than_the_pool_nor_dearer_than_computing(
+        self,
+        found: tuple[int, int, int],
+        restore_s: dict[str, float],
+        compute_s: float,
+        min_tokens: int,
+        num_before: int,
+        num_requests: int,
+    ) -> None:
+        tiers = TierStats(min_tokens=min_tokens, restore_s=restore_s, compute_s=compute_s)
+        engine, load = view(0, tiers=tiers, num_requests_waiting_for_kv=num_before), Load(num_requests, 100)
+        cost, known = Cost(LearntRates(RATES, Clock())), FoundPrefix(*found)
+        in_pool = FoundPrefix(known.pool + known.in_tiers)
+        costs = [
+            cost.whole_s(engine, load, cost.prefill_work(engine, 500, each))
+            for each in (in_pool, known, FoundPrefix(known.pool))
+        ]
+        assert costs[0] <= costs[1] + 1e-12
+        assert costs[1] <= costs[2] + 1e-12
+
+    def test_only_what_has_to_be_computed_is_in_the_queue(self) -> None:
+        engine = view(0, cached=PROMPT[: 10 * BLOCK_SIZE], host=PROMPT, tiers=FAST)
+        chosen = route(router(), [engine], PROMPT)
+        assert (chosen.placement.uncached, chosen.reason) == (len(PROMPT) - IN_BLOCKS, "prefix-hit")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"restore_s": {"host": 1.0}},
+            {"restore_s": {"host": 9.0}},
+            {"min_tokens": IN_BLOCKS + 1},
+            {"answers": False},
+        ],
+        ids=["as slow as computing", "slower", "too short", "a tier that does not answer"],
+    )
+    def test_what_the_engine_would_compute_costs_as_much(self, change: dict[str, Any]) -> None:
+        engine = view(0, host=PROMPT, tiers=msgspec.structs.replace(FAST, **change))
+        assert self.cost_s(engine) == self.cost_s(view(0))
+        assert route(router(), [engine], PROMPT).placement.uncached == len(PROMPT)
+
+    def test_an_engine_whose_pace_is_not_known_is_believed_to_be_somewhat_faster_than_computing(self) -> None:
+        compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
+        for tiers in (
+            TierStats(),
+            TierStats(restore_s={"disk": 0.1}, compute_s=1.0),
+            TierStats(restore_s={"host": 1.0}),
+        ):
+            saved_s = self.cost_s(view(0)) - self.cost_s(view(0, host=PROMPT, tiers=tiers))
+            assert saved_s == pytest.approx(compute_s * (1 - UNTRIED))
+
+    def test_restores_that_are_under_way_come_first(self) -> None:
+        found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
+        share = (20 * 0.1 + 10 * 0.5) / 30
+        readings = [
+            Cost(LearntRates(RATES, Clock())).prefill_work(
+                view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found
+            )
+            for number in (0, 1, 9)
+        ]
+        assert [reading.uncached for reading in readings] == [20, 20, 500]
+        assert [reading.restore_s for reading in readings] == pytest.approx(
+            [share * compute_s, 2 * share * compute_s, 0]
+        )
+
+    def test_a_long_queue_before_a_tier_is_worth_less_than_computing_at_once(self) -> None:
+        for queue, expected in {IN_BLOCKS // 2: 1, 2 * IN_BLOCKS: 0}.items():
+            there = view(1, host=PROMPT, tiers=FAST, num_waiting_tokens=queue)
+            assert rank_of(router(), [view(0), there], PROMPT) == expected
+
+    def test_a_prefill_engine_restores_and_hands_over_but_a_hand_off_is_not_read_from_tiers(self) -> None:
+        prefill = [view(0, Role.PREFILL), view(1, Role.PREFILL, host=PROMPT, tiers=FAST)]
+        decode = [view(2, Role.DECODE), view(3, Role.DECODE, host=PROMPT, tiers=FAST)]
+        assert rank_of(router(local=0), [*prefill, decode[0]], PROMPT) == 1
+        chooser = router()
+        placed = {
+            placement.engine.rank
+            for number in range(20)
+            if (placement := chooser.decode_placement(decode, wanted(PROMPT, f"{number}"), prefill[0].record))
+        }
+        assert placed == {2, 3}
+        chosen = route(router(), [prefill[0], decode[1]], PROMPT)
+        assert (chosen.path, chosen.reason) == (Path.LOCAL_PREFILL, "cheaper"), "but it may restore the prompt itself"
+
+    def test_what_is_on_its_way_up_for_another_request_counts_as_cached(self) -> None:
+        chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
+        chooser.loads.sent(route(chooser, [engine], PROMPT).placement)
+        found = chooser.prefixes.find(engine.cached, ("e0", 0), wanted(PROMPT).names)
+        assert found == (IN_BLOCKS // BLOCK_SIZE, 0, 0)
+
+
+def test_prefill_engines_full_of_held_blocks_are_spared() -> None:
+    engines = [view(0, Role.PREFILL, num_blocks_held=500), view(1, Role.PREFILL), view(2, Role.DECODE)]
+    assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
+
+
+def test_a_decode_engine_that_has_the_prompt_reads_the_rest_itself_where_that_is_cheaper() -> None:
+    prefill = view(0, Role.PREFILL)
+    chosen = route(router(), [prefill, view(1, Role.DECODE, cached=PROMPT)], [*PROMPT, 1])
+    assert (chosen.path, chosen.reason, chosen.hands_off) == (Path.LOCAL_PREFILL, "cheaper", False)
+    rest = [1] * 4000
+    busy = view(1, Role.DECODE, cached=PROMPT, num_requests_running=60)
+    assert route(router(), [prefill, busy], [*PROMPT, *rest]).path is Path.DISAGGREGATED
+    assert route(router(local=1), [prefill, view(1, Role.DECODE, cached=PROMPT)], PROMPT).hands_off
+    assert route(router(), [prefill, view(1, Role.DECODE)], [1]).hands_off, "a short prompt alone is no reason"
+
+
+def test_a_prompt_goes_past_the_queue_of_a_prefill_engine() -> None:
+    engines = [view(0, Role.PREFILL, num_waiting_tokens=4000), view(1, Role.PREFILL), view(2, Role.DECODE)]
+    assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
+
+
+def test_blocks_that_are_on_their_way_to_a_decode_engine_keep_its_link_busy() -> None:
+    source = view(0, Role.PREFILL, node="a").record
+    far, near = view(1, Role.DECODE, node="b"), view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)
+    placement = router(handoff_s=0, decode_request_s=0).decode_placement([far, near], wanted(PROMPT), source)
+    assert placement is not None
+    assert placement.engine.rank == 1
+
+
+def draining(engine: EngineView) -> EngineView:
+    return msgspec.structs.replace(engine, record=msgspec.structs.replace(engine.record, draining=True))
+
+
+@pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
+def test_an_engine_that_drains_gets_prompts_only_where_no_other_can_take_them(role: Role) -> None:
+    leaving, busy, decode = draining(view(0, role)), view(1, role, num_waiting_tokens=10**6), view(2, Role.DECODE)
+    others = [decode] if role is Role.PREFILL else []
+    assert rank_of(router(local=0), [leaving, busy, *others], [1]) == 1
+    assert rank_of(router(local=0), [leaving, *others], [1]) == 0
+
+
+def test_an_engine_that_drains_gets_blocks_only_where_no_other_can_take_them() -> None:
+    leaving, busy = draining(view(0, Role.DECODE)), view(1, Role.DECODE, num_requests_running=99)
+    for engines, expected in [([leaving, busy], 1), ([leaving], 0)]:
+        placement = router().decode_placement(engines, wanted([1]), view(2, Role.PREFILL).record)
+        assert placement is not None
+        assert placement.engine.rank == expected
+
+
+def test_a_pinned_prefill_engine_is_never_skipped() -> None:
+    engines = [view(0, Role.PREFILL), view(1, Role.DECODE, cached=PROMPT)]
+    assert rank_of(router(), engines, PROMPT, pinned_rank=0) == 0
+    chooser = router()
+    assert chooser.route(engines, chooser.read(request(PROMPT), pinned_rank=0), {("e0", 0)}) is None
+
+
+def test_avoided_engines_are_not_chosen() -> None:
+    engines = [view(0), view(1)]
+    chooser = router()
+    avoid = [chooser.route(engines, wanted([1], f"{i}"), {("e0", 0)}) for i in range(9)]
+    assert {chosen.placement.engine.rank for chosen in avoid if chosen} == {1}
+    assert chooser.route(engines, wanted([1]), {("e0", 0), ("e1", 1)}) is None
+
+
+@pytest.mark.parametrize("field", list(CostRates.model_fields))
+def test_every_rate_has_a_unit_and_refuses_what_means_nothing(field: str) -> None:
+    assert field.endswith(("_s", "_weight", "_tokens"))
+    with pytest.raises(ValueError, match=field):
+        CostRates(**{field: -1})

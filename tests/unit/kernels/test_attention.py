@@ -1,0 +1,370 @@
+"""Paged attention: against the definition in float64, with NaN in everything that must not be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, reference
+
+from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, untouched_memory, without_poison
+
+LAYER = 1
+RAGGED = ([1, 1, 1, 5, 70, 130], [600, 1, 17, 1300, 70, 250])  # decodes, a chunk after a long prefix, whole prompts
+
+
+def queries(sequences: PagedSequences, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sequences.batch.num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+
+
+def attend(q: Tensor, sequences: PagedSequences, window: int | None = None, **rule: Any) -> Tensor:
+    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    made = AttentionRule(q.shape[2] ** -0.5, window=window, **rule)
+    result = paged_attention(q, sequences.kv, LAYER, sequences.batch, made, out=out)
+    assert result is out
+    return out
+
+
+def check(q: Tensor, sequences: PagedSequences, window: int | None = None, **rule: Any) -> None:
+    result, clean = attend(q, sequences, window, **rule), without_poison(sequences.kv)
+    made = AttentionRule(q.shape[2] ** -0.5, window=window, **rule)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, made)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, made)
+    assert_as_accurate(result, exact, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (6, 6), (16, 8)])
+def test_query_heads_share_key_value_heads_in_any_ratio(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, num_threads: int
+) -> None:
+    sequences = paged_sequences(*RAGGED, num_kv_heads=num_kv_heads, dtype=dtype)
+    check(queries(sequences, num_heads, 64, dtype), sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_heads_have_any_multiple_of_16_dimensions(dtype: torch.dtype, head_dim: int) -> None:
+    sequences = paged_sequences(*RAGGED, head_dim=head_dim, dtype=dtype)
+    check(queries(sequences, 4, head_dim, dtype), sequences)
+
+
+@pytest.mark.parametrize("head_dim", [24, 20])
+def test_other_head_dimensions_are_served_too(head_dim: int) -> None:
+    sequences = paged_sequences([1, 20], [40, 20], head_dim=head_dim)
+    clean = PagedSequences(without_poison(sequences.kv), sequences.batch, sequences.query_lens)
+    check(queries(sequences, 4, head_dim, torch.float32), clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 16, 100, 513, 5000])
+def test_a_window_hides_older_keys(dtype: torch.dtype, window: int, num_threads: int) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    check(queries(sequences, 4, 64, dtype), sequences, window)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_blocks_hold_any_multiple_of_16_tokens(block_size: int) -> None:
+    sequences = paged_sequences(*RAGGED, block_size=block_size)
+    check(queries(sequences, 4, 64, torch.float32), sequences)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1025])
+def test_one_query_sees_every_key_of_any_context_length(length: int, num_threads: int) -> None:
+    sequences = paged_sequences([1], [length], num_kv_heads=1, dtype=torch.bfloat16)
+    check(queries(sequences, 2, 64, torch.bfloat16), sequences)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_winner() -> None:
+    sequences = paged_sequences([1, 30], [200, 30])
+    check(queries(sequences, 4, 64, torch.float32) * 1000, sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(dtype: torch.dtype) -> None:
+    sequences = paged_sequences([1, 30], [200, 30], dtype=dtype)
+    q = queries(sequences, 4, 64, dtype)
+    q[7, 2, 5] = float("nan")
+    spoiled = torch.zeros(31, 4, dtype=torch.bool)
+    spoiled[7, 2] = True
+    assert torch.equal(attend(q, sequences).isnan().any(-1), spoiled)
+
+
+def test_an_empty_batch_gives_an_empty_result() -> None:
+    sequences = paged_sequences([], [])
+    assert attend(torch.empty(0, 4, 64), sequences).shape == (0, 4, 64)
+
+
+def test_queries_may_be_a_view_into_a_fused_projection() -> None:
+    sequences = paged_sequences(*RAGGED, dtype=torch.bfloat16)
+    fused = torch.randn(sequences.batch.num_tokens, 4 * 64 + 2 * 2 * 64).bfloat16()
+    check(fused[:, : 4 * 64].unflatten(1, (4, 64)), sequences)
+
+
+# ---- padded steps, and tables that are shared -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_may_lie_in_any_row_of_the_tables(dtype: torch.dtype) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    rows = torch.tensor([7, 0, 2, 3, 6, 1], dtype=torch.int32)
+    tables = torch.full((8, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32)
+    tables[rows.long()] = sequences.batch.block_tables
+    batch = dataclasses.replace(sequences.batch, block_tables=tables, table_rows=rows)
+    q = queries(sequences, 4, 64, dtype)
+    assert torch.equal(attend(q, dataclasses.replace(sequences, batch=batch)), attend(q, sequences))
+    check(q, dataclasses.replace(sequences, batch=batch))
+
+
+@pytest.mark.parametrize("run", [paged_attention, reference.paged_attention])
+def test_padding_gives_zeros_and_changes_no_other(run: Callable[..., Tensor]) -> None:
+    sequences = paged_sequences(*RAGGED)
+    clean, batch = without_poison(sequences.kv), sequences.batch
+    q = queries(sequences, 4, 64, torch.float32)
+    expected = run(q, clean, LAYER, batch, AttentionRule(0.125))
+    padded = dataclasses.replace(
+        batch,
+        query_start=torch.cat([batch.query_start, batch.query_start[-1:] + 1]),
+        seq_lens=torch.cat([batch.seq_lens, torch.zeros(1, dtype=torch.int32)]),
+        block_tables=torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], -(2**31))]),
+        positions=torch.cat([batch.positions, torch.zeros(3, dtype=torch.int64)]),
+        slots=torch.cat([batch.slots, torch.full((3,), -1)]),
+    )
+    out = torch.full((q.shape[0] + 3, 4, 64), float("nan"))
+    run(torch.cat([q, q[:3]]), clean, LAYER, padded, AttentionRule(0.125), out=out)
+    assert torch.equal(out[: q.shape[0]], expected)
+    assert not out[q.shape[0] :].any()
+
+
+# ---- scores that are capped, sinks, scaled caches --------------------------------------------------------------------
+
+
+def plainly(q: Tensor, keys: Tensor, values: Tensor, soft_cap: float, sink: float) -> Tensor:
+    """One query, one head."""
+    scores = soft_cap * torch.tanh(keys @ q / soft_cap)
+    weights = scores.exp() / (scores.exp().sum() + math.exp(sink))
+    return weights @ values
+
+
+def test_a_cap_and_a_sink_do_what_the_formula_says() -> None:
+    sequences = paged_sequences([1], [16], num_kv_heads=1)
+    q = queries(sequences, 2, 64, torch.float32)
+    keys, values = sequences.kv[sequences.batch.block_tables[0, 0], 0, LAYER].double()
+    sinks = torch.tensor([1.5, -0.5])
+    rule = AttentionRule(1.0, soft_cap=3.0, sinks=sinks)
+    out = paged_attention(q, sequences.kv, LAYER, sequences.batch, rule)
+    for head in range(2):
+        expected = plainly(q[0, head].double(), keys, values, 3.0, sinks[head].item())
+        torch.testing.assert_close(out[0, head].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", [{"soft_cap": 0.5}, {"soft_cap": 50.0}, {"soft_cap": 5.0, "window": 24}], ids=str)
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_scores_are_capped_before_the_mask(
+    dtype: torch.dtype, rule: dict[str, Any], head_dim: int, num_threads: int
+) -> None:
+    sequences = paged_sequences(*RAGGED, head_dim=head_dim, dtype=dtype)
+    check(queries(sequences, 4, head_dim, dtype) * 2, sequences, **rule)
+
+
+def test_capped_scores_are_served_by_the_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = paged_sequences(*RAGGED)
+    monkeypatch.setattr(reference, "paged_attention", lambda *args, **kwargs: pytest.fail("the reference served"))
+    attend(queries(sequences, 4, 64, torch.float32), sequences, soft_cap=5.0)
+
+
+def test_a_sink_without_weight_and_a_cap_out_of_reach_change_nothing() -> None:
+    sequences = paged_sequences(*RAGGED)
+    q, clean = queries(sequences, 4, 64, torch.float32), without_poison(sequences.kv)
+    plain = reference.paged_attention(q, clean, LAYER, sequences.batch, AttentionRule(0.125))
+    sinks = torch.full((4,), -float("inf"))
+    result = paged_attention(q, clean, LAYER, sequences.batch, AttentionRule(0.125, sinks=sinks, soft_cap=1e6))
+    torch.testing.assert_close(result, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 24])
+def test_sinks_take_weight_once_however_keys_are_shared_out(
+    dtype: torch.dtype, window: int | None, num_threads: int
+) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    sinks = torch.tensor([1.5, -20.0, 6.0, -float("inf")])
+    check(queries(sequences, 4, 64, dtype), sequences, window, sinks=sinks)
+
+
+def test_a_sink_far_above_all_scores_leaves_nothing() -> None:
+    sequences = paged_sequences(*RAGGED)
+    out = attend(queries(sequences, 4, 64, torch.float32), sequences, sinks=torch.full((4,), 1e4))
+    assert not out.any()
+
+
+def test_keys_and_values_are_multiplied_by_their_scales() -> None:
+    sequences = paged_sequences(*RAGGED)
+    q, clean = queries(sequences, 4, 64, torch.float32), without_poison(sequences.kv)
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([4.0])}
+    scaled = paged_attention(q, clean, LAYER, sequences.batch, AttentionRule(0.25, **scales))
+    plain = paged_attention(q, clean, LAYER, sequences.batch, AttentionRule(0.125))
+    torch.testing.assert_close(scaled, plain * 4, atol=1e-5, rtol=1e-5)
+
+
+# ---- a token's result depends on its own sequence alone, to the last bit --------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_sequence_gives_the_same_bits_alone_as_in_a_batch(dtype: torch.dtype, window: int | None) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    q = queries(sequences, 4, 64, dtype)
+    together = attend(q, sequences, window)
+    starts = sequences.batch.query_start.tolist()
+    for index, (query_len, seq_len) in enumerate(zip(*RAGGED, strict=True)):
+        table = sequences.batch.block_tables[index : index + 1]
+        alone = PagedSequences(sequences.kv, AttentionBatch.plan([query_len], [seq_len], table, 16), [query_len])
+        tokens = slice(starts[index], starts[index + 1])
+        assert torch.equal(attend(q[tokens], alone, window), together[tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 90, 600])
+@pytest.mark.parametrize("cuts", [[1], [64], [37, 513], list(range(1, 40))])
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(
+    dtype: torch.dtype, window: int | None, cuts: list[int]
+) -> None:
+    length = 700
+    whole = paged_sequences([length], [length], dtype=dtype)
+    q = queries(whole, 4, 64, dtype)
+    expected = attend(q, whole, window)
+    for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
+        batch = AttentionBatch.plan([end - begin], [end], whole.batch.block_tables, 16)
+        chunk = attend(q[begin:end], PagedSequences(whole.kv, batch, [end - begin]), window)
+        assert torch.equal(chunk, expected[begin:end])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 11, 16, 17, 22, 33])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 32), (4, 2, 64), (3, 1, 128), (32, 2, 64), (4, 2, 80)]
+)
+def test_a_token_gives_the_same_bits_among_any_number_of_rows(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": torch.bfloat16}
+    whole = paged_sequences([150], [150], **shape)
+    q = queries(whole, num_heads, head_dim, torch.bfloat16) * 4
+    expected = attend(q, whole)
+    for end in range(num_tokens, 151):  # so many, since few of the last bits of a sum show in bfloat16
+        batch = AttentionBatch.plan([num_tokens], [end], whole.batch.block_tables, 16)
+        rows = slice(end - num_tokens, end)
+        chunk = attend(q[rows], PagedSequences(whole.kv, batch, [num_tokens]))
+        assert torch.equal(chunk, expected[rows])
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    for lengths in (RAGGED, ([1], [5000])):  # the lone decode is shared out over its keys where there are threads
+        sequences = paged_sequences(*lengths, dtype=torch.bfloat16)
+        q = queries(sequences, 4, 64, torch.bfloat16)
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(attend(q, sequences))
+        torch.set_num_threads(1)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_beyond_4_gib_of_elements_are_found() -> None:
+    small = paged_sequences([3], [40], num_layers=LAYER + 1, dtype=torch.bfloat16)
+    block_elements = small.kv[0].numel()
+    far = (1 << 32) // block_elements + 1
+    kv = untouched_memory((far + small.kv.shape[0], *small.kv.shape[1:]), torch.bfloat16)
+    kv[far:] = small.kv
+    batch = AttentionBatch.plan([3], [40], small.batch.block_tables + far, 16)
+    q = queries(small, 4, 64, torch.bfloat16)
+    assert torch.equal(attend(q, PagedSequences(kv, batch, [3])), attend(q, small))
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    sequences = paged_sequences([1], [4])
+    with pytest.raises(ValueError, match="do not divide"):
+        attend(queries(sequences, 3, 64, torch.float32), sequences)
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    sequences = paged_sequences([1], [4])
+    q = queries(sequences, 4, 64, torch.float32)
+    with pytest.raises(ValueError, match="give contiguous"):
+        paged_attention(q, sequences.kv, LAYER, sequences.batch, AttentionRule(1.0), out=torch.empty(2, 4, 64))
+
+
+def test_another_number_of_sinks_than_of_query_heads_is_refused() -> None:
+    sequences = paged_sequences([1], [4])
+    with pytest.raises(ValueError, match="one for each of 4 query heads"):
+        attend(queries(sequences, 4, 64, torch.float32), sequences, sinks=torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ({"window": 0}, "give at least 1"),
+        ({"soft_cap": 0.0}, "more than 0"),
+        ({"soft_cap": math.nan}, "more than 0"),
+        ({"sinks": torch.zeros(4).double()}, r"sinks is torch\.float64"),
+        ({"sinks": torch.zeros(8)[::2]}, "give contiguous"),
+        ({"k_scale": torch.ones(2)}, "one value for the whole layer"),
+        ({"v_scale": torch.tensor(1)}, r"v_scale is torch\.int64"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(option: dict[str, Any], complaint: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=complaint):
+        AttentionRule(1.0, **option)
+
+
+@pytest.mark.parametrize("score", [-40.0, -0.3, 0.0, 2.0, 40.0])
+def test_the_units_of_kernels_for_prefill_give_the_weights_of_the_formula(score: float) -> None:
+    """`score` is of query and key, before the scale."""
+    plain, capped = AttentionRule(0.125), AttentionRule(0.125, soft_cap=3.0)
+    assert 2 ** (plain.score_unit * score) == pytest.approx(math.exp(0.125 * score))
+    bounded = 1 - 2 / (2 ** (capped.cap_scale * score) + 1)
+    assert 2 ** (capped.score_unit * bounded) == pytest.approx(math.exp(3 * math.tanh(0.125 * score / 3)))
+
+
+# ---- the plan of a step ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_places_every_token() -> None:
+    tables = torch.tensor([[7, 0], [2, 5], [4, 0]], dtype=torch.int32)
+    batch = AttentionBatch.plan([1, 1, 3], [4, 18, 3], tables, 16)
+    assert batch.query_start.tolist() == [0, 1, 2, 5]
+    assert batch.positions.tolist() == [3, 17, 0, 1, 2]
+    assert batch.slots.tolist() == [7 * 16 + 3, 5 * 16 + 1, 64, 65, 66]
+    assert (batch.num_seqs, batch.num_tokens, batch.num_decodes) == (3, 5, 2)
+    assert (batch.max_query_len, batch.max_seq_len) == (3, 18)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "complaint"),
+    [([1], [1, 1], "one of each"), ([0], [4], "from 1 to"), ([5], [4], "from 1 to"), ([1], [17], "widen")],
+)
+def test_a_plan_that_makes_no_sense_is_refused(query_lens: list[int], seq_lens: list[int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        AttentionBatch.plan(query_lens, seq_lens, torch.zeros(1, 1, dtype=torch.int32), 16)
+
+
+def test_tables_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"block_tables is torch\.int64"):
+        AttentionBatch.plan([1], [4], torch.zeros(1, 1, dtype=torch.int64), 16)
+
+
+def test_tables_with_gaps_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"block_tables is .* with stride"):
+        AttentionBatch.plan([1], [4], torch.zeros(1, 4, dtype=torch.int32)[:, ::2], 16)

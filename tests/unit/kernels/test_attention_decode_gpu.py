@@ -1,0 +1,390 @@
+"""The decode kernel against the definition, with NaN in what must not be read; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels import tuned
+from baton.kernels.attention import AttentionRule, reference
+
+from ...helpers.aot import Compiled, compile_for_h200
+from .decode_attention_inputs import LAYER, decodes, on_device, queries
+from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
+
+pytest.importorskip("triton")
+
+from baton.kernels.attention import tuning
+from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hopper, paged_attention, prepare
+from baton.kernels.attention.gpu.decode_plan import plan_shares
+from baton.kernels.attention.rule import UNLIMITED
+
+SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 1, "apart": 0} | {
+    "num_warps": 4,
+    "num_stages": 2,
+}
+
+
+@pytest.fixture(params=[0, 1], ids=["together", "apart"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are added by the program that comes last, or by a kernel of their own."""
+    monkeypatch.setitem(SMALL_UNITS, "apart", request.param)
+    monkeypatch.setattr(decode_combine, "PARTS_AT_ONCE", 4)
+
+
+def attend(
+    q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
+) -> Tensor:
+    """What the kernel writes into a poisoned output; with `num_shares`, in so many shares of at least one unit."""
+    num_kv_heads, dim = sequences.kv.shape[1], q.shape[2]
+    batch = prepare(sequences.batch, sequences.kv, num_heads=q.shape[1])
+    if num_shares is not None:
+        heads = {"num_heads": q.shape[1], "num_kv_heads": num_kv_heads, "head_dim": dim}
+        plan = decode.decode_plan(batch, SMALL_UNITS, **heads)
+        poison = torch.full((num_shares, *plan.sums.shape[1:]), float("nan"), device=q.device)
+        tops = torch.full((2, *poison.shape[:-1]), float("nan"), device=q.device)
+        plan = dataclasses.replace(plan, num_shares=num_shares, sums=poison, tops=tops)
+        batch = dataclasses.replace(batch, prepared=dataclasses.replace(batch.prepared, decode=plan))
+    rule = AttentionRule(dim**-0.5, **options)
+    for _ in range(layers):
+        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+        assert paged_attention(q, sequences.kv, LAYER, batch, rule, out=out) is out
+    return out
+
+
+def check(q: Tensor, sequences: PagedSequences, num_shares: int | None = None, **options: Any) -> None:
+    result = attend(q, sequences, num_shares, **options)
+    clean, rule = without_poison(sequences.kv), AttentionRule(q.shape[2] ** -0.5, **options)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, rule)
+    assert_as_accurate(result, exact, same, slack=4.0 if q.dtype == torch.float32 else 2.0)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("num_shares", [1, 2, 5, 9, 40])
+def test_the_result_is_right_in_however_many_shares(triton_device: torch.device, num_shares: int) -> None:
+    sequences = decodes(triton_device)
+    check(queries(sequences, 4), sequences, num_shares)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (20, 1)])
+def test_query_heads_share_key_value_heads_in_any_ratio(
+    triton_device: torch.device, num_heads: int, num_kv_heads: int
+) -> None:
+    sequences = decodes(triton_device, [70, 5], num_kv_heads=num_kv_heads)
+    check(queries(sequences, num_heads), sequences, 3)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+def test_heads_have_any_multiple_of_16_dimensions(triton_device: torch.device, head_dim: int) -> None:
+    sequences = decodes(triton_device, [70, 5], head_dim=head_dim)
+    check(queries(sequences, 4), sequences, 3)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_blocks_may_be_larger_than_a_unit(triton_device: torch.device, block_size: int) -> None:
+    sequences = decodes(triton_device, [70, 5], block_size=block_size)
+    check(queries(sequences, 4), sequences, 3)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("window", [1, 16, 50, 1000])
+@pytest.mark.parametrize("num_shares", [1, 7])
+def test_a_window_hides_older_keys(triton_device: torch.device, window: int, num_shares: int) -> None:
+    sequences = decodes(triton_device)
+    check(queries(sequences, 4), sequences, num_shares, window=window)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("num_shares", [1, 7])
+def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.device, num_shares: int) -> None:
+    sequences = decodes(triton_device)
+    sinks = torch.tensor([0.5, -3.0, 4.0, 100.0], device=triton_device)
+    check(queries(sequences, 4) * 20, sequences, num_shares, soft_cap=5.0)
+    check(queries(sequences, 4), sequences, num_shares, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_wide_heads_have_windows_and_caps_too(triton_device: torch.device, dtype: torch.dtype) -> None:
+    sequences = decodes(triton_device, [150, 20], head_dim=256, num_kv_heads=1, dtype=dtype)
+    check(queries(sequences, 2), sequences, soft_cap=5.0, window=70)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_keys_and_values_have_scales(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [70, 5])
+    scales = {"k_scale": torch.tensor(0.25, device=triton_device), "v_scale": torch.tensor([3.0], device=triton_device)}
+    check(queries(sequences, 4), sequences, 3, **scales)
+
+
+def test_half_precision_sums_in_float32(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, dtype=torch.float16)
+    check(queries(sequences, 4), sequences, 5)
+
+
+def test_queries_may_be_a_view_into_a_fused_projection(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [70, 5])
+    fused = torch.randn(2, 4 * 64 + 2 * 2 * 64, device=triton_device)
+    check(fused[:, : 4 * 64].unflatten(1, (4, 64)), sequences)
+
+
+def test_sequences_may_lie_in_any_row_of_the_tables(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [40, 5, 100])
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=triton_device)
+    tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device=triton_device)
+    tables[rows.long()] = sequences.batch.block_tables
+    batch = dataclasses.replace(sequences.batch, block_tables=tables, table_rows=rows)
+    check(queries(sequences, 4), dataclasses.replace(sequences, batch=batch), 4)
+
+
+@pytest.mark.parametrize("num_shares", [1, 4, 30])
+def test_padding_sequences_give_zeros_and_change_no_other(triton_device: torch.device, num_shares: int) -> None:
+    sequences = decodes(triton_device, [40, 5, 100])
+    seq_lens = torch.tensor([40, 0, 100], dtype=torch.int32, device=triton_device)
+    padded = dataclasses.replace(sequences, batch=dataclasses.replace(sequences.batch, seq_lens=seq_lens))
+    q = queries(sequences, 4)
+    assert not attend(q, padded, num_shares)[1].any()
+    check(q, padded, num_shares)
+
+
+def test_decodes_and_chunks_of_one_step_go_to_their_own_kernels(triton_device: torch.device) -> None:
+    sequences = paged_sequences([1, 1, 1, 9, 20], [40, 5, 100, 30, 20])
+    batch = on_device(sequences.batch, triton_device)
+    sequences = PagedSequences(sequences.kv.to(triton_device), batch, sequences.query_lens)
+    check(queries(sequences, 4), sequences)
+    check(queries(sequences, 4), sequences, 3, window=10)
+
+
+def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device)
+    q = queries(sequences, 4)
+    assert torch.equal(attend(q, sequences, 7, layers=3), attend(q, sequences, 7))
+
+
+def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [40, 5, 100])
+    q = queries(sequences, 4)
+    q[2, 1, 5] = float("nan")
+    spoiled = torch.zeros(3, 4, dtype=torch.bool)
+    spoiled[2, 1] = True
+    assert torch.equal(attend(q, sequences, 4).isnan().any(-1).cpu(), spoiled)
+
+
+def test_a_batch_that_was_not_prepared_is_refused(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [5])
+    with pytest.raises(ValueError, match="give it to kernels"):
+        paged_attention(queries(sequences, 4), sequences.kv, LAYER, sequences.batch, AttentionRule(1.0), out=None)
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def units(seq_len: int, window: int, unit: int) -> int:
+    return max(1, -(-seq_len // unit) - max(0, seq_len - window) // unit)
+
+
+@pytest.mark.parametrize("window", [UNLIMITED, 100, 1])
+@pytest.mark.parametrize(("num_shares", "min_units"), [(1, 1), (7, 1), (7, 3), (64, 2)])
+def test_shares_are_equal_and_cover_every_unit_once(
+    triton_device: torch.device, window: int, num_shares: int, min_units: int
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    seq_lens = torch.randint(0, 400, (300,), generator=generator, dtype=torch.int32)
+    shares = plan_shares(
+        seq_lens.to(triton_device),
+        window=window,
+        unit_tokens=16,
+        min_units=min_units,
+        num_shares=num_shares,
+        num_heads=3,
+    )
+    every_unit = [
+        (seq, unit) for seq, length in enumerate(seq_lens.tolist()) for unit in range(units(length, window, 16))
+    ]
+    per_share = max(min_units, -(-len(every_unit) // num_shares))
+    for index, (seq, unit, count, size) in enumerate(shares.words.tolist()):
+        mine = every_unit[index * per_share : (index + 1) * per_share]
+        assert (count, size) == (len(mine), per_share)
+        assert not mine or mine[0] == (seq, unit)
+    assert shares.arrivals.tolist() == [[0, 0, 0]] * num_shares
+
+
+# ---- what the compiler makes of it ----------------------------------------------------------------------------------
+
+SIGNATURE = {
+    **dict.fromkeys(("q", "kv", "out"), "*bf16"),
+    **dict.fromkeys(("words", "arrivals", "seq_lens", "block_tables", "table_rows"), "*i32"),
+    **dict.fromkeys(("sums", "tops"), "*fp32"),
+    **dict.fromkeys(("layer", "window", "num_shares", "table_stride"), "i32"),
+    **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+    **{f"{name}_stride": "i32:16" for name in ("q_token", "kv_block", "kv_head", "kv_layer", "kv_half")},
+}
+SHAPE = {"HEADS": 8, "ROWS": 16, "BLOCK_SIZE": 16}
+
+
+def compile_decode(
+    signature: dict[str, str],
+    *,
+    options: dict[str, int] = decode.DEFAULT,
+    group: int = 4,
+    dim: int = 128,
+    spill_bytes: int = 0,
+    **constexprs: object,
+) -> Compiled:
+    """For a `group` that is a power of two, of at most 16."""
+    absent = {name: None for name in ("sinks", "k_scale", "v_scale") if name not in signature}
+    return compile_for_h200(
+        decode.attend_share,
+        signature,
+        {
+            **SHAPE,
+            "DIM": dim,
+            "PADDED_DIM": dim,
+            **absent,
+            "GROUP": group,
+            "PADDED_GROUP": group,
+            "PARTS": decode.ELEMENTS_AT_ONCE // (group * dim),
+            "UNIT": options["unit_tokens"],
+            "EARLY_UNITS": options["early_units"],
+            "APART": bool(options["apart"]),
+            "HAS_CAP": False,
+            **constexprs,
+        },
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        max_spill_bytes=spill_bytes,
+    )
+
+
+def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use() -> None:
+    compiled = compile_decode(SIGNATURE)
+    assert compiled.widest_load_bytes == 16
+    assert "cp.async" in compiled.ptx
+    assert compiled.shared_bytes < 113 * 1024  # two programs on a multiprocessor
+
+
+TUNED = [(entry.key["group"], entry.config) for entry in tuned.entries("attention", "NVIDIA_H200")]
+RUN = {
+    (group, *options.items()): (group, options) for group, options in [*((8, o) for o in tuning.FEW_CANDIDATES), *TUNED]
+}
+
+
+@pytest.mark.parametrize(("group", "options"), RUN.values())
+def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, options: dict[str, int]) -> None:
+    assert options.keys() == decode.DEFAULT.keys()
+    compiled = compile_decode(SIGNATURE, options=options, group=group)
+    threads = 32 * options["num_warps"] * options["programs"]
+    assert -(-compiled.registers // 8) * 8 * threads <= 65536  # a thread has them by eights
+    assert (compiled.shared_bytes + 1024) * options["programs"] <= 228 * 1024
+
+
+def test_every_option_together_spills_nothing() -> None:
+    options = dict.fromkeys(("sinks", "k_scale", "v_scale"), "*fp32")
+    compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, HAS_CAP=True)
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:
+    options = decode.DEFAULT_OF_WIDE_HEADS
+    compiled = compile_decode({**SIGNATURE, "kv": f"*{cache}"}, options=options, group=group, dim=256, HAS_CAP=True)
+    assert compiled.widest_load_bytes == 16
+    assert -(-compiled.registers // 8) * 8 * 32 * options["num_warps"] * options["programs"] <= 65536
+    assert (compiled.shared_bytes + 1024) * options["programs"] <= 228 * 1024
+
+
+def test_plans_of_wide_heads_have_smaller_units() -> None:
+    batch = decodes(torch.device("cpu"), [40, 5]).batch
+    plans = [decode.plan_decode(batch, num_heads=4, num_kv_heads=2, head_dim=dim) for dim in (128, 256)]
+    assert [plan.unit_tokens for plan in plans] == [64, 32]
+
+
+def test_it_has_room_for_the_units_of_plans_for_fetched_caches_of_8_bits() -> None:
+    """It serves steps whose queries do not suit the kernel that the plan was made for."""
+    options = decode.DEFAULT | {"unit_tokens": decode_fp8_hopper.UNIT.value, "early_units": 0}
+    signature = {**SIGNATURE, **dict.fromkeys(("q", "out"), "*fp32"), "kv": "*fp8e4nv"}
+    compile_decode(signature, options=options, spill_bytes=1 << 16)
+
+
+def test_many_parts_are_loaded_at_once_where_they_are_added_apart() -> None:
+    signature = dict.fromkeys(("sinks", "v_scale", "sums", "tops"), "*fp32") | {"out": "*bf16"}
+    signature |= dict.fromkeys(("words", "seq_lens"), "*i32")
+    signature |= dict.fromkeys(("num_seqs", "num_shares", "window", "num_heads"), "i32")
+    constants = {"SEQS": 8, "DIM": 128, "PADDED_DIM": 128, "UNIT": 64, "PARTS": decode_combine.PARTS_AT_ONCE}
+    compiled = compile_for_h200(decode_combine._add_parts, signature, constants, num_warps=4)
+    assert compiled.widest_load_bytes == 16
+    assert compiled.registers <= 128
+
+
+# ---- on the device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (32, 4, 64), (5, 5, 96)]
+)
+def test_half_precisions_are_as_accurate_as_the_reference(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    lengths = [5000, 1, 16, 333, 64, 65, 2048, 700]
+    sequences = decodes(torch.device("cuda"), lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    check(queries(sequences, num_heads), sequences)
+    check(queries(sequences, num_heads), sequences, window=100, soft_cap=20.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("lengths", [[9000], [5000, 1, 700]], ids=str)
+def test_parts_in_half_precision_are_put_together_either_way(lengths: list[int]) -> None:
+    sequences = decodes(torch.device("cuda"), lengths, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    check(queries(sequences, 32), sequences, 33)
+    check(queries(sequences, 32), sequences, 33, window=2000)
+
+
+@pytest.mark.gpu
+def test_an_fp8_cache_gives_what_its_values_in_bfloat16_give() -> None:
+    sequences = decodes(torch.device("cuda"), [3000, 17, 200], num_kv_heads=8, head_dim=128)
+    stored = without_poison(sequences.kv).to(torch.float8_e4m3fn)
+    scales = {name: torch.tensor(value, device="cuda") for name, value in (("k_scale", 0.5), ("v_scale", 2.0))}
+    q = queries(sequences, 32, torch.bfloat16)
+    small = attend(q, dataclasses.replace(sequences, kv=stored), 9, **scales)
+    same = attend(q, dataclasses.replace(sequences, kv=stored.bfloat16()), 9, **scales)
+    # Two kernels, whose sums in float32 may differ in their last bits: now and then a result rounds to its neighbour.
+    torch.testing.assert_close(small, same, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_blocks_beyond_4_gib_of_elements_are_found() -> None:
+    small = decodes(torch.device("cuda"), [40, 300], dtype=torch.bfloat16)
+    far = (1 << 32) // small.kv[0].numel() + 1
+    kv = torch.empty((far + small.kv.shape[0], *small.kv.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    kv[far:] = small.kv
+    batch = dataclasses.replace(small.batch, block_tables=small.batch.block_tables + far)
+    q = queries(small, 4)
+    assert torch.equal(attend(q, PagedSequences(kv, batch, small.query_lens)), attend(q, small))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [1, 3])  # one alone may have its parts added apart
+def test_a_captured_graph_serves_lengths_that_came_after_it(num_seqs: int) -> None:
+    sequences = decodes(torch.device("cuda"), [600] * num_seqs, dtype=torch.bfloat16, num_kv_heads=8, head_dim=128)
+    clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
+    q = queries(sequences, 32)
+    attend(q, clean)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = prepare(clean.batch, clean.kv, num_heads=32)
+        rule = AttentionRule(128**-0.5)
+        results = [paged_attention(q, clean.kv, LAYER, batch, rule, out=None) for _ in range(2)]
+    for lengths in ([600, 600, 600], [1, 599, 0], [17, 300, 64], [64, 0, 500]):
+        clean.batch.seq_lens.copy_(torch.tensor(lengths[-num_seqs:], dtype=torch.int32))
+        graph.replay()
+        expected = attend(q, clean)
+        assert all(torch.equal(result, expected) for result in results)

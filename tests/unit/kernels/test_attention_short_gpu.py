@@ -1,0 +1,169 @@
+"""Decode attention of one short sequence: against the definition, with NaN in what must not be read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels.attention import SHORT_CONTEXTS, AttentionBatch, AttentionRule, reference
+
+from ...helpers.aot import compile_for_h200
+from .decode_attention_inputs import LAYER, decodes, on_device, queries
+from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
+
+short = pytest.importorskip("baton.kernels.attention.gpu.decode_short")
+from baton.kernels.attention.gpu import paged_attention, prepare  # noqa: E402
+from baton.kernels.attention.gpu.decode_plan import DecodePlan, ShortPlan, prepared  # noqa: E402
+
+LONGEST = SHORT_CONTEXTS[-1]
+BESIDE_A_BORDER = (1, short.KEYS - 1, short.KEYS, short.KEYS + 1, 2 * short.KEYS + 1, 1024, LONGEST)
+
+
+def longest(sequences: PagedSequences, most: int = LONGEST) -> AttentionBatch:
+    """As a captured step has it: the sequence may be of any length up to `most`."""
+    return dataclasses.replace(sequences.batch, max_seq_len=most)
+
+
+def attend(q: Tensor, sequences: PagedSequences, batch: AttentionBatch, layers: int = 1, **options: Any) -> Tensor:
+    batch = prepare(batch, sequences.kv, num_heads=q.shape[1])
+    plan = prepared(batch).decode
+    assert isinstance(plan, ShortPlan)
+    plan.sums.fill_(float("nan"))
+    plan.tops.fill_(float("nan"))
+    rule = AttentionRule(q.shape[2] ** -0.5, **options)
+    for _ in range(layers):
+        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+        paged_attention(q, sequences.kv, LAYER, batch, rule, out=out)
+    return out
+
+
+def check(q: Tensor, sequences: PagedSequences, batch: AttentionBatch | None = None, **options: Any) -> None:
+    result = attend(q, sequences, batch or longest(sequences), **options)
+    clean, rule = without_poison(sequences.kv), AttentionRule(q.shape[2] ** -0.5, **options)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, rule)
+    assert_as_accurate(result, exact, same, slack=4.0 if q.dtype == torch.float32 else 2.0)
+
+
+@pytest.mark.parametrize("seq_len", BESIDE_A_BORDER)
+def test_the_result_is_right_however_many_programs_share_the_keys(triton_device: torch.device, seq_len: int) -> None:
+    sequences = decodes(triton_device, [seq_len])
+    check(queries(sequences, 4), sequences)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (16, 1)])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+def test_heads_come_in_any_ratio_and_any_multiple_of_16_dimensions(
+    triton_device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    sequences = decodes(triton_device, [short.KEYS + 40], num_kv_heads=num_kv_heads, head_dim=head_dim)
+    check(queries(sequences, num_heads), sequences)
+
+
+@pytest.mark.parametrize("window", [1, 16, short.KEYS, 1000])
+def test_a_window_hides_older_keys(triton_device: torch.device, window: int) -> None:
+    sequences = decodes(triton_device, [2 * short.KEYS + 5])
+    check(queries(sequences, 4), sequences, window=window)
+
+
+@pytest.mark.parametrize("seq_len", [5, 2 * short.KEYS + 5])
+def test_scores_are_capped_sinks_take_weight_once_and_scales_count(triton_device: torch.device, seq_len: int) -> None:
+    sequences = decodes(triton_device, [seq_len])
+    sinks = torch.tensor([0.5, -3.0, 4.0, 100.0], device=triton_device)
+    scales = {"k_scale": torch.tensor(0.25, device=triton_device), "v_scale": torch.tensor([3.0], device=triton_device)}
+    check(queries(sequences, 4) * 20, sequences, soft_cap=5.0)
+    check(queries(sequences, 4), sequences, sinks=sinks)
+    check(queries(sequences, 4), sequences, **scales)
+
+
+def test_wide_heads_have_windows_and_caps_too(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [2 * short.KEYS + 5], head_dim=256, num_kv_heads=1)
+    check(queries(sequences, 2), sequences, soft_cap=5.0, window=150)
+
+
+def test_the_blocks_may_lie_in_any_row_of_the_tables(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [300])
+    tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device=triton_device)
+    tables[4] = sequences.batch.block_tables[0]
+    rows = torch.tensor([4], dtype=torch.int32, device=triton_device)
+    batch = dataclasses.replace(sequences.batch, block_tables=tables, table_rows=rows)
+    check(queries(sequences, 4), dataclasses.replace(sequences, batch=batch))
+
+
+def test_padding_gives_zeros(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [300])
+    batch = dataclasses.replace(longest(sequences), seq_lens=torch.zeros_like(sequences.batch.seq_lens))
+    assert not attend(queries(sequences, 4), sequences, batch).any()
+
+
+def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device) -> None:
+    sequences = decodes(triton_device, [700])
+    q, batch = queries(sequences, 4), longest(sequences)
+    assert torch.equal(attend(q, sequences, batch, layers=3), attend(q, sequences, batch))
+
+
+def test_a_chunk_in_the_same_step_goes_to_its_own_kernel(triton_device: torch.device) -> None:
+    mixed = paged_sequences([1, 9], [300, 30])
+    sequences = PagedSequences(mixed.kv.to(triton_device), on_device(mixed.batch, triton_device), mixed.query_lens)
+    check(queries(sequences, 4), sequences)
+
+
+@pytest.mark.parametrize(("seq_lens", "num_heads"), [([LONGEST + 1], 4), ([5, 5], 4), ([5], 34)])
+def test_other_steps_are_served_by_shares(triton_device: torch.device, seq_lens: list[int], num_heads: int) -> None:
+    sequences = decodes(triton_device, seq_lens)
+    assert isinstance(prepared(prepare(sequences.batch, sequences.kv, num_heads=num_heads)).decode, DecodePlan)
+
+
+SIGNATURE = {
+    **dict.fromkeys(("q", "kv", "out"), "*bf16"),
+    **dict.fromkeys(("seq_lens", "block_tables", "table_rows"), "*i32"),
+    **dict.fromkeys(("sums", "tops"), "*fp32"),
+    **dict.fromkeys(("layer", "window", "num_splits", "table_width"), "i32"),
+    **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+    **{f"{name}_stride": "i32:16" for name in ("kv_block", "kv_head", "kv_layer", "kv_half")},
+}
+
+
+@pytest.mark.parametrize(("dim", "heads", "has_cap"), [(128, 8, False), (256, 4, True)])
+def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device(dim: int, heads: int, has_cap: bool) -> None:
+    threads = 32 * short.warps_for(dim)
+    constants = {"sinks": None, "k_scale": None, "v_scale": None, "HEADS": heads, "GROUP": 4, "ROWS": short.ROWS}
+    constants |= {"DIM": dim, "PADDED_DIM": dim, "KEYS": short.KEYS, "BLOCK_SIZE": 16, "HAS_CAP": has_cap}
+    compiled = compile_for_h200(short.attend_split, SIGNATURE, constants, num_warps=threads // 32)
+    before, _, after = compiled.ptx.partition("griddepcontrol.wait")
+    values_of_a_thread = 2 * short.KEYS * dim // threads
+    assert before.count("ld.global.v4.b32") == values_of_a_thread // 8
+    assert after
+    programs = heads * -(-LONGEST // short.KEYS)
+    assert -(-programs // 132) * compiled.registers * threads <= 65536
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seq_len", [1, 128, 129, 1000, 4096])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8), (32, 4)])
+def test_bfloat16(seq_len: int, num_heads: int, num_kv_heads: int) -> None:
+    device = torch.device("cuda")
+    sequences = decodes(device, [seq_len], num_kv_heads=num_kv_heads, head_dim=128, dtype=torch.bfloat16)
+    check(queries(sequences, num_heads), sequences)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
+    sequences = decodes(torch.device("cuda"), [4000], dtype=torch.bfloat16, num_kv_heads=8, head_dim=128)
+    clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
+    q = queries(clean, 32)
+    attend(q, clean, longest(clean))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = prepare(longest(clean), clean.kv, num_heads=32)
+        rule = AttentionRule(128**-0.5)
+        results = [paged_attention(q, clean.kv, LAYER, batch, rule, out=None) for _ in range(3)]
+    for length in (4000, 1, 129, 640, 0):
+        clean.batch.seq_lens.fill_(length)
+        graph.replay()
+        expected = attend(q, clean, longest(clean))
+        assert all(torch.equal(result, expected) for result in results)

@@ -1,0 +1,422 @@
+"""Decode kernels for Hopper, whose own warps fetch pages, against the definition; here they are compiled, not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels.attention import AttentionRule, reference
+
+from ...helpers.aot import Compiled, compile_for_h200
+from .decode_attention_inputs import LAYER, RAGGED, decodes, queries
+from .kernel_checks import PagedSequences, assert_as_accurate, without_poison
+
+pytest.importorskip("triton")
+
+from baton.kernels.attention import gpu
+from baton.kernels.attention.gpu import decode_fp8_hopper, decode_hopper, paged_attention, prepare
+from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
+
+LONG = [5000, 1, 16, 333, 64, 65, 2048, 700, 63]
+PAIRS = ((32, 8), (16, 8), (32, 4), (32, 2), (15, 5))  # query heads, KV heads
+WIDE, NARROW = torch.bfloat16, torch.float8_e4m3fn
+KERNELS = {WIDE: decode_hopper, torch.float16: decode_hopper, NARROW: decode_fp8_hopper}  # by types of a cache
+either_cache = pytest.mark.parametrize("cache", [WIDE, NARROW], ids=str)
+
+
+def rule_for(sequences: PagedSequences, **options: Any) -> AttentionRule:
+    """Scales come with a cache in 8 bits, but where `options` say otherwise."""
+    kv, scales = sequences.kv, {}
+    if kv.dtype == NARROW:
+        scales = {"k_scale": torch.tensor(0.5, device=kv.device), "v_scale": torch.tensor([1.7], device=kv.device)}
+    return AttentionRule(kv.shape[5] ** -0.5, **{**scales, **options})
+
+
+def asked(sequences: PagedSequences, num_heads: int) -> Tensor:
+    return queries(sequences, num_heads, WIDE if sequences.kv.dtype == NARROW else None)
+
+
+def fetched(
+    q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
+) -> Tensor:
+    """What the kernel writes into a poisoned output; with `num_shares`, in so many shares."""
+    kernel = KERNELS[sequences.kv.dtype]
+    plan = kernel.plan_tma_decode(sequences.batch, sequences.kv, q.shape[1])
+    assert plan is not None
+    if num_shares is not None:
+        plan = dataclasses.replace(plan, num_shares=num_shares)
+    sums = torch.full((plan.num_shares, *plan.sums.shape[1:]), float("nan"), device=q.device)
+    tops = torch.full((2, *sums.shape[:-1]), float("nan"), device=q.device)
+    plan = dataclasses.replace(plan, sums=sums, tops=tops)
+    rule = rule_for(sequences, **options)
+    for _ in range(layers):
+        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+        kernel.tma_decode(q, sequences.kv, LAYER, sequences.batch, plan, rule, out=out)
+    return out
+
+
+def check(q: Tensor, sequences: PagedSequences, num_shares: int | None = None, **options: Any) -> None:
+    result = fetched(q, sequences, num_shares, **options)
+    clean, rule = without_poison(sequences.kv), rule_for(sequences, **options)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
+    same = reference.paged_attention(q, clean, LAYER, sequences.batch, rule)
+    assert_as_accurate(result, exact, same, slack=2.0)
+
+
+def on_hopper(seq_lens: Sequence[int], **shape: Any) -> PagedSequences:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    return decodes(torch.device("cuda"), seq_lens, **{"dtype": WIDE, "head_dim": 128, **shape})
+
+
+# ---- what the compiler makes of it ----------------------------------------------------------------------------------
+
+BOXES = "swizzle_byte_width={}, element_bitwidth={}, rank=2, transposed=False, fp4_padded=False, cga_layout=[]"
+SIGNATURE = {
+    **dict.fromkeys(("q", "out"), "*bf16"),
+    **dict.fromkeys(("words", "arrivals", "seq_lens", "block_tables", "table_rows"), "*i32"),
+    **dict.fromkeys(("sums", "tops"), "*fp32"),
+    **dict.fromkeys(("layer", "window", "num_layers", "num_shares", "table_stride"), "i32"),
+    **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+    "q_token_stride": "i32:16",
+}
+SCALES = dict.fromkeys(("k_scale", "v_scale"), "*fp32")
+
+
+def compile_fetched(
+    kernel: ModuleType,
+    more: dict[str, str],
+    *,
+    dim: int = 128,
+    group: int = 4,
+    spill_bytes: int = 0,
+    **constexprs: object,
+) -> Compiled:
+    """With the arguments `more`, and without the optional ones that are not among them."""
+    fitting, is_narrow = kernel.FITTINGS[dim], kernel is decode_fp8_hopper
+    box = f"fp8e4nv[16,{dim}],NVMMASharedLayout({BOXES.format(dim, 8)})"
+    if not is_narrow:
+        box = f"bf16[16,64],NVMMASharedLayout({BOXES.format(128, 16)})"
+    optional = ("sinks", *SCALES) if is_narrow else ("sinks",)
+    absent = {name: None for name in optional if name not in more}
+    signature = {**SIGNATURE, "pages": f"tensordesc<{box}>", **more}
+    constants = {"HEADS": 8, "GROUP": group, "ROWS": 8 if group <= 8 else 16, "DIM": dim, "PAGE": 16}
+    constants |= {"STAGES": fitting.stages, "APART": False, "HAS_CAP": False, **absent, **constexprs}
+    options = {"num_warps": 4, "maxnreg": fitting.registers, "max_spill_bytes": spill_bytes}
+    return compile_for_h200(kernel.attend_share, signature, constants, **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim", "group"),
+    [
+        *((decode_hopper, dim, group) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 16), (256, 2))),
+        *((decode_fp8_hopper, dim, group) for dim, group in ((64, 8), (64, 16), (128, 2), (128, 4), (128, 16))),
+    ],
+)
+def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(kernel: ModuleType, dim: int, group: int) -> None:
+    compiled = compile_fetched(kernel, SCALES if kernel is decode_fp8_hopper else {}, dim=dim, group=group)
+    fitting = kernel.FITTINGS[dim]
+    assert compiled.wgmma
+    assert "cp.async.bulk.tensor.2d" in compiled.ptx
+    assert "mma.sync" not in compiled.ptx
+    assert (compiled.shared_bytes + 1024) * fitting.programs <= 228 * 1024
+    assert -(-fitting.registers // 8) * 8 * 256 * fitting.programs <= 65536  # by eights; six warps count as eight
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_option_together_spills_nothing(apart: bool) -> None:
+    compile_fetched(decode_hopper, {"sinks": "*fp32"}, HAS_CAP=True, APART=apart)
+    compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, HAS_CAP=True, APART=apart)
+    compile_fetched(decode_hopper, {}, dim=256, group=2, HAS_CAP=True, APART=apart)
+
+
+def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> None:
+    """Transposing loads take 16 bits at a time; products of 8 bits add up too few."""
+    compiled = compile_fetched(decode_fp8_hopper, {})
+    loads = compiled.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans")
+    assert loads >= 8
+    assert "e4m3.e4m3" not in compiled.ptx
+
+
+# ---- which caches it reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [decode_hopper, decode_fp8_hopper])
+@pytest.mark.parametrize(
+    ("num_heads", "shape"),
+    [
+        (4, {"dtype": torch.float32}),
+        (4, {"head_dim": 80}),
+        (4, {"head_dim": 64, "block_size": 128}),
+        (34, {"head_dim": 64}),
+    ],
+    ids=str,
+)
+def test_other_caches_are_left_to_the_other_kernel(kernel: ModuleType, num_heads: int, shape: dict[str, Any]) -> None:
+    own = WIDE if kernel is decode_hopper else NARROW
+    sequences = decodes(torch.device("cpu"), [40, 5], **{"dtype": own, **shape})
+    assert kernel.plan_tma_decode(sequences.batch, sequences.kv, num_heads) is None
+
+
+@either_cache
+def test_either_kernel_reads_caches_of_its_width_alone(cache: torch.dtype) -> None:
+    sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache)
+    planning = [kernel for kernel in (decode_hopper, decode_fp8_hopper) if plan_for(kernel, sequences)]
+    assert planning == [KERNELS[cache]]
+    sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache, head_dim=256)
+    assert (plan_for(KERNELS[cache], sequences) is None) == (cache == NARROW)
+
+
+def plan_for(kernel: ModuleType, sequences: PagedSequences) -> DecodePlan | None:
+    plan: DecodePlan | None = kernel.plan_tma_decode(sequences.batch, sequences.kv, 4)
+    return plan
+
+
+def test_queries_of_another_type_and_scaled_caches_of_16_bits_are_left_to_the_other_kernel() -> None:
+    sequences = decodes(torch.device("cpu"), [40, 5], dtype=WIDE)
+    q, rule = queries(sequences, 4), AttentionRule(1.0)
+    assert decode_hopper.serves(q, sequences.kv, rule)
+    assert not decode_hopper.serves(q.half(), sequences.kv, rule)
+    for scaled in ("k_scale", "v_scale"):
+        assert not decode_hopper.serves(q, sequences.kv, dataclasses.replace(rule, **{scaled: torch.ones(1)}))
+
+
+def test_queries_of_16_bits_suit_a_cache_of_8_bits_and_no_other() -> None:
+    sequences = decodes(torch.device("cpu"), [40, 5], dtype=NARROW)
+    q = asked(sequences, 4)
+    assert decode_fp8_hopper.serves(q, sequences.kv)
+    assert decode_fp8_hopper.serves(q.half(), sequences.kv)
+    assert not decode_fp8_hopper.serves(q.float(), sequences.kv)
+    assert not decode_fp8_hopper.serves(q, sequences.kv.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("cache", "asked_in", "options", "kernel"),
+    [
+        (WIDE, WIDE, {}, "decode_hopper"),
+        (WIDE, WIDE, {"k_scale": torch.ones(1)}, "decode"),
+        (WIDE, torch.float16, {}, "decode"),
+        (NARROW, WIDE, {}, "decode_fp8_hopper"),
+        (NARROW, torch.float16, {"k_scale": None, "v_scale": None}, "decode_fp8_hopper"),
+        (NARROW, torch.float32, {}, "decode"),
+    ],
+    ids=str,
+)
+def test_a_step_on_hopper_goes_to_the_kernel_that_its_cache_and_queries_suit(
+    cache: torch.dtype,
+    asked_in: torch.dtype,
+    options: dict[str, Any],
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = []
+    monkeypatch.setattr(gpu, "is_hopper", lambda _: True)
+    for name, owner, function in (
+        ("decode", gpu, "paged_decode"),
+        ("decode_hopper", decode_hopper, "tma_decode"),
+        ("decode_fp8_hopper", decode_fp8_hopper, "tma_decode"),
+    ):
+        monkeypatch.setattr(owner, function, lambda *_, name=name, **__: launched.append(name))
+    sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache)
+    batch = prepare(sequences.batch, sequences.kv, num_heads=4)
+    q = queries(sequences, 4, asked_in)
+    paged_attention(q, sequences.kv, LAYER, batch, rule_for(sequences, **options), out=None)
+    assert launched == [kernel]
+
+
+# ---- on the device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("num_shares", [None, 1, 2, 5, 9, 40])
+@pytest.mark.parametrize("lengths", [RAGGED, LONG], ids=["short", "long"])
+def test_the_result_is_right_in_however_many_shares(
+    cache: torch.dtype, lengths: list[int], num_shares: int | None
+) -> None:
+    sequences = on_hopper(lengths, num_kv_heads=8, dtype=cache)
+    check(asked(sequences, 32), sequences, num_shares)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cache", "head_dim"), [(cache, dim) for cache in KERNELS for dim in KERNELS[cache].FITTINGS])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), PAIRS)
+def test_heads_of_any_number_and_size(cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    sequences = on_hopper(LONG, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache)
+    check(asked(sequences, num_heads), sequences)
+    check(asked(sequences, num_heads), sequences, 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scaled", [{}, {"k_scale": None}, {"v_scale": None}, {"k_scale": None, "v_scale": None}], ids=str
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_cache_of_8_bits_has_scales_or_not_and_queries_of_either_type(head_dim: int, scaled: dict[str, None]) -> None:
+    sequences = on_hopper(LONG, head_dim=head_dim, dtype=NARROW)
+    check(asked(sequences, 8), sequences, 7, **scaled)
+    check(asked(sequences, 8).half(), sequences, 7, **scaled)
+
+
+@pytest.mark.gpu
+def test_large_queries_over_a_cache_of_8_bits_lose_nothing() -> None:
+    """Products of 8 bits, which are added up in some 14 bits, are not as near."""
+    sequences = on_hopper(LONG, num_kv_heads=8, dtype=NARROW)
+    check(asked(sequences, 32).half() * 16, sequences, k_scale=None)
+
+
+@pytest.mark.gpu
+@either_cache
+def test_thousands_of_faint_keys_add_up(cache: torch.dtype) -> None:
+    """Each has a weight of 2^-26 of the first one's, which has no value: less than float16 tells from zero."""
+    sequences = on_hopper([30000], dtype=cache)
+    kv = torch.zeros(sequences.kv.shape, device="cuda")
+    kv[:, :, LAYER, 1] = 1.0
+    first = sequences.batch.block_tables[0, 0].long()
+    kv[first, :, LAYER, 0, 0, 0], kv[first, :, LAYER, 1, 0] = 16.0, 0.0
+    q = torch.zeros(1, 8, 128, dtype=WIDE, device="cuda")
+    q[:, :, 0] = 12.75
+    unscaled = {"k_scale": None, "v_scale": None}
+    check(q, dataclasses.replace(sequences, kv=kv.to(cache)), 1, **unscaled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "dtype", "uses_tma"), [(256, WIDE, False), (128, torch.float32, True)])
+def test_what_does_not_suit_the_kernel_for_8_bits_is_served(head_dim: int, dtype: torch.dtype, uses_tma: bool) -> None:
+    sequences = on_hopper(LONG, head_dim=head_dim, dtype=NARROW)
+    q, rule = queries(sequences, 8, dtype), rule_for(sequences)
+    batch = prepare(sequences.batch, sequences.kv, num_heads=8)
+    plan = prepared(batch).decode
+    assert isinstance(plan, DecodePlan)
+    assert plan.uses_tma == uses_tma
+    clean = without_poison(sequences.kv)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, batch, rule)
+    same = reference.paged_attention(q, clean, LAYER, batch, rule)
+    assert_as_accurate(paged_attention(q, sequences.kv, LAYER, batch, rule, out=None), exact, same, slack=4.0)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+def test_pages_of_any_size_that_a_unit_holds(cache: torch.dtype, block_size: int, head_dim: int) -> None:
+    sequences = on_hopper(LONG, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=cache)
+    check(asked(sequences, 8), sequences, 5)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("window", [1, 16, 100, 1000, 4999])
+@pytest.mark.parametrize("num_shares", [1, 7])
+def test_a_window_hides_older_keys(cache: torch.dtype, window: int, num_shares: int) -> None:
+    sequences = on_hopper(LONG, dtype=cache)
+    check(asked(sequences, 8), sequences, num_shares, window=window)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("num_shares", [1, 7])
+def test_scores_are_capped_and_sinks_take_weight_once(cache: torch.dtype, num_shares: int) -> None:
+    sequences = on_hopper(LONG, head_dim=64, dtype=cache)
+    sinks = torch.tensor([0.5, -3.0, 4.0, 100.0] * 2, device="cuda")
+    check(asked(sequences, 8) * 20, sequences, num_shares, soft_cap=5.0)
+    check(asked(sequences, 8), sequences, num_shares, sinks=sinks)
+    check(asked(sequences, 8), sequences, num_shares, sinks=sinks, soft_cap=5.0, window=300)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("lengths", [[9000], [9000, 40]], ids=str)
+def test_parts_of_few_sequences_are_added_by_a_kernel_of_their_own(cache: torch.dtype, lengths: list[int]) -> None:
+    sequences = on_hopper(lengths, num_kv_heads=8, dtype=cache)
+    plan = KERNELS[cache].plan_tma_decode(sequences.batch, sequences.kv, 32)
+    assert plan is not None
+    assert plan.apart
+    check(asked(sequences, 32), sequences)
+    check(asked(sequences, 32), sequences, 33, window=2000)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("num_shares", [1, 4, 30])
+def test_padding_sequences_give_zeros_and_change_no_other(cache: torch.dtype, num_shares: int) -> None:
+    sequences = on_hopper([40, 5, 100, 7], dtype=cache)
+    seq_lens = torch.tensor([40, 0, 100, 0], dtype=torch.int32, device="cuda")
+    padded = dataclasses.replace(sequences, batch=dataclasses.replace(sequences.batch, seq_lens=seq_lens))
+    q = asked(sequences, 8)
+    assert not fetched(q, padded, num_shares)[[1, 3]].any()
+    check(q, padded, num_shares)
+
+
+@pytest.mark.gpu
+@either_cache
+def test_sequences_may_lie_in_any_row_of_the_tables_and_queries_in_a_fused_projection(cache: torch.dtype) -> None:
+    sequences = on_hopper([40, 5, 100], dtype=cache)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32, device="cuda")
+    tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device="cuda")
+    tables[rows.long()] = sequences.batch.block_tables
+    batch = dataclasses.replace(sequences.batch, block_tables=tables, table_rows=rows)
+    fused = torch.randn(3, 8 * 128 + 2 * 2 * 128, device="cuda").bfloat16()
+    q = fused[:, : 8 * 128].unflatten(1, (8, 128))
+    check(q, dataclasses.replace(sequences, batch=batch), 4)
+
+
+@pytest.mark.gpu
+@either_cache
+def test_every_layer_finds_the_workspace_as_the_first_did(cache: torch.dtype) -> None:
+    sequences = on_hopper(LONG, dtype=cache)
+    q = asked(sequences, 8)
+    assert torch.equal(fetched(q, sequences, 7, layers=3), fetched(q, sequences, 7))
+
+
+@pytest.mark.gpu
+@either_cache
+def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(cache: torch.dtype) -> None:
+    sequences = on_hopper([40, 5, 100], dtype=cache)
+    q = asked(sequences, 8)
+    q[2, 1, 5] = float("nan")
+    spoiled = torch.zeros(3, 8, dtype=torch.bool)
+    spoiled[2, 1] = True
+    assert torch.equal(fetched(q, sequences, 4).isnan().any(-1).cpu(), spoiled)
+
+
+@pytest.mark.gpu
+@either_cache
+def test_hundreds_of_sequences_of_any_length_give_the_same_every_time(cache: torch.dtype) -> None:
+    lengths = random.Random(1)
+    sequences = on_hopper([lengths.randint(1, 3000) for _ in range(300)], num_kv_heads=8, dtype=cache)
+    clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
+    q = asked(sequences, 32)
+    check(q, sequences)
+    first = fetched(q, clean)
+    assert all(torch.equal(fetched(q, clean), first) for _ in range(20))
+
+
+@pytest.mark.gpu
+@either_cache
+def test_the_newest_key_counts_though_it_is_written_right_before(cache: torch.dtype) -> None:
+    """Pages are fetched before the kernels ahead have ended, but not those that these write."""
+    from baton.kernels.rope_kv import rope_and_cache
+
+    sequences = on_hopper([200 + 3 * i for i in range(64)], num_kv_heads=8, dtype=cache)
+    kv, batch = without_poison(sequences.kv), sequences.batch
+    q, k, v = (torch.randn(64, heads, 128, device="cuda").bfloat16() for heads in (32, 8, 8))
+    cos_sin = torch.cat([torch.ones(1000, 64), torch.zeros(1000, 64)], 1).to("cuda")
+    batch = prepare(batch, kv, num_heads=32)
+    plan = prepared(batch).decode
+    assert isinstance(plan, DecodePlan)
+    assert plan.uses_tma
+    for _ in range(20):
+        turned = rope_and_cache(q.clone(), k, v, cos_sin, kv, LAYER, batch)
+        result = paged_attention(turned, kv, LAYER, batch, AttentionRule(128**-0.5), out=None)
+        torch.cuda.synchronize()
+        exact = reference.paged_attention(turned.float(), kv.float(), LAYER, batch, AttentionRule(128**-0.5))
+        torch.testing.assert_close(result.float(), exact, rtol=2e-2, atol=2e-3)
+        k, v = -k, -v

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.kernels.moe import (
+    ExpertWeights,
+    GatedActivation,
+    RoutingRule,
+    fused_experts,
+    reference,
+    route,
+    router_logits,
+)
+
+from .kernel_checks import assert_as_accurate
+from .moe_cases import in_8_bits, mixture
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_router_logits_are_not_rounded(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(7, 64).to(dtype)
+    logits = router_logits(x, weight)
+    assert logits.dtype == torch.float32
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
+    bias = torch.randn(7).to(dtype)
+    torch.testing.assert_close(router_logits(x, weight, bias).double(), expected + bias, rtol=1e-5, atol=1e-4)
+
+
+def test_softmax_weights_are_those_of_the_chosen_experts_over_all() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
+    expert_ids, weights = route(logits, RoutingRule(2))
+    assert expert_ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, logits.softmax(-1)[:, [1, 2]])
+    renormalized = route(logits, RoutingRule(2, renormalize=True, scale=3.0))[1]
+    torch.testing.assert_close(renormalized, 3.0 * logits[:, [1, 2]].softmax(-1))
+
+
+def test_a_bias_moves_the_choice_and_not_the_weight() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0]])
+    bias = torch.tensor([0.0, 0.0, 5.0])
+    expert_ids, weights = route(logits, RoutingRule(2, scoring="sigmoid"), bias=bias)
+    assert expert_ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, logits.sigmoid()[:, [2, 1]])
+
+
+@pytest.mark.parametrize(("group_score", "expected"), [("max", [4, 5]), ("top2", [0, 1])])
+def test_experts_come_from_the_best_groups_only(group_score: str, expected: list[int]) -> None:
+    logits = torch.tensor([[3.0, 2.9, -9.0, -9.0, 4.0, -5.0]])  # groups (0, 1), (2, 3), (4, 5)
+    rule = RoutingRule(2, scoring="sigmoid", num_groups=3, top_groups=1, group_score=group_score)
+    assert route(logits, rule)[0].tolist() == [expected]
+
+
+def test_padding_goes_to_no_expert() -> None:
+    expert_ids, weights = route(torch.randn(3, 4), RoutingRule(2), slots=torch.tensor([5, -1, 0]))
+    assert (expert_ids >= 0).tolist() == [[True, True], [False, False], [True, True]]
+    assert weights[1].tolist() == [0.0, 0.0]
+    assert (expert_ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_experts"),
+    [(RoutingRule(3), 2), (RoutingRule(1, num_groups=3), 4), (RoutingRule(3, num_groups=2), 4)],
+)
+def test_a_rule_that_does_not_fit_the_experts_is_refused(rule: RoutingRule, num_experts: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_experts} experts do not fit"):
+        route(torch.zeros(1, num_experts), rule)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"top_k": 0}, {"scoring": "tanh"}, {"num_groups": 2, "top_groups": 3}, {"group_score": "mean"}], ids=str
+)
+def test_a_rule_that_contradicts_itself_is_refused(keys: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"unknown|must be"):
+        RoutingRule(**{"top_k": 1, **keys})  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "padding"), [(0, 4, 2, 0), (1, 4, 2, 0), (30, 4, 3, 7), (3, 16, 1, 3)]
+)
+def test_experts_equal_their_definition(
+    num_tokens: int, num_experts: int, top_k: int, padding: int, dtype: torch.dtype, like_gpt_oss: bool
+) -> None:
+    case = mixture(num_tokens, num_experts, top_k, 32, 24, padding=padding, like_gpt_oss=like_gpt_oss)
+    case = replace(case.to(dtype), weights=case.weights)
+    exact = reference.fused_experts(*case.to(torch.float64).inputs)
+    *inputs, add_to = case.inputs
+    # Torch's products in a short type round what each expert gives; the reference rounds only the sum.
+    result, expected = fused_experts(*inputs, add_to=add_to), reference.fused_experts(*case.inputs)
+    assert_as_accurate(result, exact, expected, slack=2.0 if dtype == torch.float32 else 4.0)
+
+
+def test_the_definition_is_the_formula() -> None:
+    case = mixture(1, 3, 1, 8, 4).to(torch.float64)
+    expert = int(case.expert_ids[0, 0])
+    hidden = case.experts.gate_up[expert] @ case.x[0]
+    activation = torch.nn.functional.silu(hidden[0::2]) * hidden[1::2]
+    expected = case.add_to[0] + case.weights[0, 0] * (case.experts.down[expert] @ activation)
+    *inputs, add_to = case.inputs
+    torch.testing.assert_close(fused_experts(*inputs, add_to=add_to)[0], expected)
+
+
+def test_an_activation_with_limits_is_the_formula() -> None:
+    gates, ups = torch.tensor([9.0, -9.0, 2.0]), torch.tensor([-8.0, 8.0, 3.0])
+    given = torch.stack([gates, ups], dim=1).flatten()
+    experts = ExpertWeights(
+        torch.zeros(1, 6, 4),
+        torch.eye(4, 3)[None],
+        gate_up_bias=given[None],
+        down_bias=torch.tensor([[0.5, 0.0, 0.0, 7.0]]),
+        activation=GatedActivation(slope=1.702, limit=7.0, shift=1.0),
+    )
+    gates, ups = torch.tensor([7.0, -9.0, 2.0]), torch.tensor([-7.0, 7.0, 3.0])
+    expected = torch.cat([gates * torch.sigmoid(1.702 * gates) * (ups + 1), torch.zeros(1)])
+    expected = 2.0 * (expected + torch.tensor([0.5, 0.0, 0.0, 7.0]))
+    result = fused_experts(torch.ones(1, 4), experts, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([[2.0]]))
+    torch.testing.assert_close(result[0], expected)
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(256, 128), (144, 200)])
+def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, width: int) -> None:
+    case = mixture(9, 3, 2, hidden_size, width)
+    narrow = in_8_bits(case.experts)
+    assert narrow.gate_up_scale is not None
+    assert narrow.down_scale is not None
+    for expert in range(3):
+        gate_up, down = narrow.matrices(expert, torch.float32)
+        for row in (0, 1, 2 * width - 2, 2 * width - 1):
+            for column in (0, hidden_size - 1):
+                scale = narrow.gate_up_scale[expert, row // 2 // 128 * 2 + row % 2, column // 128]
+                assert gate_up[row, column] == narrow.gate_up[expert, row, column].float() * scale
+        last = narrow.down_scale[expert, -1, -1]
+        assert down[-1, -1] == narrow.down[expert, -1, -1].float() * last
+    wide = [narrow.matrices(expert, torch.float32) for expert in range(3)]
+    plain = ExpertWeights(*(torch.stack(matrices) for matrices in zip(*wide, strict=True)))
+    inputs = case.expert_ids, case.weights
+    torch.testing.assert_close(fused_experts(case.x, narrow, *inputs), fused_experts(case.x, plain, *inputs))
+    with pytest.raises(ValueError, match="give scales for float8_e4m3fn"):
+        ExpertWeights(narrow.gate_up, narrow.down)
+    with pytest.raises(ValueError, match="scales are"):
+        replace(narrow, down_scale=narrow.down_scale[:, :, :-1])
+
+
+def test_what_the_experts_give_is_added_in_place() -> None:
+    case = mixture(5, 3, 2, 16, 8)
+    *inputs, add_to = case.inputs
+    assert fused_experts(*inputs, add_to=add_to) is add_to
+    torch.testing.assert_close(add_to, case.add_to + fused_experts(*inputs))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    case = mixture(5, 3, 2, 16, 8)
+    experts = case.experts
+    with pytest.raises(ValueError, match=r"give \[T, 16\]"):
+        fused_experts(case.x[:, :15], experts, case.expert_ids, case.weights)
+    with pytest.raises(ValueError, match=r"give \[5, K\] each"):
+        fused_experts(case.x, experts, case.expert_ids[:4], case.weights)
+    with pytest.raises(ValueError, match=r"give \[E, 2 F, H\] and \[E, H, F\]"):
+        ExpertWeights(experts.gate_up[:, :15], experts.down)
+    with pytest.raises(ValueError, match=r"down_bias is \[3, 8\]: give \[3, 16\]"):
+        ExpertWeights(experts.gate_up, experts.down, down_bias=torch.zeros(3, 8))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.kernels.rms_norm import reference, rms_norm
+
+from .kernel_checks import assert_as_accurate
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (1, 1000), (3, 17), (200, 1024), (4, 5, 48), (64,)])
+def test_rows_of_any_width_and_number(dtype: torch.dtype, shape: tuple[int, ...], num_threads: int) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    exact = reference.rms_norm(x.double(), weight.double(), EPS)
+    assert_as_accurate(rms_norm(x, weight, EPS), exact, reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1000), (200, 1024), (4, 5, 48)])
+def test_the_residual_is_added_before_the_norm_and_given_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, residual, weight = (torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:]))
+    before = residual.clone()
+    out, total = rms_norm(x, weight, EPS, residual)
+    expected_out, expected_total = reference.rms_norm(x, weight, EPS, residual)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(residual, before)
+    exact = reference.rms_norm(expected_total.double(), weight.double(), EPS)
+    assert_as_accurate(out, exact, expected_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_weight_in_float32_is_not_rounded(
+    dtype: torch.dtype, with_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, residual, weight = torch.randn(9, 70).to(dtype), torch.randn(9, 70).to(dtype), 1 + torch.randn(70) / 100
+    given = (residual,) if with_residual else ()
+    expected = reference.rms_norm(x, weight, EPS, *given)
+    rounded = reference.rms_norm(x, weight.to(dtype), EPS, *given)
+    monkeypatch.setattr(reference, "rms_norm", lambda *args: pytest.fail("the reference served"))
+    out = rms_norm(x, weight, EPS, *given)
+    if with_residual:
+        assert torch.equal(out[1], expected[1])
+        out, expected, rounded = out[0], expected[0], rounded[0]
+    assert (out != expected).float().mean() < 0.01, "but for sums in another order"
+    assert (rounded != expected).float().mean() > 0.1
+
+
+def test_a_residual_of_another_type_is_read_as_what_it_is() -> None:
+    x, residual, weight = torch.randn(3, 32).bfloat16(), torch.randn(3, 32), torch.randn(32).bfloat16()
+    out, _ = rms_norm(x, weight, EPS, residual)
+    assert_as_accurate(out, reference.rms_norm(x.double(), weight.double(), EPS, residual.double())[0], out)
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    assert torch.equal(rms_norm(torch.zeros(2, 32), torch.ones(32), EPS), torch.zeros(2, 32))
+
+
+def test_rows_may_be_a_view_with_a_stride() -> None:
+    wide, weight = torch.randn(10, 100).bfloat16(), torch.randn(32).bfloat16()
+    expected = rms_norm(wide[:, 20:52].contiguous(), weight, EPS)
+    assert torch.equal(rms_norm(wide[:, 20:52], weight, EPS), expected)
+    assert torch.equal(rms_norm(wide.T[20:52].T.contiguous().T.contiguous().T, weight, EPS), expected)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_row_gives_the_same_bits_alone_as_in_a_batch(with_residual: bool, num_threads: int) -> None:
+    x, residual = torch.randn(2, 300, 1024).bfloat16()
+    weight = torch.randn(1024).bfloat16()
+
+    def norm(rows: slice) -> torch.Tensor:
+        if with_residual:
+            return rms_norm(x[rows], weight, EPS, residual[rows])[0]
+        return rms_norm(x[rows], weight, EPS)
+
+    together = norm(slice(None))
+    for rows in (slice(0, 1), slice(150, 151), slice(290, 300)):
+        assert torch.equal(norm(rows), together[rows])
+
+
+@pytest.mark.parametrize("residual", [None, torch.zeros(3, 32)])
+def test_shapes_that_do_not_fit_are_refused(residual: torch.Tensor | None) -> None:
+    weight = torch.ones(31) if residual is None else torch.ones(32)
+    with pytest.raises(ValueError, match="give weight"):
+        rms_norm(torch.zeros(2, 32), weight, EPS, residual)

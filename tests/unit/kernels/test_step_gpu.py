@@ -1,0 +1,299 @@
+"""The step's kernels, interpreted on a CPU or compiled on a GPU, against their definitions."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+
+from baton.kernels.sampling import NO_TOKEN
+from baton.kernels.step import PIECE, OutputRing, StepBatch, StepBuffers, StepTables, reference
+
+from ...helpers.aot import compile_for_h200
+
+ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
+PAGES = 3
+
+
+@dataclass
+class Step:
+    """Everything that the kernels of one step touch."""
+
+    tables: StepTables
+    batch: StepBatch
+    inputs: StepBuffers
+    mailbox: OutputRing
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{type(part).__name__}.{field.name}": value
+            for part in (self.tables, self.batch, self.inputs, self.mailbox)
+            for field in fields(part)
+            if isinstance(value := getattr(part, field.name), torch.Tensor)
+        }
+
+
+@pytest.fixture(params=["reference", "gpu"])
+def kernels(request: pytest.FixtureRequest, triton_device: torch.device) -> object:
+    if request.param == "reference":
+        return reference
+    from baton.kernels.step import gpu
+
+    return gpu
+
+
+def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: int, seed: int = 0) -> Step:
+    """Random rows with `lens[i]` tokens each, padded to `num_seqs` and `num_tokens`; outputs are poisoned."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(1000, shape, generator=generator).to(device, dtype)
+
+    def int32(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def poison(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((size,), -77, dtype=dtype, device=device)
+
+    padding = num_seqs - len(lens)
+    ends = [sum(lens[:i]) for i in range(len(lens) + 1)]
+    starts = [rng.randrange(MODEL_LEN - 1 - length) for length in lens]
+    return Step(
+        StepTables(integers(ROWS, MODEL_LEN), integers(ROWS, MODEL_LEN // BLOCK_SIZE), BLOCK_SIZE),
+        StepBatch(
+            rows=int32(rng.sample(range(ROWS), len(lens)) + [-1] * padding),
+            starts=int32(starts + [rng.randrange(MODEL_LEN) for _ in range(padding)]),
+            query_start=int32(ends + ends[-1:] * padding),
+            samples=int32([rng.randrange(2) for _ in lens] + [1] * padding),
+        ),
+        StepBuffers(
+            token_ids=poison(num_tokens, torch.int32),
+            positions=poison(num_tokens, torch.int64),
+            slots=poison(num_tokens, torch.int64),
+            seq_lens=poison(num_seqs, torch.int32),
+            table_rows=poison(num_seqs, torch.int32),
+            last_tokens=poison(num_seqs, torch.int64),
+        ),
+        OutputRing(poison(PAGES * ROWS, torch.int32).view(PAGES, ROWS), int32([0])),
+    )
+
+
+BATCHES = [([1], 1, 1), ([1, 1, 1], 4, 4), ([5, 1, 30, 2], 4, 38), ([3, 7], 9, 40), ([90], 3, 96), ([], 2, 16)]
+
+
+@pytest.mark.parametrize(("lens", "num_seqs", "num_tokens"), BATCHES)
+def test_chunk_inputs_are_the_tokens_of_each_sequence_one_after_another(
+    kernels: object, triton_device: torch.device, lens: list[int], num_seqs: int, num_tokens: int
+) -> None:
+    step = make_step(triton_device, lens, num_seqs, num_tokens)
+    kernels.chunk_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+    tokens, blocks = step.tables.tokens.tolist(), step.tables.blocks.tolist()
+    rows, starts = step.batch.rows.tolist(), step.batch.starts.tolist()
+    where = [(rows[i], position) for i, n in enumerate(lens) for position in range(starts[i], starts[i] + n)]
+    padding = num_tokens - len(where)
+    assert step.inputs.token_ids.tolist() == [tokens[row][position] for row, position in where] + [0] * padding
+    assert step.inputs.positions.tolist() == [position for _, position in where] + [0] * padding
+    slots = [blocks[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in where]
+    assert step.inputs.slots.tolist() == slots + [-1] * padding
+    no_seqs = [0] * (num_seqs - len(lens))
+    assert step.inputs.seq_lens.tolist() == [starts[i] + n for i, n in enumerate(lens)] + no_seqs
+    assert step.inputs.table_rows.tolist() == rows[: len(lens)] + no_seqs
+    assert step.inputs.last_tokens.tolist() == [sum(lens[: i + 1]) - 1 for i in range(len(lens))] + no_seqs
+
+
+@pytest.mark.parametrize(("num_real", "num_seqs"), [(1, 1), (3, 3), (5, 9), (0, 2)])
+def test_decode_inputs_are_chunk_inputs_of_one_token_each(
+    kernels: object, triton_device: torch.device, num_real: int, num_seqs: int
+) -> None:
+    step = make_step(triton_device, [1] * num_real, num_seqs, num_seqs)
+    other = copy.deepcopy(step)
+    kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+    reference.chunk_inputs(other.tables, other.batch, other.inputs)
+    for name, tensor in step.tensors().items():
+        count = num_real if name.endswith("last_tokens") else len(tensor)  # whatever padding wants is dropped
+        assert torch.equal(tensor[:count], other.tensors()[name][:count]), name
+    assert step.inputs.last_tokens.tolist() == list(range(num_seqs))
+
+
+def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
+    kernels: object, triton_device: torch.device
+) -> None:
+    step = make_step(triton_device, [1, 5, 1, 2], 7, 9)
+    step.batch.samples.copy_(torch.tensor([1, 0, 1, 1, 1, 1, 1]))
+    before = copy.deepcopy(step)
+    for turn in range(5):
+        kernels.chunk_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+        ends = step.inputs.seq_lens.tolist()
+        drawn = torch.arange(100, 107, device=triton_device) + 10 * turn
+        kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        rows = before.batch.rows.tolist()
+        for i in (0, 2, 3):
+            before.tables.tokens[rows[i], ends[i]] = drawn[i]
+            before.mailbox.pages[turn % PAGES, i] = drawn[i]
+        assert torch.equal(step.tables.tokens, before.tables.tokens)
+        assert torch.equal(step.mailbox.pages, before.mailbox.pages)
+        assert step.mailbox.turn.tolist() == [(turn + 1) % PAGES]
+        assert step.batch.starts.tolist() == ends
+        step.batch.starts.copy_(before.batch.starts)
+
+
+def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, triton_device: torch.device) -> None:
+    step = make_step(triton_device, [1, 1, 1, 1], 6, 6)
+    step.batch.samples.fill_(1)
+    for page in (0, 1, 2, 0):
+        kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+        first = torch.arange(50, 56, device=triton_device)
+        kernels.store_tokens(first, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        expected = copy.deepcopy(step)
+        again, index = (torch.tensor(values, device=triton_device) for values in ([900, 901], [3, 1]))
+        kernels.replace_tokens(again, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        for i, token in ((3, 900), (1, 901)):
+            expected.tables.tokens[step.batch.rows[i], step.inputs.seq_lens[i]] = token
+            expected.mailbox.pages[page, i] = token
+        for name, tensor in step.tensors().items():
+            assert torch.equal(tensor, expected.tensors()[name]), name
+
+
+def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
+    kernels: object, triton_device: torch.device
+) -> None:
+    step = make_step(triton_device, [1, 1, 1], 3, 3)
+    step.batch.samples.fill_(1)
+    kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+    drawn = torch.tensor([7, NO_TOKEN, 9], device=triton_device)
+    kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    again, index = torch.tensor([NO_TOKEN], device=triton_device), torch.tensor([2], device=triton_device)
+    kernels.replace_tokens(again, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    where = step.batch.rows.long(), step.inputs.seq_lens.long()
+    assert step.tables.tokens[where].tolist() == [7, 0, 0]
+    assert step.mailbox.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_writes_change_what_they_name_and_nothing_else(
+    kernels: object, triton_device: torch.device, count: int
+) -> None:
+    memory = torch.arange(5000, dtype=torch.int32, device=triton_device)
+    values = torch.arange(10_000, 13_000, dtype=torch.int32, device=triton_device)
+    written = [(3500, 7, PIECE), (0, 2999, 1), (17, 1100, 500)][:count]
+    expected = memory.clone()
+    for to, source, length in written:
+        expected[to : to + length] = values[source : source + length]
+    pieces = torch.tensor([*written, *[(9, 9, 9)] * 2], dtype=torch.int64, device=triton_device).view(-1, 3)
+    num_pieces = torch.tensor([count], dtype=torch.int32, device=triton_device)
+    kernels.apply_writes(memory, pieces, values, num_pieces)  # type: ignore[attr-defined]
+    assert torch.equal(memory, expected)
+
+
+def test_more_pieces_than_programs_are_written(kernels: object, triton_device: torch.device) -> None:
+    count = 700
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    pieces = torch.stack([order, torch.arange(count), torch.ones(count, dtype=torch.int64)], 1).to(triton_device)
+    values = torch.arange(count, dtype=torch.int32, device=triton_device)
+    memory = torch.full((count,), -1, dtype=torch.int32, device=triton_device)
+    num_pieces = torch.tensor([count - 1], dtype=torch.int32, device=triton_device)
+    kernels.apply_writes(memory, pieces, values, num_pieces)  # type: ignore[attr-defined]
+    written = memory[order.to(triton_device)]
+    assert torch.equal(written[:-1], values[:-1])
+    assert written[-1] == -1
+
+
+def test_more_sequences_than_one_program_takes_are_stored(kernels: object, triton_device: torch.device) -> None:
+    count = PIECE + 3
+    tables = StepTables(*(torch.zeros(count, 4, dtype=torch.int32, device=triton_device) for _ in range(2)), BLOCK_SIZE)
+    rows = torch.arange(count, dtype=torch.int32, device=triton_device)
+    ones = torch.ones_like(rows)
+    batch = StepBatch(rows, rows.clone(), rows, ones)
+    inputs = StepBuffers(rows, rows, rows, ones, rows, rows)
+    mailbox = OutputRing(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
+    kernels.store_tokens(rows.long() + 5, tables, batch, inputs, mailbox)  # type: ignore[attr-defined]
+    assert torch.equal(tables.tokens[:, 1], rows + 5)
+    assert torch.equal(mailbox.pages[1], rows + 5)
+    assert not mailbox.pages[0].any()
+    assert torch.equal(batch.starts, ones)
+
+
+COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
+    (
+        "_apply_writes",
+        {"memory": "*i32", "pieces": "*i64", "values": "*i32", "num_pieces": "*i32", "writers": "i32"},
+        {"BLOCK": PIECE},
+    ),
+    (
+        "_store_tokens",
+        {
+            **dict.fromkeys(("tokens", "rows", "starts", "samples", "seq_lens", "pages", "turn"), "*i32"),
+            **dict.fromkeys(("drawn", "index"), "*i64"),
+            **dict.fromkeys(("count", "tokens_stride", "num_pages", "page_stride"), "i32"),
+        },
+        {"AGAIN": True, "BLOCK": PIECE},
+    ),
+    (
+        "_chunk_inputs",
+        {
+            **dict.fromkeys(("tokens", "blocks", "rows", "starts", "query_start", "token_ids"), "*i32"),
+            **dict.fromkeys(("positions", "slots", "last_tokens"), "*i64"),
+            **dict.fromkeys(("seq_lens", "table_rows"), "*i32"),
+            **dict.fromkeys(("num_tokens", "num_seqs", "token_programs", "tokens_stride", "blocks_stride"), "i32"),
+        },
+        {"block_size": BLOCK_SIZE, "BLOCK": 128},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "signature", "constexprs"), COMPILED, ids=[case[0] for case in COMPILED])
+def test_the_kernels_compile_for_an_h200(name: str, signature: dict[str, str], constexprs: dict[str, object]) -> None:
+    pytest.importorskip("triton")
+    from baton.kernels.step import gpu
+
+    compile_for_h200(getattr(gpu, name), signature, constexprs, num_warps=4)
+
+
+@pytest.mark.gpu
+def test_rows_past_four_gibibytes_are_reached() -> None:
+    from baton.kernels.step import gpu
+
+    length = 1 << 21
+    tokens = torch.zeros(520, length, dtype=torch.int32, device="cuda")  # 4.06 GiB
+    blocks = torch.zeros(520, length // BLOCK_SIZE, dtype=torch.int32, device="cuda")
+    tokens[519, length - 2], blocks[519, -1] = 123, 456
+    step = make_step(torch.device("cuda"), [1], 1, 1)
+    step.batch.rows.fill_(519)
+    step.batch.starts.fill_(length - 2)
+    step.batch.samples.fill_(1)
+    tables = StepTables(tokens, blocks, BLOCK_SIZE)
+    fill: Callable[..., None]
+    for fill in (gpu.decode_inputs, gpu.chunk_inputs):
+        fill(tables, step.batch, step.inputs)
+        assert step.inputs.token_ids.tolist() == [123]
+        assert step.inputs.slots.tolist() == [456 * BLOCK_SIZE + 14]
+    gpu.store_tokens(torch.tensor([789], device="cuda"), tables, step.batch, step.inputs, step.mailbox)
+    assert int(tokens[519, length - 1]) == 789
+    to = tokens.numel() - 3
+    pieces, values = torch.tensor([[to, 0, 3]], device="cuda"), torch.tensor([1, 2, 3], device="cuda").int()
+    gpu.apply_writes(tokens.view(-1), pieces, values, torch.ones(1, dtype=torch.int32, device="cuda"))
+    assert tokens.view(-1)[-3:].tolist() == [1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_read_and_written_in_place() -> None:
+    from baton.kernels.step import gpu
+
+    step = make_step(torch.device("cuda"), [1, 1], 2, 2)
+    step.batch.samples.fill_(1)
+    pages = torch.zeros(PAGES, ROWS, dtype=torch.int32).pin_memory()
+    gpu.decode_inputs(step.tables, step.batch, step.inputs)
+    mailbox = OutputRing(pages, step.mailbox.turn)
+    gpu.store_tokens(torch.tensor([7, 8], device="cuda"), step.tables, step.batch, step.inputs, mailbox)
+    torch.cuda.synchronize()
+    assert pages[0, :2].tolist() == [7, 8]
+    pieces = torch.tensor([[1, 0, 2]]).pin_memory()
+    values = torch.tensor([70, 80], dtype=torch.int32).pin_memory()
+    memory = torch.zeros(4, dtype=torch.int32, device="cuda")
+    gpu.apply_writes(memory, pieces, values, torch.ones(1, dtype=torch.int32).pin_memory())
+    assert memory.tolist() == [0, 70, 80, 0]

@@ -1,0 +1,217 @@
+"""Each peer is read over the faster of two transports, and over the other where that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+
+import pytest
+
+from baton.kv_transfer.errors import MalformedMessage, TransportError
+from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadState
+from baton.kv_transfer.transports.fastest import FastestTransport
+
+from ...helpers.fake_transport import FakeFabric, FakeTransport, TransportFaults
+from ...helpers.virtual_clock import VirtualClock
+
+SIZE = 64
+WHOLE = [ByteRange(0, 0, SIZE)]
+FAST, SLOW = 2e12, 0.4e9
+
+
+class Named(FakeTransport):
+    """A fake transport under another name, which may refuse all peers."""
+
+    def __init__(self, name: str, fabric: FakeFabric, agent: str, bytes_per_s: float | None, refusal: str = "") -> None:
+        super().__init__(fabric, agent, bytes_per_s)
+        self.name = name
+        self._refusal = refusal
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        if self._refusal:
+            raise TransportError(self._refusal)
+        return super().add_peer(metadata)
+
+
+@dataclasses.dataclass
+class Machines:
+    """A holder and a reader, with a network between them and, unless `apart`, a direct way."""
+
+    direct_rate: float | None = FAST
+    network_rate: float | None = SLOW
+    apart: bool = False
+    on_gpu: bool = True
+    direct_refusal: str = ""
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        self.network = FakeFabric(self.clock, random.Random(1), TransportFaults())
+        self.direct = FakeFabric(self.clock, random.Random(2), TransportFaults())
+        self.memories = {"holder": bytearray(b"h" * SIZE), "reader": bytearray(b"r" * SIZE)}
+        self.holder, self.reader = self._end("holder"), self._end("reader")
+
+    def _end(self, name: str) -> FastestTransport:
+        memory = self.memories[name]
+        self.network.attach(name, memory)
+        network = Named("nixl/UCX", self.network, name, self.network_rate)
+        direct = None
+        if not self.apart:
+            self.direct.attach(name, memory)
+            direct = Named("cuda_ipc", self.direct, name, self.direct_rate, self.direct_refusal)
+        return FastestTransport(network, direct, name, on_gpu=self.on_gpu)
+
+    def connect(self) -> int:
+        peer = self.reader.add_peer(self.holder.metadata())
+        self.clock.advance(1.0)
+        return peer
+
+    def finish(self, read: int) -> ReadState:
+        for _ in range(10):
+            self.clock.advance(1.0)
+            if (state := self.reader.poll(read)) is not ReadState.RUNNING:
+                return state
+        raise AssertionError("the read does not end")
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.memories["reader"] == self.memories["holder"]
+
+
+@pytest.mark.parametrize(("direct", "network", "name"), [(FAST, SLOW, "cuda_ipc"), (SLOW, FAST, "nixl/UCX")])
+def test_a_peer_is_read_over_the_way_that_was_faster_when_it_was_connected(
+    direct: float, network: float, name: str
+) -> None:
+    machines = Machines(direct_rate=direct, network_rate=network)
+    peer = machines.connect()
+    assert machines.reader.peer_state(peer) is PeerState.CONNECTED
+    assert machines.reader.lane(peer) == Lane(name, FAST)
+    other = machines.network if name == "cuda_ipc" else machines.direct
+    other.faults.fail = 1.0  # which it would notice
+    read = machines.reader.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.release(read)
+    assert machines.has_arrived
+    assert machines.reader.num_fallbacks == 0
+
+
+def test_where_one_end_has_no_direct_way_the_network_is_used() -> None:
+    machines = Machines(apart=True)
+    peer = machines.connect()
+    assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+    assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+
+
+def test_a_direct_way_that_cannot_be_opened_leaves_the_network_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines(direct_refusal="its memory cannot be mapped: CUDA_ERROR_INVALID_VALUE")
+    with caplog.at_level(logging.INFO):
+        peer = machines.connect()
+    assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+    assert "holder is read over nixl/UCX, not cuda_ipc: its memory cannot be mapped" in caplog.text
+
+
+def test_a_peer_whose_mapping_turns_out_wrong_is_read_over_the_network() -> None:
+    machines = Machines()
+    machines.direct.faults.break_peer = 1.0
+    peer = machines.connect()
+    assert machines.reader.peer_state(peer) is PeerState.CONNECTED
+    assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+
+
+def test_a_network_that_cannot_connect_does_not_keep_the_direct_way_from_serving() -> None:
+    machines = Machines()
+    machines.network.faults.break_peer = 1.0
+    peer = machines.connect()
+    assert machines.reader.peer_state(peer) is PeerState.CONNECTED
+    assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+    assert machines.has_arrived
+
+
+def test_a_peer_that_no_way_reaches_is_broken_and_reads_of_it_are_refused() -> None:
+    machines = Machines()
+    machines.network.faults.break_peer = machines.direct.faults.break_peer = 1.0
+    peer = machines.connect()
+    assert machines.reader.peer_state(peer) is PeerState.BROKEN
+    assert machines.reader.lane(peer) is None
+    with pytest.raises(TransportError, match="the connection to holder is broken"):
+        machines.reader.read(peer, WHOLE)
+
+
+def test_a_read_that_fails_directly_is_begun_again_over_the_network_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.direct.faults.fail = 1.0
+    read = machines.reader.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.release(read)
+    assert machines.has_arrived
+    assert machines.reader.num_fallbacks == 1
+    assert "holder: over nixl/UCX instead of cuda_ipc: the read failed" in caplog.text
+
+
+def test_a_read_is_not_done_before_nothing_of_its_failed_first_try_can_write() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.direct.faults.fail = 1.0
+    machines.direct.faults.late_s = (3.0, 3.0)
+    read = machines.reader.read(peer, WHOLE)
+    machines.clock.advance(0.5)
+    assert machines.reader.poll(read) is ReadState.RUNNING
+    machines.clock.advance(0.5)
+    assert machines.reader.poll(read) is ReadState.RUNNING
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.release(read)
+
+
+def test_a_read_that_the_direct_way_refuses_goes_over_the_network() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.direct.faults.refuse = 1.0
+    assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+    assert machines.reader.num_fallbacks == 1
+
+
+def test_a_read_that_fails_twice_has_failed() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.direct.faults.fail = machines.network.faults.fail = 1.0
+    read = machines.reader.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.FAILED
+    assert machines.reader.release(read)
+
+
+def test_gpu_memory_that_travels_slowly_is_a_warning_and_the_rates_are_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines(apart=True)
+    peer = machines.connect()
+    for _ in range(3):
+        machines.reader.peer_state(peer)
+    told = [record for record in caplog.records if "travels slowly" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
+    assert "nixl/UCX 0.4 GB/s" in told[0].message
+
+
+def test_the_lane_of_other_memory_is_told_once_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines(apart=True, on_gpu=False)
+    with caplog.at_level(logging.INFO):
+        peer = machines.connect()
+        for _ in range(3):
+            machines.reader.peer_state(peer)
+    told = [record.message for record in caplog.records if "is read over" in record.message]
+    assert told == ["memory of holder is read over nixl/UCX (nixl/UCX 0.4 GB/s)"]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_removed_peer_is_removed_from_both() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.reader.remove_peer(peer)
+    with pytest.raises(KeyError):
+        machines.reader.peer_state(peer)
+    assert machines.finish(machines.reader.read(machines.connect(), WHOLE)) is ReadState.DONE
+
+
+def test_metadata_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        Machines().reader.add_peer(b"\xff")

@@ -1,0 +1,323 @@
+"""Checkpoints in 8 bits: on a device with kernels for them they stay so, elsewhere they are multiplied out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel, WeightsError
+from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.quantization import read_quantization
+from baton.engine.layers.base import layers_of
+from baton.engine.layers.experts import Experts
+from baton.engine.layers.fp8 import Fp8Linear, Fp8LinearWeight
+from baton.engine.layers.linear import Linear
+from baton.engine.models import load_config, load_model
+from baton.kernels import fp8
+
+from ...helpers.checkpoints import edit_config, write_checkpoint
+from ...helpers.paged import chunked_logprobs, random_tokens
+
+# Sizes that blocks of 128 divide, except for what a model's vocabulary is.
+SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 2}
+BLOCKS: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
+    e4m3 = {"num_bits": 8, "type": "float"}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**e4m3, "strategy": strategy, **weights},
+        "input_activations": {**e4m3, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS = {
+    "blocks": BLOCKS,
+    "rows": compressed_tensors("channel"),
+    "compressed blocks": compressed_tensors("block", block_structure=[128, 128]),
+    "whole": WHOLE,
+}
+
+
+def write_fp8_checkpoint(folder: Path, form: str, architecture: str = "qwen3", **config: Any) -> tuple[Path, Path]:
+    """(a checkpoint in 8 bits, the plain one of exactly the same values)."""
+    write_checkpoint(folder / "plain", architecture, **{**SHAPE, **config})
+    tensors = load_file(folder / "plain" / "model.safetensors")
+    narrow, plain = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if ("proj" in name or ".experts." in name) and name.endswith(".weight"):
+            data, scale = quantized(tensor, form)
+            narrow[name] = data
+            narrow[f"{name}_scale_inv" if form == "blocks" else f"{name}_scale"] = scale
+            if form == "whole":
+                narrow[name.replace("weight", "input_scale")] = torch.ones(())
+            whole = scale.reshape(-1).expand(len(data)) if scale.numel() in (1, len(data)) else scale
+            plain[name] = fp8.dequantize(data, whole, torch.float32)
+    save_file(plain, folder / "plain" / "model.safetensors")
+    fp8_folder = folder / "fp8"
+    fp8_folder.mkdir()
+    save_file(narrow, fp8_folder / "model.safetensors")
+    keys = json.loads((folder / "plain" / "config.json").read_text())
+    (fp8_folder / "config.json").write_text(json.dumps({**keys, "quantization_config": FORMATS[form]}))
+    return fp8_folder, folder / "plain"
+
+
+def quantized(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    if form == "whole":
+        scale = weight.abs().max() / 448
+        return (weight / scale).to(torch.float8_e4m3fn), scale
+    made = fp8.quantize_weight(weight, in_blocks="blocks" in form)
+    return made.data, made.scale[:, None] if form == "rows" else made.scale
+
+
+@pytest.fixture
+def as_if_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps 8 bits, as a GPU does: the reference computes with them."""
+    monkeypatch.setattr(fp8, "has_gpu_kernels", lambda device: True)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Path, form: str) -> None:
+    in_8_bits, plain = (
+        load_model(load_config(folder, dtype="float32")) for folder in write_fp8_checkpoint(tmp_path, form)
+    )
+    tokens = random_tokens(20)
+    assert torch.equal(chunked_logprobs(in_8_bits, tokens, 20), chunked_logprobs(plain, tokens, 20))
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, form: str) -> None:
+    folder, plain_folder = write_fp8_checkpoint(tmp_path, form, attention_bias=True)
+    model = load_model(load_config(folder, dtype="float32"))
+    kept = {path for path, layer in layers_of(Linear, model) if isinstance(layer.method, Fp8Linear)}
+    projections = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert kept == {f"model.layers.{layer}.{name}" for layer in range(2) for name in projections}
+
+    plain = load_model(load_config(plain_folder, dtype="float32"))
+    tokens = random_tokens(20)
+    logprobs, expected = (chunked_logprobs(which, tokens, 20) for which in (model, plain))
+    error = (logprobs - expected).std() / expected.std()
+    assert 0 < error < 0.1
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: str) -> None:
+    folder, plain_folder = write_fp8_checkpoint(tmp_path, form)
+    attention = load_model(load_config(folder)).model.layers[1].self_attn
+    tensors = load_file(plain_folder / "model.safetensors")
+    parts = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
+    weight = attention.qkv_proj._weight
+    assert isinstance(weight, Fp8LinearWeight)
+    assert torch.equal(weight.weight.dequantize(torch.float32), torch.cat(parts))
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)
+    model = load_model(load_config(folder, dtype="float32"))
+    methods = {path: layer.method for path, layer in layers_of(Linear, model)}
+    assert not isinstance(methods["model.layers.0.self_attn.qkv_proj"], Fp8Linear)
+    assert isinstance(methods["model.layers.0.self_attn.o_proj"], Fp8Linear)
+    names = ", ".join(f"model.layers.{layer}.self_attn.qkv_proj" for layer in range(2))
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
+    plain = load_model(load_config(plain_folder, dtype="float32"))
+    tokens = random_tokens(20)
+    logprobs, expected = (chunked_logprobs(which, tokens, 20) for which in (model, plain))
+    assert (logprobs - expected).std() / expected.std() < 0.1
+
+
+# Sizes that blocks divide, as far as they do in the original: its latents come with 64 rotated dimensions.
+DEEPSEEK_V3 = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "config"),
+    [("qwen3_moe", "rows", {}), ("mixtral", "whole", {}), ("deepseek_v3", "blocks", DEEPSEEK_V3)],
+)
+def test_experts_in_8_bits_are_multiplied_out(
+    tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
+) -> None:
+    in_8_bits, plain = (
+        load_model(load_config(folder, dtype="float32"))
+        for folder in write_fp8_checkpoint(tmp_path, form, architecture, **config)
+    )
+    tokens = random_tokens(20)
+    assert torch.equal(chunked_logprobs(in_8_bits, tokens, 20), chunked_logprobs(plain, tokens, 20))
+
+
+QWEN3_MOE = {"moe_intermediate_size": 128}
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.parametrize(
+    ("architecture", "form", "config"),
+    [
+        ("qwen3_moe", "blocks", QWEN3_MOE),
+        ("qwen3_moe", "compressed blocks", QWEN3_MOE),
+        ("mixtral", "blocks", {"intermediate_size": 128}),
+        ("deepseek_v3", "blocks", DEEPSEEK_V3),
+    ],
+)
+def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
+    tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
+) -> None:
+    folder, plain_folder = write_fp8_checkpoint(tmp_path, form, architecture, **config)
+    kept, plain = (
+        [experts for _, experts in layers_of(Experts, load_model(load_config(which, dtype="float32")))]
+        for which in (folder, plain_folder)
+    )
+    assert len(kept) == len(plain) > 0
+    hidden = torch.randn(6, SHAPE["hidden_size"])
+    expert_ids, weights = torch.arange(6, dtype=torch.int32)[:, None], torch.rand(6, 1)
+    for narrow, wide in zip(kept, plain, strict=True):
+        assert {narrow.weights[name].data.dtype for name in ("gate_up", "down")} == {torch.float8_e4m3fn}
+        assert wide.weights["gate_up"].data.dtype == torch.float32
+        result, expected = (experts(hidden, expert_ids, weights, None) for experts in (narrow, wide))
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe", **QWEN3_MOE)
+    for _, experts in layers_of(Experts, load_model(load_config(folder, dtype="float32"))):
+        assert experts.weights["gate_up"].data.dtype == torch.float32
+    names = ", ".join(f"model.layers.{layer}.mlp.experts" for layer in range(2))
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
+
+
+@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+def test_dummy_weights_have_the_format_that_the_config_names(tmp_path: Path, form: str) -> None:
+    folder, _ = write_fp8_checkpoint(tmp_path, form)
+    model = load_model(load_config(folder, load_format="dummy", dtype="float32"))
+    kinds = {path.rpartition(".")[2]: isinstance(layer.method, Fp8Linear) for path, layer in layers_of(Linear, model)}
+    expected = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "lm_head": False}
+    assert kinds == expected
+    assert not chunked_logprobs(model, random_tokens(5), 5).isnan().any()
+
+
+def test_the_type_of_activations_is_not_that_of_the_weights(tmp_path: Path) -> None:
+    folder, _ = write_fp8_checkpoint(tmp_path, "rows")
+    edit_config(folder, dtype=None, torch_dtype=None)
+    assert load_config(folder).dtype == "float32"
+
+
+def test_a_weight_in_8_bits_without_scales_is_named(tmp_path: Path) -> None:
+    folder, _ = write_fp8_checkpoint(tmp_path, "rows")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"1 tensors of F8_E4M3 without scales: model\.layers\.0\.mlp\.down_proj"):
+        load_model(load_config(folder))
+
+
+def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_fp8_checkpoint(tmp_path, "rows")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(3, 1)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match="scales"):
+        load_model(load_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ({"quant_method": "awq"}, "awq"),
+        ({**BLOCKS, "fmt": "e5m2"}, "e5m2"),
+        ({**BLOCKS, "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+        ({**compressed_tensors("channel"), "format": "pack-quantized"}, "pack-quantized"),
+        (compressed_tensors("channel", num_bits=4), "weights of type 'float' with num_bits 4"),
+        (compressed_tensors("group"), "strategy 'group'"),
+    ],
+)
+def test_other_quantizations_are_refused_by_name(described: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read_quantization(Keys("config.json", {"quantization_config": described}))
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {**BLOCKS, "weight_block_size": "128x128"},
+        compressed_tensors("block", block_structure="128x128"),
+    ],
+)
+def test_a_size_of_blocks_that_is_a_text_is_refused_with_what_it_must_be(described: dict[str, Any]) -> None:
+    with pytest.raises(InvalidModelConfig, match=r"must be a list .* such as \[128, 128\], not the text '128x128'"):
+        read_quantization(Keys("config.json", {"quantization_config": described}))
+
+
+@pytest.mark.parametrize(
+    ("ignored", "layer", "covered"),
+    [
+        ("model.layers.0.mlp", "model.layers.0.mlp.down_proj", False),
+        ("model.layers.1", "model.layers.10.mlp.down_proj", True),
+        ("down_proj", "model.layers.3.mlp.down_proj", False),
+        (r"re:.*self_attn.*", "model.layers.3.self_attn.o_proj", False),
+        (r"re:.*self_attn.*", "model.layers.3.mlp.up_proj", True),
+        ("nothing", "lm_head", False),
+        ("nothing", "model.layers.3.mlp.gate", False),
+        ("nothing", "model.layers.3.mlp.gate_proj", True),
+    ],
+)
+def test_layers_can_be_left_as_they_are_by_name_part_or_pattern(ignored: str, layer: str, covered: bool) -> None:
+    keys = Keys("config.json", {"quantization_config": {**BLOCKS, "modules_to_not_convert": [ignored]}})
+    quantization = read_quantization(keys)
+    assert quantization is not None
+    assert quantization.covers(layer) is covered
+
+
+def test_a_cache_in_8_bits_gives_nearly_the_same(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    tokens = random_tokens(40)
+    logprobs, expected = (chunked_logprobs(model, tokens, 16) for model in (narrow, wide))
+    error = (logprobs - expected).std() / expected.std()
+    assert 0 < error < 0.1
+
+
+def test_scales_of_the_cache_keep_values_in_its_range(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn"
+        tensors[f"{name}.v_proj.weight"] *= 1000.0
+        tensors[f"{name}.o_proj.weight"] /= 1000.0
+        tensors[f"{name}.k_scale"] = torch.tensor([0.25])
+        tensors[f"{name}.v_scale"] = torch.tensor(1000.0)
+    save_file(tensors, folder / "model.safetensors")
+    wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    scale = narrow.model.layers[0].self_attn.v_scale
+    assert scale is not None
+    assert scale.data.tolist() == [1000.0]
+    assert wide.model.layers[0].self_attn.v_scale is None
+    tokens = random_tokens(40)
+    logprobs, expected = (chunked_logprobs(model, tokens, 16) for model in (narrow, wide))
+    assert (logprobs - expected).std() / expected.std() < 0.1

@@ -1,0 +1,367 @@
+"""Plans agree with engines, as far as that can be known without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from baton.cluster.contracts import Role
+from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
+from baton.cluster.planning.sizing import block_bytes
+from baton.cluster.spec import load_spec, specs_in_file
+from baton.engine.config import EngineConfig
+from baton.engine.layers.base import Layer
+from baton.engine.models import load_config, make_model
+from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
+from baton.engine.startup.weight_counts import weights_of_rank
+
+from ...helpers.checkpoints import DIFFERENCES, SHAPE
+from ...helpers.served import BATON
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+WIDER = {"hidden_size": 512, "vocab_size": 1024}  # so that biases and norms, which a plan leaves out, weigh little
+SERVED = {  # a config: the model's shapes, GPUs of a node, GB of each, nodes that it takes
+    "one_gpu": ("qwen3-8b", 1, 80, 1),
+    "one_node_tp8": ("llama-3.3-70b", 8, 80, 1),
+    "one_node_tp2": ("qwen3-32b", 8, 80, 1),
+    "prefill_decode": ("qwen3-32b", 8, 80, 3),
+    "wide_ep": ("deepseek-v3", 8, 141, 2),
+    "demo": (None, 0, 80, 1),
+    "unified": (None, 0, 80, 1),
+    "balanced": (None, 0, 80, 1),
+    "autoscaled": (None, 0, 80, 1),
+}
+
+
+class Rank(Group):
+    """A rank whose group is not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def _nobody_is_there(self, *_: Any) -> Any:
+        raise AssertionError("a model is divided without asking anyone")
+
+    all_reduce = all_gather = reduce_scatter = all_to_all = agree = close = _nobody_is_there
+
+
+def numbers_in(layer: Layer) -> int:
+    own = sum(parameter.data.numel() for _, parameter in layer.parameters())
+    return own + sum(numbers_in(child) for _, child in layer.children())
+
+
+def write_config(folder: Path, architecture: str, **keys: Any) -> str:
+    config = {**SHAPE, **DIFFERENCES[architecture], **WIDER, "architectures": [CLASSES[architecture]], **keys}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "dp_size"),
+    [
+        *((architecture, ranks, 1) for architecture in CLASSES for ranks in (1, 2)),
+        *((architecture, 1, 2) for architecture in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")),
+    ],
+)
+def test_as_many_weights_are_planned_as_a_model_has(
+    architecture: str, ranks: int, dp_size: int, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, architecture)
+    model = load_config(folder, load_format="dummy")
+    groups = ALL_ALONE if ranks == 1 else ParallelGroups(tp=Rank(1, ranks))
+    if dp_size > 1:
+        groups = ParallelGroups(dp=Rank(1, dp_size), ep=Rank(1, dp_size), spread=ExpertSpread())
+    layers = make_model(model)
+    layers.divide(groups)
+    layers.allocate("meta", torch.bfloat16)
+    config = EngineConfig(
+        model=folder, tensor_parallel_size=ranks, data_parallel_size=dp_size, enable_expert_parallel=dp_size > 1
+    )
+    planned = weights_of_rank(model, config)
+    assert planned.plain + planned.narrow == pytest.approx(numbers_in(layers), rel=0.02)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_config_that_is_shipped_would_be_served(name: str) -> None:
+    shape, gpus, memory, nodes = SERVED[name]
+    model = None if shape is None else str(CONFIGS / "models" / shape)
+    (spec,) = specs_in_file(CONFIGS / "serve" / f"{name}.yaml", model=model).values()
+    plan = make_plan(spec, Machines(gpus, memory * GB), Traffic())
+    assert plan.refusals == []
+    assert plan.notes == []
+    assert plan.num_nodes == nodes
+    assert {fleet.role for fleet in plan.fleets} == set(spec.fleets.present)
+    assert all(fleet.num_requests(plan.traffic) > 0 for fleet in plan.fleets)
+
+
+def test_no_config_that_is_shipped_is_left_out() -> None:
+    assert {file.stem for file in (CONFIGS / "serve").glob("*.yaml")} == set(SERVED)
+    assert {shape for shape, *_ in SERVED.values() if shape} == {
+        folder.name for folder in (CONFIGS / "models").iterdir() if folder.is_dir()
+    }
+
+
+def plan_of(
+    fleets: dict[str, Any], engine: dict[str, Any], machines: Machines, shape: str = "qwen3-32b", **traffic: Any
+) -> Plan:
+    args = {"model": str(CONFIGS / "models" / shape), "engine": engine, "fleets": fleets}
+    return make_plan(load_spec(args), machines, Traffic(**traffic))
+
+
+ONE_NODE = Machines(8, 80 * GB, nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("fleets", "engine", "machines", "said"),
+    [
+        ({"unified": {}}, {"tensor_parallel_size": 3}, ONE_NODE, "num_attention_heads (64)"),
+        ({"unified": {}}, {"tensor_parallel_size": 16}, ONE_NODE, "2 nodes needed, 1 given"),
+        ({"unified": {"replicas": 9}}, {}, ONE_NODE, "2 nodes needed, 1 given"),
+        ({"unified": {}}, {"device": "cuda"}, Machines(0), "a worker needs 1 GPUs, a node has 0"),
+        ({"unified": {"num_gpus": 4}}, {}, Machines(2), "a worker needs 4 GPUs, a node has 2"),
+        ({"unified": {}}, {}, Machines(8, 40 * GB), "gpu_memory_utilization: leaves no room for KV blocks"),
+        ({"unified": {}}, {"kv_cache_memory_bytes": 10**9, "max_model_len": 20000}, ONE_NODE, "kv_cache_memory_bytes"),
+        ({"unified": {}}, {"num_gpu_blocks_override": 100, "max_model_len": 2000}, ONE_NODE, "num_gpu_blocks_override"),
+        ({"unified": {}}, {"max_model_len": 50000}, ONE_NODE, "50000"),
+        ({"unified": {}}, {"enable_expert_parallel": True}, ONE_NODE, "has no experts"),
+    ],
+)
+def test_what_would_be_refused_is_said(
+    fleets: dict[str, Any], engine: dict[str, Any], machines: Machines, said: str
+) -> None:
+    (refusal,) = plan_of(fleets, engine, machines).refusals
+    assert said in refusal
+
+
+TIERS = {"host_bytes": 100 * GB, "disk_path": "/d", "disk_bytes": 1000 * GB}
+
+
+def test_tiers_and_buffers_are_counted_on_each_node_by_the_workers_that_are_there() -> None:
+    args = {
+        "model": str(CONFIGS / "models/qwen3-32b"),
+        "engine": {"tensor_parallel_size": 2},
+        "transfer": {"buffer": "host", "buffer_bytes": 10 * GB},
+        "fleets": {"prefill": {"replicas": 2, "kv_tiers": TIERS}, "decode": {}},
+    }
+    plan = make_plan(load_spec(args), Machines(4, 80 * GB), Traffic())
+    assert plan.refusals == []
+    assert [(needs.tiers, needs.buffer, needs.model, needs.disk) for needs in plan.hosts] == [
+        (400 * GB, 40 * GB, 0, 4000 * GB),
+        (0, 20 * GB, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machines", "said"),
+    [
+        (
+            Machines(8, 80 * GB, memory_bytes=300 * GB),
+            "node 0: its workers take 400.0 GB of the host's memory (400.0 GB of kv_tiers.host_bytes), it has 300",
+        ),
+        (
+            Machines(8, 80 * GB, disk_bytes=3999 * GB),
+            "node 0: its workers take 4000.0 GB of disk (kv_tiers.disk_bytes), it has 3999",
+        ),
+    ],
+)
+def test_tiers_that_a_node_does_not_hold_are_refused(machines: Machines, said: str) -> None:
+    fleets = {"unified": {"replicas": 2, "engine": {"tensor_parallel_size": 2}, "kv_tiers": TIERS}}
+    (refusal,) = plan_of(fleets, {}, machines).refusals
+    assert said in refusal
+
+
+def test_tiers_that_just_fit_are_not_refused() -> None:
+    fleets = {"unified": {"engine": {"tensor_parallel_size": 2}, "kv_tiers": TIERS}}
+    assert plan_of(fleets, {}, Machines(8, 80 * GB, memory_bytes=200 * GB, disk_bytes=2000 * GB)).refusals == []
+
+
+def test_a_model_without_a_gpu_is_in_the_hosts_memory() -> None:
+    (refusal,) = plan_of({"unified": {}}, {"device": "cpu"}, Machines(0, memory_bytes=30 * GB)).refusals
+    assert "GB of models), it has 30" in refusal
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    engine = {"data_parallel_size": 16, "enable_expert_parallel": True, "num_redundant_experts": 3}
+    (refusal,) = plan_of({"unified": {}}, engine, Machines(8, 141 * GB), shape="deepseek-v3").refusals
+    assert "num_redundant_experts" in refusal
+
+
+def test_a_context_that_does_not_fit_is_cut_where_nobody_asked_for_it() -> None:
+    plan = plan_of({"unified": {}}, {"kv_cache_memory_bytes": 10**9}, ONE_NODE)
+    assert plan.refusals == []
+    assert plan.fleets[0].max_model_len == plan.fleets[0].num_blocks * 16 < 40960
+    assert "max_model_len becomes" in plan.notes[0]
+
+
+def test_a_group_stays_on_one_node_where_it_can() -> None:
+    plan = plan_of({"unified": {"replicas": 3}}, {"tensor_parallel_size": 4}, Machines(6, 80 * GB))
+    nodes = [{rank.node for rank in plan.ranks if rank.group == group} for group in range(3)]
+    assert nodes == [{0}, {1}, {2}]
+    assert plan.notes == []
+
+
+def test_an_engine_that_spans_nodes_is_noted() -> None:
+    plan = plan_of({"unified": {}}, {"tensor_parallel_size": 8}, Machines(4, 80 * GB))
+    assert plan.num_nodes == 2
+    assert "over several nodes" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "gpus_per_node", "device", "is_noted"),
+    [
+        ("ucx", 1, "cuda", True),
+        ("nixl", 1, "cuda", False),
+        ("ucx", 8, "cuda", False),  # all engines are on one node, where CUDA IPC moves the blocks
+        ("ucx", 1, "cpu", False),
+    ],
+)
+def test_gpu_memory_that_would_go_through_tcp_is_noted(
+    transport: str, gpus_per_node: int, device: str, is_noted: bool
+) -> None:
+    fleets = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+    args = {"model": str(CONFIGS / "models" / "qwen3-8b"), "fleets": fleets, "transfer": {"transport": transport}}
+    plan = make_plan(load_spec(args | {"engine": {"device": device}}), Machines(gpus_per_node, 80 * GB), Traffic())
+    assert plan.num_nodes == (1 if gpus_per_node == 8 else 2)
+    assert any("through TCP" in note for note in plan.notes) is is_noted
+
+
+def test_engines_may_share_a_gpu() -> None:
+    plan = plan_of({"unified": {"replicas": 4, "num_gpus": 0.5}}, {}, Machines(2, 80 * GB))
+    assert plan.num_nodes == 1
+
+
+def test_ranks_are_those_that_clients_will_see() -> None:
+    fleets = {
+        "prefill": {"replicas": 2, "engine": {"tensor_parallel_size": 2}},
+        "decode": {"engine": {"data_parallel_size": 3}},
+    }
+    plan = plan_of(fleets, {}, Machines(8, 80 * GB))
+    assert [(rank.role, rank.engine_rank, rank.tp_rank) for rank in plan.ranks] == [
+        (Role.PREFILL, 0, 0),
+        (Role.PREFILL, 0, 1),
+        (Role.PREFILL, 1, 0),
+        (Role.PREFILL, 1, 1),
+        *((Role.DECODE, rank, 0) for rank in (2, 3, 4)),
+    ]
+
+
+@pytest.mark.parametrize(("decode_ranks", "copies"), [(4, 1), (8, 1), (16, 2)])
+def test_the_bandwidth_is_that_of_the_parts_that_each_rank_reads(decode_ranks: int, copies: int) -> None:
+    fleets = {"prefill": {}, "decode": {"engine": {"tensor_parallel_size": decode_ranks}}}
+    plan = plan_of(fleets, {}, Machines(8, 80 * GB), requests_per_s=10.0, prompt_tokens=1000)
+    token_bytes = 2 * 64 * 8 * 128 * 2  # keys and values, layers, heads, dimensions, bytes
+    assert plan.bandwidth is not None
+    assert plan.bandwidth.request == 1008 * token_bytes * copies  # whole blocks of 16
+    assert plan.bandwidth.total == 10 * plan.bandwidth.request
+    assert plan.bandwidth.decode_rank == plan.bandwidth.total / decode_ranks
+
+
+def test_latents_are_on_every_rank() -> None:
+    model = load_config(CONFIGS / "models/deepseek-v3", load_format="dummy")
+    assert list(block_bytes(model, 4)) == [16 * 61 * 576 * 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("engine", "gigabytes"),
+    [
+        ({"data_parallel_size": 16, "enable_expert_parallel": True}, 61.0),  # 41 of it experts
+        ({"tensor_parallel_size": 16}, 43.2),  # of each expert one block is a rank's
+    ],
+)
+def test_experts_stay_in_8_bits_where_a_rank_has_whole_blocks(engine: dict[str, Any], gigabytes: float) -> None:
+    plan = plan_of({"unified": {}}, engine, Machines(8, 141 * GB), shape="deepseek-v3")
+    assert plan.refusals == []
+    assert plan.fleets[0].weights / GB == pytest.approx(gigabytes, rel=0.02)
+
+
+def baton(*words: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BATON, *words], capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": str(columns)}
+    )
+
+
+def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_path: Path) -> None:
+    file = str(CONFIGS / "serve/wide_ep.yaml")
+    model = ["--model", str(CONFIGS / "models/deepseek-v3")]
+    done = baton("plan", file, *model, "--gpu-memory", "141")
+    assert done.returncode == 0, done.stderr
+    for word in ("8: dp 8-15, tp 0", "Gateways (hybrid): 2", "nothing is handed over"):
+        assert word in done.stdout
+    done = baton("plan", file, *model, "--gpu-memory", "80")
+    assert done.returncode == 1
+    assert "refused: unified: gpu_memory_utilization" in done.stdout
+    assert "Memory of each worker" not in done.stdout, "of a plan that has no fleet left"
+    assert "handed over" not in done.stdout, "that is not known either"
+    done = baton("plan", file)
+    assert done.returncode == 1
+    assert "/models/DeepSeek-V3" in done.stderr
+
+
+def test_what_goes_into_a_pipe_is_neither_cut_nor_wrapped() -> None:
+    done = baton("plan", str(CONFIGS / "serve/demo.yaml"), columns=40)
+    lines = done.stdout.splitlines()
+    headings = ("weights", "step (estimated)", "KV", "KV blocks", "max_model_len", "requests of an engine")
+    assert any(all(heading in line for heading in headings) for line in lines)
+    (bandwidth,) = [line for line in lines if line.startswith("At 1 request a second")]
+    assert bandwidth.endswith("to each decode worker")
+
+
+def test_what_is_taken_for_granted_of_nodes_is_said() -> None:
+    done = baton("plan", str(CONFIGS / "serve/prefill_decode.yaml"), "--model", str(CONFIGS / "models/qwen3-32b"))
+    assert done.returncode == 0, done.stderr
+    assert "8 GPUs of 80 GB, each with enough of decode_node, prefill_node" in done.stdout
+
+
+def test_check_says_what_it_could_not_check(tmp_path: Path) -> None:
+    done = baton("check", str(CONFIGS / "serve/one_gpu.yaml"))
+    assert done.returncode == 0
+    assert "not checked" in done.stdout
+    args = {"model": str(CONFIGS / "models/qwen3-8b"), "engine": {"tensor_parallel_size": 3}, "fleets": {"unified": {}}}
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump(args))
+    done = baton("check", str(file))
+    assert done.returncode == 1
+    assert "num_attention_heads (32)" in done.stderr
+
+
+ON_PREMISES = [file for file in sorted((CONFIGS / "ray").glob("*.yaml")) if "type: local" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", ON_PREMISES, ids=lambda file: file.stem)
+def test_ray_takes_its_cluster_files(file: Path) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    text = file.read_text()
+    validate_config(prepare_config(yaml.safe_load(text)))
+    assert f"ray up configs/ray/{file.name}" in text
+    served = [name for name in SERVED if f"configs/serve/{name}.yaml" in text]
+    assert served, "it says what to deploy on it"
+    _, gpus, _, nodes = SERVED[served[0]]
+    config = yaml.safe_load(text)
+    assert 1 + config["max_workers"] == nodes
+    assert (f"--num-gpus={gpus}" in text) == (gpus > 0)
+    for resource in ("prefill_node", "decode_node"):
+        asked = any(resource in (CONFIGS / "serve" / f"{name}.yaml").read_text() for name in served)
+        assert (resource in text) == asked

@@ -1,0 +1,154 @@
+"""A damaged model folder: `baton check` and `baton serve` say what is wrong with it, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from baton.cluster.cli import serve
+from baton.cluster.cli.main import app
+
+DEMO = Path(__file__).parents[3] / "configs/demo/model"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LAST, NORM = "model-00002-of-00002.safetensors", "model.norm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write the demo model in two files, with an index."""
+    copy = tmp_path / "model"
+    shutil.copytree(DEMO, copy)
+    tensors = load_file(copy / WEIGHTS)
+    (copy / WEIGHTS).unlink()
+    names = sorted(tensors)
+    index = {}
+    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, copy / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (copy / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return copy
+
+
+def application(folder: Path, engine: str = "{}") -> Path:
+    file = folder.parent / "application.yaml"
+    file.write_text(f"model: {folder}\nfleets: {{unified: {{}}}}\nengine: {engine}\n")
+    return file
+
+
+def baton(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def cut_off(file: Path, size: int) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+
+
+def link_nowhere(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("../../blobs/0a1b2c")
+
+
+def without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / LAST)
+    del tensors[NORM]
+    save_file(tensors, folder / LAST)
+
+
+def without_index(folder: Path, name: str) -> None:
+    (folder / INDEX).unlink()
+    (folder / name).unlink()
+
+
+def as_bin(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+
+
+NOWHERE = "(a link to ../../blobs/0a1b2c, where nothing is)"
+AGAIN = "hf download NAME --local-dir FOLDER"
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a tensor is missing": (without_a_tensor, ["1 missing: ", f"{NORM} (of {LAST})", AGAIN]),
+    "a file is missing": (lambda folder: (folder / LAST).unlink(), [INDEX, LAST, AGAIN]),
+    "a file of several is missing": (lambda folder: without_index(folder, LAST), ["not there: ", LAST, AGAIN]),
+    "a file is cut off": (lambda folder: cut_off(folder / LAST, 100_000), [LAST, "is cut off: tensor", AGAIN]),
+    "a header is cut off": (lambda folder: cut_off(folder / LAST, 100), [LAST, "cut off in its header", AGAIN]),
+    "a file is empty": (lambda folder: cut_off(folder / LAST, 0), [LAST, "(0 bytes)", AGAIN]),
+    "a link leads nowhere": (lambda folder: link_nowhere(folder / LAST), [LAST, NOWHERE, AGAIN]),
+    "the index's link leads nowhere": (lambda folder: link_nowhere(folder / INDEX), [INDEX, NOWHERE, AGAIN]),
+    "the config's link leads nowhere": (lambda folder: link_nowhere(folder / "config.json"), ["config.json", NOWHERE]),
+    "the weights are of another kind": (as_bin, ["pytorch_model.bin", "convert it to safetensors"]),
+    "there is no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["holds no tokenizer.json", AGAIN]),
+    "the tokenizer's link leads nowhere": (
+        lambda folder: link_nowhere(folder / "tokenizer.json"),
+        ["tokenizer.json", NOWHERE, AGAIN],
+    ),
+    "the chat template's link leads nowhere": (
+        lambda folder: link_nowhere(folder / "tokenizer_config.json"),
+        ["tokenizer_config.json", NOWHERE, AGAIN],
+    ),
+    "the tokenizer is cut off": (lambda folder: cut_off(folder / "tokenizer.json", 1000), ["is not a tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damage_is_told_before_anything_starts(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(serve, "run", lambda *given: started.append(given) or 0)
+    do, told = DAMAGES[damage]
+    do(folder)
+    file = application(folder)
+    checked, served = baton("check", file), baton("serve", "--config", file)
+    assert (checked.exit_code, served.exit_code, started) == (1, 2, [])
+    for output in (checked.output, served.output):
+        flat = " ".join(output.replace("│", " ").split())
+        assert all(words in flat for words in told), flat
+        assert "Traceback" not in output
+
+
+def test_a_whole_folder_is_fine_and_no_tensor_of_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(serve, "run", lambda *given: started.append(given) or 0)
+    for file in folder.glob("*.safetensors"):
+        header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        size = file.stat().st_size
+        cut_off(file, header_bytes)
+        cut_off(file, size)  # zeros, where weights were
+    done = baton("check", application(folder))
+    assert (done.exit_code, "is fine" in done.output) == (0, True), done.output
+    assert baton("serve", "--config", application(folder)).exit_code == 0
+    assert len(started) == 1
+
+
+def test_dummy_weights_need_none(folder: Path) -> None:
+    as_bin(folder)
+    assert baton("check", application(folder, "{load_format: dummy}")).exit_code == 0
+
+
+def test_two_problems_are_told_at_once(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    without_a_tensor(folder)
+    output = baton("check", application(folder)).output
+    assert NORM in output
+    assert "tokenizer.json" in output
+
+
+def test_a_folder_without_weights_is_enough_to_check_the_rest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    done = baton("check", application(folder))
+    assert done.exit_code == 0
+    assert "not checked: the weights and the tokenizer of" in " ".join(done.output.split())
+    monkeypatch.setattr(serve, "run", lambda *given: pytest.fail("it starts"))
+    served = baton("serve", "--config", application(folder))
+    assert served.exit_code == 2
+    assert "no *.safetensors files" in " ".join(served.output.replace("│", " ").split())

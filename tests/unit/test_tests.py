@@ -1,0 +1,57 @@
+"""Tests lie where README.md says, and share code by importing it relatively."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .. import ROOT
+
+TESTS = ROOT / "tests"
+FILES = sorted(TESTS.rglob("*.py"))
+# What the files of a folder may import besides its own. Hosts carry whole clusters, and chaos hurts these.
+SEEN_BY = {
+    "helpers": set[str](),
+    "unit": {"helpers"},
+    "sockets": {"helpers"},
+    "cluster": {"helpers"},
+    "hosts": {"helpers"},
+    "chaos": {"helpers", "hosts"},
+}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the full name of each module that the file imports, and of each name that it takes from one."""
+    package = file.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_every_folder_is_a_package() -> None:
+    assert [file for file in FILES if not (file.parent / "__init__.py").exists()] == []
+
+
+def test_the_folders_are_those_that_the_page_describes() -> None:
+    assert {file.relative_to(TESTS).parts[0] for file in FILES if file.parent != TESTS} == set(SEEN_BY)
+    page = (TESTS / "README.md").read_text()
+    assert [folder for folder in SEEN_BY if f"`{folder}/`" not in page] == []
+
+
+@pytest.mark.parametrize("folder", SEEN_BY)
+def test_a_folder_imports_no_test_and_only_what_it_may_see(folder: str) -> None:
+    seen = {"ROOT", folder, *SEEN_BY[folder]}
+    names = [(str(file), name) for file in (TESTS / folder).rglob("*.py") for name in imported(file)]
+    ours = [(file, name.split(".")[1:]) for file, name in names if name.startswith("tests.")]
+    assert [(file, parts) for file, parts in ours if parts[0] not in seen] == []
+    assert [(file, parts) for file, parts in ours if any(part.startswith("test_") for part in parts)] == []
+
+
+def test_no_file_changes_the_path_of_modules() -> None:
+    changed = "sys" + ".path"
+    assert [str(file) for file in FILES if changed in file.read_text()] == []
