@@ -21,8 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import is_ipv6_url
-from baton.engine.net.sockets import enable_heartbeat
+from baton.engine.net.sockets import enable_heartbeat, is_ipv6_url
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks

@@ -20,19 +20,19 @@ from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer,
 from baton.engine.core.layout import KVRegion
 from baton.engine.net.curve import ClusterKey
 
+from .channel import Channel, ZmqChannel
 from .errors import RankLost, TransferThreadDied, TransportError
 from .group.rank_reader import RankReader
 from .group.rpc import GroupSocket
 from .group.tp_read_group import TpReadGroup, gather
 from .handoff.coordinator import HandoffCoordinator
 from .lease_clock import ahead_of_monotonic_s, lease_now
-from .net.channel import Channel, ZmqChannel
 from .protocol.messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
 from .protocol.stats import TransferStats
 from .settings import PeerInfo, TransferSettings
 from .threads import ChannelThread
 from .transports import Transport
-from .transports.factory import START_TIMEOUT_S, open_transport
+from .transports.fastest import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from .channel import ZmqChannel
 from .errors import TransportError
-from .net.channel import ZmqChannel
 
 Work = Callable[[Callable[[], None]], None]
 

@@ -26,7 +26,7 @@ import msgspec
 
 from baton.cluster.disks import full_disks
 from baton.cluster.spec import REPLICA_CPUS, FleetSpec
-from baton.engine.net.endpoints import endpoint
+from baton.engine.net.sockets import endpoint
 
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
 from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacity

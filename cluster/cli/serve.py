@@ -19,7 +19,7 @@ from baton.cluster.contracts import LoadBalancing
 from baton.cluster.disks import full_disks
 from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
-from baton.engine.net.endpoints import socket_family
+from baton.engine.net.sockets import socket_family
 
 from .cli_common import fail, say_error
 from .http_client import print_ranks

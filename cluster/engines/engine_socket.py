@@ -24,8 +24,7 @@ import zmq
 
 from baton.cluster.wire import ClientMessage, Codec, EngineMessage, RequestName, Submit, WireError
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import endpoint, is_ipv6
-from baton.engine.net.sockets import enable_heartbeat
+from baton.engine.net.sockets import enable_heartbeat, endpoint, is_ipv6
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from baton.cluster.wire import Status
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.protocol.receive_table import ReceiveOutcome
+from baton.kv_transfer.protocol.receive import ReceiveOutcome
 from baton.kv_transfer.protocol.stats import TransferStats
 from baton.kv_transfer.tiers.tier_index import Loss
 

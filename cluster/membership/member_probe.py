@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from baton.engine.net.endpoints import endpoint, is_ipv6
+from baton.engine.net.sockets import endpoint, is_ipv6
 
 SUSPECT_AFTER_S = 3.0  # two heartbeats are missing
 MISSED_AFTER_S = 6.0  # a member that was silent for so long, and does not answer, is gone

@@ -1,4 +1,4 @@
-"""Layers, their parameters, and the slots that checkpoint tensors go into.
+"""Layers, the rows that they are given, their parameters, and the slots that checkpoint tensors go into.
 
     checkpoint tensor ──name──> Slot ──share, rows──> Parameter of a Layer ──finish()──> what the kernels read
 
@@ -6,7 +6,8 @@ A layer's attribute path is its name in the checkpoint (`model.layers.0.self_att
 checkpoint tensors share one parameter (q, k and v in one matrix), the layer says so by offering several slots.
 
 Models are made whole, and know nothing of ranks. `divide` then makes of each layer what one rank holds of it, before
-memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor.
+memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor. Mixtures must know
+whose rows they are given: experts may serve other ranks' rows.
 
 Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls. Importing this
 module loads no torch, as model files begin with it.
@@ -284,3 +285,28 @@ class StackSlot(Slot):
 
     def _place_item(self, target: Tensor, item: Tensor) -> None:
         target.copy_(item)
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """The number of rows that each data-parallel rank has in a step that all run together, in rank order."""
+
+    tokens: tuple[int, ...]
+    wanted: tuple[int, ...]  # behind the attention of the last layer
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of hidden states [T, hidden_size] that go through a feed-forward layer."""
+
+    slots: Tensor  # int64 [T]: where each token's KV went; -1 marks padding
+    of_ranks: tuple[int, ...] | None = None  # of each data-parallel rank; None: as many as here
+
+
+def rows_at(x: Tensor, wanted: Tensor) -> Tensor:
+    """Return x[wanted] of x [T] or [T, N] and indices [R] int64. On a CPU it is a call that can be recorded."""
+    if not x.is_cpu:
+        return x[wanted]
+    from baton.kernels.embedding import embedding
+
+    return embedding(wanted, x) if x.dim() == 2 else embedding(wanted, x.unsqueeze(1)).squeeze(1)

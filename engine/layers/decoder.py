@@ -15,13 +15,12 @@ from baton.kernels.activation import soft_cap
 from baton.kernels.attention import AttentionBatch
 
 from .attention import CosSin, LayerContext, SelfAttention
-from .base import Layer
+from .base import Layer, RankRows
 from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
-from .rows import RankRows
 
 
 class Decoder(Layer):

@@ -9,8 +9,7 @@ import abc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .base import Layer
-from .rows import TokenRows, rows_at
+from .base import Layer, TokenRows, rows_at
 
 if TYPE_CHECKING:
     from torch import Tensor

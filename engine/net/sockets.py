@@ -1,4 +1,6 @@
-"""Options that all ZeroMQ sockets between engines and gateways share: limits, and heartbeats.
+"""Sockets between processes: their endpoints, and what all ZeroMQ sockets share: limits, and heartbeats.
+
+An endpoint is host:port. An IPv6 address stands in brackets, as in URLs (RFC 3986).
 
 A machine or a link that is lost closes no connection. So both ends send pings, which libzmq's own thread answers
 however busy Python is in that process. A connection over which nothing has come for `silence_s` is ended, as if the
@@ -7,6 +9,7 @@ other end had closed it.
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import zmq
@@ -24,3 +27,32 @@ def enable_heartbeat(socket: zmq.Socket[Any], silence_s: float) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, ping_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms - ping_ms)  # libzmq counts from an unanswered ping on
     socket.setsockopt(zmq.TCP_MAXRT, silence_ms)  # where so much is unsent that no ping goes out any more
+
+
+def is_ipv6(host: str) -> bool:
+    """Return whether a host is an IPv6 address, rather than one of IPv4 or a name."""
+    return ":" in host
+
+
+def socket_family(host: str) -> socket.AddressFamily:
+    """Return the family of a socket that is bound at `host`."""
+    return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """Return `10.0.0.1:80` or `[::1]:80`; the port may be a wildcard."""
+    return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
+
+
+def split_endpoint(given: str) -> tuple[str, int]:
+    """Invert `endpoint`. Raises `ValueError`."""
+    host, _, port = given.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or not (port.isascii() and port.isdigit()) or host != endpoint(bare, port).rpartition(":")[0]:
+        raise ValueError(f"{given!r} is no host:port, such as 10.0.0.1:80 or [fd00::1]:80")
+    return bare, int(port)
+
+
+def is_ipv6_url(url: str) -> bool:
+    """Return whether the host of `scheme://host:port` is an IPv6 address."""
+    return url.partition("://")[2].startswith("[")

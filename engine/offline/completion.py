@@ -1,14 +1,25 @@
-"""Makes one continuation, as users see it, out of what the engine says token by token."""
+"""Makes one continuation, as users see it, out of what the engine says token by token.
+
+A bar shows how many prompts are finished, and how fast tokens come in and go out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..core.logprobs import TokenLogprobs
 from ..core.messages import EngineOutput
 from ..core.sampling import SamplingParams
 from ..text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+UPDATE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -98,3 +109,44 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int,
     for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
         found.setdefault(token, Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer is not None else None))
     return found
+
+
+class PromptsBar:
+    """Counts every token, and tells the bar a few times a second: an update takes longer than a token's bookkeeping."""
+
+    def __init__(self, progress: Progress, num_prompts: int) -> None:
+        self._progress = progress
+        self._num_prompts = num_prompts
+        self._task = progress.add_task("prompts", total=num_prompts, speed="")
+        self._start = self._told = time.perf_counter()
+        self._tokens_in = self._tokens_out = self._finished = 0
+
+    def advance(self, num_tokens: int, output: RequestOutput) -> None:
+        """So many tokens of a prompt's output are there."""
+        self._tokens_out += num_tokens
+        if output.finished:
+            self._finished += 1
+            self._tokens_in += len(output.prompt_token_ids)
+        now = time.perf_counter()
+        if now - self._told < UPDATE_S and self._finished < self._num_prompts:
+            return
+        self._told, elapsed = now, now - self._start
+        speed = f"{self._tokens_in / elapsed:.0f} tokens/s in, {self._tokens_out / elapsed:.0f} out"
+        self._progress.update(self._task, completed=self._finished, speed=speed)
+
+
+@contextmanager
+def prompts_bar(num_prompts: int) -> Iterator[PromptsBar]:
+    """Drawn on stderr, from the beginning to the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield PromptsBar(progress, num_prompts)

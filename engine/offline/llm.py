@@ -28,10 +28,9 @@ from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
 from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
 from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
-from .completion import Continuation, RequestOutput, logprob_dict
+from .completion import Continuation, PromptsBar, RequestOutput, logprob_dict, prompts_bar
 from .local_members import LocalMembers
 from .prompts import InvalidPrompt, Messages, Prompt, PromptReader, ReadPrompt, as_conversations, as_list
-from .prompts_bar import PromptsBar, prompts_bar
 from .spread import OfflineCore
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from ..net.endpoints import endpoint, is_ipv6, is_ipv6_url
+from ..net.sockets import endpoint, is_ipv6, is_ipv6_url
 from .groups import GroupFailed, ParallelGroups
 from .member import Member
 from .rendezvous import RendezvousClient

@@ -1,23 +1,38 @@
-"""A member's ties to its group: where it meets the others, the groups, and the way of the plans."""
+"""A member's ties to its group: where it meets the others, the groups, the way of the plans, and wakes.
+
+Of data-parallel ranks, one that gets work wakes the others, over a mesh of the ranks that schedule:
+
+    dp 0 ── wave 7 ──> dp 1, dp 2, ...
+
+When one goes, the groups are closed, so that nobody waits for it. What a GPU has computed from then on means nothing,
+and is not handed out (`WatchedRunner`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ..core.lockstep import Lockstep
-from ..core.step import Runner
+from ..core.step import PendingStep, Runner, StepPlan, StepResult
 from .collectives import connect_groups
-from .dp_wake import DPWake, WatchedRunner
 from .groups import ALL_ALONE, CollectiveFailed, ExpertSpread, GroupFailed, ParallelGroups
 from .member import Member
+from .mesh import Mesh
 from .plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from .rendezvous import RendezvousClient
 
 _PATIENCE_S = 2.0  # for the reason of a failure to arrive, behind the failure
+
+logger = logging.getLogger(__name__)
+_WAVE = struct.Struct("<q")
 
 
 class RankGroup:
@@ -128,3 +143,64 @@ class RankGroup:
 
 def _wake_nobody(wave: int) -> None:
     """There is one data-parallel rank."""
+
+
+class DPWake:
+    """One rank's end. `wake_others` is for one thread; wakes arrive on a thread of its own."""
+
+    def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
+        """Returns when all ranks are connected. Raises `GroupFailed`."""
+        others = [rank for rank in member.dp_ranks if rank != member.rank]
+        self._mesh = Mesh("waves", member, rendezvous, groups, others)
+        self._thread: threading.Thread | None = None
+
+    def listen(self, on_wake: Callable[[int], None]) -> None:
+        """Have `on_wake` called with the waves that others begin, from now on."""
+        self._thread = threading.Thread(target=self._run, args=(on_wake,), name="baton-dp-wake", daemon=True)
+        self._thread.start()
+
+    def wake_others(self, wave: int) -> None:
+        """Returns at once. Raises `GroupFailed` where a rank has gone."""
+        self._mesh.send(_WAVE.pack(wave))
+
+    def check(self) -> None:
+        """Raises `GroupFailed` where a rank has gone."""
+        self._mesh.check()
+
+    def close(self, *, well: bool = True) -> None:
+        """Tells the others that this rank ends, or, where it does not end well, nothing: they see it. Once will do."""
+        self._mesh.close(well=well, receiver=self._thread)
+
+    def _run(self, on_wake: Callable[[int], None]) -> None:
+        with contextlib.suppress(GroupFailed):  # which the next step tells
+            while (message := self._mesh.receive()) is not None:
+                if len(message) == _WAVE.size:
+                    on_wake(*_WAVE.unpack(message))
+                else:
+                    logger.warning("%d bytes that are no wave were dropped", len(message))
+
+
+class WatchedRunner:
+    """A runner that gives no results once another data-parallel rank has gone. Implements `core.step.Runner`.
+
+    A step that waited for that rank has come back all the same, when the groups were closed.
+    """
+
+    def __init__(self, runner: Runner, dp_wake: DPWake) -> None:
+        self._runner = runner
+        self._dp_wake = dp_wake
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return _WatchedStep(self._runner.launch(plan), self._dp_wake)
+
+
+class _WatchedStep:
+    def __init__(self, step: PendingStep, dp_wake: DPWake) -> None:
+        self._step = step
+        self._dp_wake = dp_wake
+
+    def result(self) -> StepResult:
+        """Raises `GroupFailed` where a rank went during the step."""
+        result = self._step.result()
+        self._dp_wake.check()
+        return result

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..net.endpoints import endpoint, split_endpoint
+from ..net.sockets import endpoint, split_endpoint
 from .groups import GroupFailed
 
 ANSWER_S = 10.0

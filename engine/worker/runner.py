@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
-from ..layers.rows import RankRows
+from ..layers.base import RankRows
 from .backends import Backend, CapturedSteps, Model, StepParts
 from .inputs import Batch, CurrentBatch, InputBuffers
 from .outputs import FinishedStep, StepOutputs

@@ -17,13 +17,13 @@ import msgspec
 from baton.engine.core.layout import KVRegion
 from baton.engine.net.curve import ClusterKey
 
+from ..channel import Channel, Route
 from ..codec import MAX_REASON_CHARS
 from ..errors import TransferError
-from ..net.channel import Channel, Route
 from ..pacing import POLL_IDLE_S, pause_s
 from ..settings import TransferSettings
 from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
-from ..transports.factory import START_TIMEOUT_S, open_transport
+from ..transports.fastest import START_TIMEOUT_S, open_transport
 from .rank_reader import RankReader
 from .read_messages import (
     READS,

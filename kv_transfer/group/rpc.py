@@ -25,9 +25,9 @@ from msgspec import Meta
 from baton.engine.net.curve import ClusterKey
 
 from .. import codec
+from ..channel import Channel, Route, ZmqChannel
 from ..codec import MAX_REASON_CHARS, Name, Reason
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..net.channel import Channel, Route, ZmqChannel
 from ..threads import ChannelThread
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.layout import UnevenHeads
 
+from ..channel import Channel
 from ..errors import TransportError
-from ..net.channel import Channel
 from ..protocol.messages import MAX_METADATA_BYTES
 from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState
 from .rank_reader import RankMemory, RankReader, group_metadata, worst

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.engine.core.connector import BlocksReleased, ConnectorEvent, ReceiveFailed, TransferId
 
+from ..channel import Channel, Route
 from ..errors import MalformedMessage, TransportError
 from ..group.tp_read_group import TpReadGroup
 from ..lease_clock import Standstill
-from ..net.channel import Channel, Route
 from ..pacing import POLL_IDLE_S, pause_s
 from ..protocol.leases import LeaseTable
 from ..protocol.messages import (
@@ -41,7 +41,7 @@ from ..protocol.messages import (
     Ticket,
     Withdrawn,
 )
-from ..protocol.receive_table import ReceiveOutcome
+from ..protocol.receive import ReceiveOutcome
 from ..protocol.receives import ReceiveTable
 from ..protocol.stats import TransferStats
 from ..settings import PeerInfo, TransferSettings

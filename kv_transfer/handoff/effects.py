@@ -13,7 +13,7 @@ from baton.engine.core.connector import (
     TransferId,
 )
 
-from ..protocol.actions import Action, CompareDigests, Emit, ReadBlocks, SendToHolder, SendToReader, StopReading
+from ..protocol.messages import Action, CompareDigests, Emit, ReadBlocks, SendToHolder, SendToReader, StopReading
 from ..protocol.receive import Receive
 from ..protocol.receives import ReceiveTable
 from .digest_check import DigestCheck

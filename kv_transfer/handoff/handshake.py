@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ..channel import Route
 from ..errors import MalformedMessage
 from ..group.tp_read_group import TpReadGroup
-from ..net.channel import Route
 from ..protocol.messages import DigestMode, EngineKey, HandshakeAccepted, HandshakeRefused, HandshakeRequest, Ticket
 from .message_router import MessageRouter
 

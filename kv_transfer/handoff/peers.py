@@ -16,9 +16,9 @@ import enum
 import logging
 from collections.abc import Callable, Collection, Container
 
+from ..channel import Channel, Route
 from ..errors import TransferError, TransportError
 from ..group.tp_read_group import TpReadGroup
-from ..net.channel import Channel, Route
 from ..protocol.messages import EngineKey, HandshakeAccepted, HandshakeRefused, encode
 from ..protocol.stats import PeerLane
 from ..settings import PeerInfo

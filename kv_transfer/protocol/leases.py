@@ -23,15 +23,16 @@ import enum
 
 from baton.engine.core.connector import OfferEnded, OfferOutcome, TransferId
 
-from .actions import Action, Emit, SendToReader
 from .messages import (
     DIGEST_BLOCKS,
     MAX_DIGESTS_BYTES,
     AbortRead,
+    Action,
     AskDigests,
     Claim,
     ClaimRefused,
     Digests,
+    Emit,
     EngineKey,
     Finish,
     FromHolder,
@@ -41,6 +42,7 @@ from .messages import (
     LeaseKey,
     ReaderKey,
     Renew,
+    SendToReader,
     Withdrawn,
 )
 

@@ -21,24 +21,28 @@ from collections.abc import Iterable, Sequence
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed, TransferId
 
-from .actions import Action, CompareDigests, Emit, ReadBlocks, SendToHolder, StopReading
 from .messages import (
     AbortRead,
+    Action,
     AskDigests,
     ClaimRefused,
+    CompareDigests,
     DigestMode,
     Digests,
+    Emit,
     EngineKey,
     Finish,
     FromHolder,
     Granted,
     Grown,
+    ReadBlocks,
     ReaderKey,
+    SendToHolder,
+    StopReading,
     Ticket,
     Withdrawn,
 )
-from .receive import Receive, ReceiveTimeouts
-from .receive_table import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveOutcome, ReceiveState
+from .receive import RECEIVE_TABLE, Reaction, Receive, ReceiveEvent, ReceiveOutcome, ReceiveState, ReceiveTimeouts
 
 
 class ReceiveTable:

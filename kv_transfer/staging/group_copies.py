@@ -21,14 +21,13 @@ from baton.engine.core.layout import KVRegion
 from baton.engine.net.curve import ClusterKey
 
 from ..affinity import pin_thread
-from ..block_copies import BlockCopier, SlotPair, open_block_copier
+from ..block_copies import BlockCopier, HostMemory, SlotPair, open_block_copier
+from ..channel import Channel, Route
 from ..codec import Id
 from ..errors import MalformedMessage, NotRegistrable, TransportError
 from ..group.read_member import join_tp_read_group
 from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from ..group.tp_copy_group import TpCopyGroup
-from ..host_memory import HostMemory
-from ..net.channel import Channel, Route
 from ..settings import TransferSettings
 
 MAX_PAIRS = 1024  # of one order: at most 20 KB

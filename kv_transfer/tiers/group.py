@@ -23,13 +23,13 @@ from baton.engine.core.tiers import Tier
 from baton.engine.net.curve import ClusterKey
 
 from ..affinity import pin_thread
+from ..channel import Channel, Route
 from ..codec import MAX_REASON_CHARS, Id, Reason
 from ..errors import MalformedMessage, RankLost, TransportError
 from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from ..group.tp_copy_group import TpCopyGroup
-from ..net.channel import Channel, Route
+from ..settings import TierSettings
 from .disk_files import FileOwner
-from .settings import TierSettings
 from .tier_index import Loss, Move
 from .worker import Losses, TierWorker, take_disk_space
 

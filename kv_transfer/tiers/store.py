@@ -25,10 +25,10 @@ from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierRea
 from ..affinity import pin_thread
 from ..errors import RankLost, TransferError
 from ..group.rpc import GroupSocket
+from ..settings import SAVE_S, TierSettings
 from ..threads import OwnerThread
 from .disk_files import TierRefused
 from .group import TierGroup
-from .settings import SAVE_S, TierSettings
 from .tier_index import IndexedTiers, Loss, Move, TierIndex
 from .worker import Losses, TierMover, TierWorker, take_disk_space
 

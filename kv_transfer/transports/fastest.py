@@ -7,6 +7,7 @@
     read:     over the faster ──fails──> over the other, once, counted ──fails──> FAILED
 
 The name is the network's: both ends must have that in common, and either may lack the direct way.
+`open_transport` makes all of it as the settings say.
 """
 
 from __future__ import annotations
@@ -20,13 +21,22 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.engine.core.layout import KVRegion
+
 from .. import codec
-from ..errors import TransportError
+from ..affinity import pin_thread
+from ..errors import NotRegistrable, TransportError
+from ..pacing import sleep_precisely
+from ..settings import TransferSettings
 from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
+from .cuda_ipc import CudaIpcTransport
+from .nixl import NixlTransport
+from .ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
 
 SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand bring ten times as much: below it, GPU memory travels through TCP
+START_TIMEOUT_S = 60.0
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -220,3 +230,35 @@ def _shown(way: _Way) -> str:
     if way.state is not PeerState.CONNECTED:
         return "does not work"
     return f"{way.rate / 1e9:.1f} GB/s" if way.rate else "not measured"
+
+
+def open_transport(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
+    """Open a transport for the calling thread, pin that thread to CPUs, and make it wake up on time.
+
+    Raises `TransportError` where the region cannot be registered.
+    """
+    pin_thread(settings.cpu_affinity, region.device)
+    sleep_precisely()
+    network = _network(settings, region, agent_name)
+    direct = _direct(region, agent_name)
+    return FastestTransport(network, direct, agent_name, on_gpu=region.device != "cpu")
+
+
+def _network(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
+    match settings.transport:
+        case "nixl":
+            return NixlTransport(region, agent_name, settings.backends)
+        case "ucx":
+            return UcxTransport(region, agent_name)
+    raise TransportError(f"no transport {settings.transport!r}; there are: nixl, ucx")
+
+
+def _direct(region: KVRegion, agent_name: str) -> Transport | None:
+    """Return the way between GPUs of one machine; None for memory that cannot be shared so, which is said once."""
+    if region.device == "cpu":
+        return None
+    try:
+        return CudaIpcTransport(region, agent_name)
+    except NotRegistrable as error:
+        logger.warning("peers on this machine will read these blocks over the network: %s", error)
+        return None

@@ -29,11 +29,10 @@ from ..routing.prefix_index import engine_key
 from ..routing.router import RoutingQuery
 from .attempt import Attempt, Deadline
 from .context import ServingContext
-from .engine_selector import EngineSelector, Selection
+from .engine_selector import EngineSelector, Selection, ServedPath
 from .retry_policy import RETRY_POLICY, AttemptHistory, Blame, Failure
 from .sequence_attempts import SequenceAttempts
 from .sequence_table import SEQUENCE_TABLE, Effect, SequenceEvent, SequenceState
-from .served_path import ServedPath
 from .timeline import Stamp, Timeline
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.moe.weights import ExpertWeights
+from baton.kernels.moe.experts import ExpertWeights
 
 from . import gemv, grouped_gemm
 from .alignment import align

@@ -28,13 +28,12 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-from .. import row_format
-from ..batch import GREEDY_BELOW, NO_TOKEN
+from ..batch import GREEDY_BELOW, NO_TOKEN, ROW_WORDS, SEED_HIGH, SEED_LOW, TEMPERATURE
 from .numerics import GREATEST_NOISE, GROUP, LANES, gumbel, ordered, philox, unordered, word_of
 
-_ROW_WORDS = tl.constexpr(row_format.ROW_WORDS)
-_TEMPERATURE = tl.constexpr(row_format.TEMPERATURE)
-_SEED_LOW, _SEED_HIGH = tl.constexpr(row_format.SEED_LOW), tl.constexpr(row_format.SEED_HIGH)
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+_TEMPERATURE = tl.constexpr(TEMPERATURE)
+_SEED_LOW, _SEED_HIGH = tl.constexpr(SEED_LOW), tl.constexpr(SEED_HIGH)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NONE = tl.constexpr(-math.inf)

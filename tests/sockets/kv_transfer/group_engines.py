@@ -19,10 +19,10 @@ from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.staging.group_copies import follow_connector
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
 from baton.kv_transfer.tiers.group import follow_tiers
-from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ...helpers.process_context import FORKING

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 import pytest
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import split_endpoint
+from baton.engine.net.sockets import split_endpoint
+from baton.kv_transfer import channel as channels_of_zmq
+from baton.kv_transfer.channel import MAX_MESSAGE_BYTES, Route, ZmqChannel
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.net import channel as channels_of_zmq
-from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES, Route, ZmqChannel
 
 from ...helpers.foreign_peers import GARBAGE, say
 from ...helpers.ipv6 import needs_ipv6

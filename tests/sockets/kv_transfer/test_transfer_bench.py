@@ -9,7 +9,7 @@ import pytest
 from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import TransferCase, measure, table
 from baton.kv_transfer.bench.stages import HandoffStage, StampedChannel, Stamps
-from baton.kv_transfer.net.channel import Route
+from baton.kv_transfer.channel import Route
 from baton.kv_transfer.protocol.messages import Claim, EngineKey, LeaseKey, ReaderKey, encode
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")

@@ -16,8 +16,7 @@ import pytest
 from baton.engine.core.step import Runner, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups
-from baton.engine.parallel.dp_wake import DPWake
-from baton.engine.parallel.rank_group import RankGroup
+from baton.engine.parallel.rank_group import DPWake, RankGroup
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 from ...helpers.thread_groups import Closing, run_threads

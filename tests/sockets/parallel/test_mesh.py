@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import split_endpoint
+from baton.engine.net.sockets import split_endpoint
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups, mesh
 from baton.engine.parallel.mesh import Mesh, connect
 from baton.engine.parallel.rank_group import RankGroup

@@ -20,11 +20,9 @@ from baton.kv_transfer.group.read_member import ReadServant
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff.peers import Peers
 from baton.kv_transfer.handoff.reads import BlockReads
-from baton.kv_transfer.protocol.actions import Emit
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseState, LeaseTable
-from baton.kv_transfer.protocol.messages import DigestMode
-from baton.kv_transfer.protocol.receive import Receive
-from baton.kv_transfer.protocol.receive_table import ReceiveOutcome, ReceiveState
+from baton.kv_transfer.protocol.messages import DigestMode, Emit
+from baton.kv_transfer.protocol.receive import Receive, ReceiveOutcome, ReceiveState
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
 from ...helpers.fake_transport import TransportFaults

@@ -19,7 +19,7 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import TierStats
 from baton.engine.startup.build import Engine, build_engine
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ....helpers.checkpoints import write_checkpoint

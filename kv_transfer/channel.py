@@ -4,8 +4,9 @@
     other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`group/rpc.py`)
 
 Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
-connection breaks: the state machines ask again. One over which nothing comes any more breaks, too (`silence.py`). A
-peer that restarts at the same address gets a new connection (its `kv_address` may be the same, its epoch is not).
+connection breaks: the state machines ask again. One over which nothing comes any more breaks, too
+(`enable_heartbeat`). A peer that restarts at the same address gets a new connection (its `kv_address` may be the same,
+its epoch is not).
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from typing import Protocol
 import zmq
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import endpoint, is_ipv6, is_ipv6_url
-from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S, enable_heartbeat
+from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S, enable_heartbeat, endpoint, is_ipv6, is_ipv6_url
 
-from ..errors import TransportError
+from .errors import TransportError
 
 Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
 
