@@ -265,7 +265,7 @@ class EngineClient(Protocol):
         """Return sums over all engines, including engines that have left."""
         ...
 
-    def heard_s(self, engine: EngineRecord) -> float:
+    def last_message_s(self, engine: EngineRecord) -> float:
         """Return when the engine's newest message came, on `time.monotonic`'s clock; 0 if none ever did."""
         ...
 

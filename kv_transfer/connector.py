@@ -2,7 +2,7 @@
 
 step loop ──calls──> queue ──> transfer thread: sockets, transport, state machines  ──events──> poll()
                                   │                                                └──> wake()
-                                  └──orders──> other ranks' ReadServant
+                                  └──orders──> other ranks' ReadHandler
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TransferConnector(GrowingConnector):
         self._failure: Exception | None = None
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._read_socket = read_socket
-        self._channel = ZmqChannel(host, key, silence_s=self._settings.silence_s)
+        self._channel = ZmqChannel(host, key, heartbeat_timeout_s=self._settings.heartbeat_timeout_s)
         if read_socket is not None:
             self._channel.watch(read_socket.channel)
         self.address = self._channel.address  # this engine's `kv_address`

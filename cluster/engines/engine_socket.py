@@ -82,7 +82,7 @@ class EngineSocket:
     Bound once constructed (`address`); `run`, in a thread of its own, receives and sends.
     """
 
-    def __init__(self, *, host: str, key: ClusterKey, epoch: int, silence_s: float) -> None:
+    def __init__(self, *, host: str, key: ClusterKey, epoch: int, heartbeat_timeout_s: float) -> None:
         self.counters = MessageCounters()
         self._epoch = epoch
         self._received: deque[ReceivedEvent] = deque()
@@ -90,7 +90,7 @@ class EngineSocket:
         self._work = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._configure(key, silence_s)
+        self._configure(key, heartbeat_timeout_s)
         self._socket.ipv6 = is_ipv6(host)
         try:
             self._socket.bind(f"tcp://{endpoint(host, '*')}")
@@ -102,9 +102,9 @@ class EngineSocket:
         self._wakeup_in.bind("inproc://wakeup")
         self._wakeup_out.connect("inproc://wakeup")
 
-    def _configure(self, key: ClusterKey, silence_s: float) -> None:
+    def _configure(self, key: ClusterKey, heartbeat_timeout_s: float) -> None:
         key.secure_server(self._socket)
-        enable_heartbeat(self._socket, silence_s)
+        enable_heartbeat(self._socket, heartbeat_timeout_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is an error, not a silent loss
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that reconnects replaces its old connection
         # Dropping one message would corrupt a stream; slow gateways leave the directory.

@@ -26,7 +26,7 @@ from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Stat
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .engine_socket import EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
@@ -62,11 +62,11 @@ class EngineServer:
         key: ClusterKey,
         host: str,
         transfers: Callable[[], TransferStats | None] = lambda: None,
-        silence_s: float = SILENCE_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self._engine = engine
         self._engine_id = engine_id
-        self._socket = EngineSocket(host=host, key=key, epoch=epoch, silence_s=silence_s)
+        self._socket = EngineSocket(host=host, key=key, epoch=epoch, heartbeat_timeout_s=heartbeat_timeout_s)
         self.address, self.counters = self._socket.address, self._socket.counters
         self._closing = threading.Event()
         self._step_loop_ended = threading.Event()  # nothing more will be sent

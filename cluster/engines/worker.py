@@ -180,7 +180,7 @@ class EngineWorker:
             epoch=self._epoch,
             key=self._launch.key,
             host=self._host,
-            silence_s=self._launch.spec.gateway.engine_silence_s,
+            heartbeat_timeout_s=self._launch.spec.gateway.engine_heartbeat_timeout_s,
             transfers=lambda: None if self._kv.connector is None else self._kv.connector.stats(),
         )
         core.when_woken(self._server.wake)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between attempts to start a gateway
 START_S = 60.0  # for a gateway to start: a machine without capacity for it must not hold up the others
 KILLED_S = 5.0  # for Ray to end a process that does not answer
-SILENT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
+UNLISTED_TIMEOUT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
 UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
 
 
@@ -107,7 +107,7 @@ class RunningGateway:
 
     def has_ended(self, now_s: float) -> bool:
         """Tell whether it has ended, or hangs: it lives and sends no heartbeats."""
-        return self.run.done() or now_s - self.unlisted_at_s > SILENT_S
+        return self.run.done() or now_s - self.unlisted_at_s > UNLISTED_TIMEOUT_S
 
 
 class Action(enum.Enum):
@@ -168,7 +168,7 @@ class GatewayController:
             await self._begin(spec)
 
     async def _begin(self, spec: FleetSpec) -> None:
-        configure(spec.logging, "keeper", f"keeper-{self._app}")
+        configure(spec.logging, "gateway-controller", f"gateway-controller-{self._app}")
         self._mode = spec.load_balancing
         self._directory = DirectoryClient(self._app)
         self._gateways: dict[str, RunningGateway] = {}
@@ -289,7 +289,7 @@ class GatewayController:
         self._gateways[placement.name] = RunningGateway(actor, record, run, user_config=user_config)
 
     async def _end(self, gateway: RunningGateway) -> None:
-        longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + SILENT_S
+        longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + UNLISTED_TIMEOUT_S
         with contextlib.suppress(
             TimeoutError, ray.exceptions.RayError
         ):  # it hangs or has died: it is killed all the same

@@ -126,7 +126,7 @@ class GatewayServer:
             key,
             identity,
             self._reach,
-            silence_s=settings.engine_silence_s,
+            heartbeat_timeout_s=settings.engine_heartbeat_timeout_s,
             queue=settings.queue_limits.bound,
         )
         await self._client.start()

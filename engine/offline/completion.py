@@ -1,4 +1,4 @@
-"""Makes one continuation, as users see it, out of what the engine says token by token."""
+"""Builds one continuation, as users see it, from the engine's outputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RequestOutput:
 
 
 class Continuation:
-    """Collects the tokens of one engine request: text, stop strings, logprobs, and why it ended.
+    """Collects the tokens of one engine request: text, stop strings, logprobs, and the finish reason.
 
     Without a tokenizer, or with `detokenize=False`, the text stays empty.
     """
@@ -65,7 +65,7 @@ class Continuation:
             self._text = TextStream(tokenizer, params, prompt_token_ids)
 
     def take(self, step: EngineOutput) -> None:
-        """Adds what one step gave. `output.finish_reason` is set once the engine or a stop string ended it."""
+        """Add the output of one step. `output.finish_reason` is set once the engine or a stop string ended it."""
         output = self.output
         num_tokens, stop = len(step.token_ids), None
         if self._text is not None:
@@ -92,7 +92,7 @@ class Continuation:
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token itself first, then the most likely ones, best first."""
+    """Return log probabilities by token: the token itself first, then the most likely ones, best first."""
     ranks = (entry.rank, *range(1, len(entry.token_ids)))
     found: dict[int, Logprob] = {}
     for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):

@@ -1,4 +1,4 @@
-"""The bar that `LLM.generate` draws: finished prompts, and how fast tokens come in and go out."""
+"""The progress bar of `LLM.generate`: finished prompts, and the rates of prompt and output tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPDATE_S = 0.1
 
 
 class PromptsBar:
-    """Counts every token, and tells the bar a few times a second: an update takes longer than a token's bookkeeping."""
+    """Counts every token, but updates the bar only a few times a second: an update is slow."""
 
     def __init__(self, progress: Progress, num_prompts: int) -> None:
         self._progress = progress
@@ -26,7 +26,7 @@ class PromptsBar:
         self._tokens_in = self._tokens_out = self._finished = 0
 
     def advance(self, num_tokens: int, output: RequestOutput) -> None:
-        """So many tokens of a prompt's output are there."""
+        """Count `num_tokens` more tokens of a prompt's output."""
         self._tokens_out += num_tokens
         if output.finished:
             self._finished += 1
@@ -41,7 +41,7 @@ class PromptsBar:
 
 @contextmanager
 def prompts_bar(num_prompts: int) -> Iterator[PromptsBar]:
-    """Drawn on stderr, from the beginning to the end."""
+    """Draw the bar on stderr while the context is open."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

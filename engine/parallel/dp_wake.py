@@ -29,30 +29,30 @@ class DPWake:
     """One rank's end. `wake_others` is for one thread; wakes arrive on a thread of its own."""
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
-        """Returns when all ranks are connected. Raises `GroupFailed`."""
+        """Connect to all other ranks. Raises `GroupFailed`."""
         others = [rank for rank in member.dp_ranks if rank != member.rank]
         self._mesh = Mesh("waves", member, rendezvous, groups, others)
         self._thread: threading.Thread | None = None
 
     def listen(self, on_wake: Callable[[int], None]) -> None:
-        """Have `on_wake` called with the waves that others begin, from now on."""
+        """Have `on_wake` called with the number of each wave that another rank begins, from now on."""
         self._thread = threading.Thread(target=self._run, args=(on_wake,), name="baton-dp-wake", daemon=True)
         self._thread.start()
 
     def wake_others(self, wave: int) -> None:
-        """Returns at once. Raises `GroupFailed` where a rank has gone."""
+        """Send a wake and return at once. Raises `GroupFailed` if a rank has gone."""
         self._mesh.send(_WAVE.pack(wave))
 
     def check(self) -> None:
-        """Raises `GroupFailed` where a rank has gone."""
+        """Raise `GroupFailed` if a rank has gone."""
         self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
-        """Tells the others that this rank ends, or, where it does not end well, nothing: they see it. Once will do."""
+        """Tell the other ranks that this one ends; not after a failure: they notice that. Later calls do nothing."""
         self._mesh.close(well=well, receiver=self._thread)
 
     def _run(self, on_wake: Callable[[int], None]) -> None:
-        with contextlib.suppress(GroupFailed):  # which the next step tells
+        with contextlib.suppress(GroupFailed):  # the next step raises it
             while (message := self._mesh.receive()) is not None:
                 if len(message) == _WAVE.size:
                     on_wake(*_WAVE.unpack(message))
@@ -61,9 +61,9 @@ class DPWake:
 
 
 class WatchedRunner:
-    """A runner that gives no results once another data-parallel rank has gone. Implements `core.step.Runner`.
+    """A runner whose results raise once another data-parallel rank has gone. Implements `core.step.Runner`.
 
-    A step that waited for that rank has come back all the same, when the groups were closed.
+    Closing the groups ends a step that waited for that rank, but its result means nothing.
     """
 
     def __init__(self, runner: Runner, dp_wake: DPWake) -> None:
@@ -80,7 +80,7 @@ class _WatchedStep:
         self._dp_wake = dp_wake
 
     def result(self) -> StepResult:
-        """Raises `GroupFailed` where a rank went during the step."""
+        """Return the step's result. Raises `GroupFailed` if a rank went during the step."""
         result = self._step.result()
         self._dp_wake.check()
         return result

@@ -1,4 +1,4 @@
-"""A member's ties to its group: where it meets the others, the groups, and the way of the plans."""
+"""A member's connections to its group: the rendezvous, the collectives, and the transport of plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankGroup:
             self.rendezvous = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
 
     def join(self, device: torch.device) -> None:
-        """Returns when all members are there, and connected. Raises `GroupFailed`."""
+        """Connect to all members. Raises `GroupFailed`."""
         if self.rendezvous is None:
             return
         self.groups = connect_groups(
@@ -73,32 +73,32 @@ class RankGroup:
         return lockstep
 
     def leading(self, runner: Runner) -> Runner:
-        """`runner`, and with it those of the ranks that follow; without results once a rank of the group has gone."""
+        """Return `runner` extended to the ranks that follow. Its results raise once a rank of the group has gone."""
         if self._sender is not None:
             runner = LeadingRunner(runner, self._sender)
         return runner if self._dp_wake is None else WatchedRunner(runner, self._dp_wake)
 
     def follow(self, runner: Runner, *, depth: int) -> None:
-        """Runs the steps of the rank that schedules until it ends. Raises `GroupFailed` where it does not end well."""
+        """Run the steps of the rank that schedules until it ends. Raises `GroupFailed` if it fails."""
         assert self._receiver is not None, "only a rank that does not schedule follows"
         follow_plans(runner, self._receiver, depth=depth)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other members of a failure within, Ctrl-C too; where one of them failed first, raise that."""
+    def reporting_failure(self) -> Iterator[None]:
+        """Report a failure in the context, Ctrl-C included, to the other members; raise theirs if it came first."""
         try:
             yield
         except BaseException as error:
-            cause = self._tell(error)
+            cause = self._report_failure(error)
             self.close(well=False)
             if cause is None or not isinstance(error, CollectiveFailed):
                 raise
             raise GroupFailed(cause) from error
 
     def close(self, *, well: bool = True) -> None:
-        """Ends the ties, and on the rank that schedules the group. Once is enough.
+        """Close the connections, and on the rank that schedules the whole group. A second call does nothing.
 
-        `well`: or else the others learn that this rank is lost to them, and wait for it no longer.
+        With `well=False` the others learn that this rank is lost, and stop waiting for it.
         """
         if self._sender is not None:
             self._sender.close(well=well)
@@ -109,8 +109,8 @@ class RankGroup:
         self.groups.close()
         self._sender = self._receiver = self._dp_wake = None
 
-    def _tell(self, error: BaseException) -> str | None:
-        """Return the failure elsewhere that caused this one; None where this came first."""
+    def _report_failure(self, error: BaseException) -> str | None:
+        """Report a failure. Returns the one elsewhere that caused it; None if this one came first."""
         if self.rendezvous is None:
             return None
         try:
@@ -127,4 +127,4 @@ class RankGroup:
 
 
 def _wake_nobody(wave: int) -> None:
-    """There is one data-parallel rank."""
+    """Do nothing: there is one data-parallel rank."""

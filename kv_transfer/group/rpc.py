@@ -82,7 +82,7 @@ class GroupSocket:
 
     def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
         self.size = size
-        self.channel = ZmqChannel(host, key, silence_s=GROUP_SILENCE_S)
+        self.channel = ZmqChannel(host, key, heartbeat_timeout_s=GROUP_SILENCE_S)
         self.address = self.channel.address
         self._closed = False
 
@@ -191,14 +191,14 @@ class GroupLeader:
             )
 
 
-class Servant(Protocol):
+class OrderHandler(Protocol):
     """Carries out the orders of one service on another rank. One thread uses it."""
 
     def details(self) -> Any:
         """Return what rank 0 is told when this rank joins."""
         ...
 
-    def obey(self, order: Any) -> Iterable[msgspec.Struct]:
+    def handle(self, order: Any) -> Iterable[msgspec.Struct]:
         """Carry out an order; yields what to report. Raises `MalformedMessage` for an order that makes no sense."""
         ...
 
@@ -210,33 +210,33 @@ class Servant(Protocol):
 
 
 class GroupMember:
-    """Another rank's end of the connection to rank 0: passes orders to `servant` and sends its reports.
+    """Another rank's end of the connection to rank 0: passes orders to `handler` and sends its reports.
 
-    No thread and no sleeping. `pump` raises what the servant raises, and `RankLost`.
+    No thread and no sleeping. `pump` raises what the handler raises, and `RankLost`.
     """
 
     def __init__(
-        self, servant: Servant, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
+        self, handler: OrderHandler, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
     ) -> None:
         """Joins: from now on rank 0 may send orders."""
-        self._servant, self._service = servant, service
+        self._handler, self._service = handler, service
         self._channel, self._leader = channel, leader
-        self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(servant.details()))))
+        self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(handler.details()))))
 
     def pump(self) -> float:
         """Do one round of everything. Returns after how many seconds to call again, unless an order comes."""
         for _, data in self._channel.receive():
             order = self._service.decode_order(data)
             if not isinstance(order, Ping):
-                for report in self._servant.obey(order):
+                for report in self._handler.handle(order):
                     self._report(report)
-        reports, pause_s = self._servant.advance()
+        reports, pause_s = self._handler.advance()
         for report in reports:
             self._report(report)
         return pause_s
 
     def close(self) -> None:
-        self._servant.close()
+        self._handler.close()
 
     def _report(self, report: msgspec.Struct) -> None:
         """A broken connection is for rank 0 to notice. A report is never dropped: rank 0 would wait for it."""
@@ -261,7 +261,7 @@ class MemberThread:
         Raises `TransportError` for an address that is none.
         """
         self._begin, self._rank = begin, rank
-        self._channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
+        self._channel = ZmqChannel(None, key, heartbeat_timeout_s=GROUP_SILENCE_S)
         try:
             self._leader = self._channel.connect(leader)
         except TransportError:

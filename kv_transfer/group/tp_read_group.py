@@ -1,7 +1,7 @@
 """One reader of blocks, made of all ranks of a tensor-parallel group.
 
     HandoffCoordinator ──> TpReadGroup ──┬──> RankReader                       rank 0's own
-                                         ├──> RemoteRank ──orders, reports──   rank 1: ReadServant ──> RankReader
+                                         ├──> RemoteRank ──orders, reports──   rank 1: ReadHandler ──> RankReader
                                          └──> ...
 
 Rank 0 keeps the protocol with other engines. A block has the same id on every rank; each rank reads its own heads of

@@ -20,7 +20,7 @@ import zmq
 
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.endpoints import endpoint, is_ipv6, is_ipv6_url
-from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S, enable_heartbeat
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_SOCKETS, enable_heartbeat
 
 from ..errors import TransportError
 
@@ -62,14 +62,19 @@ class ZmqChannel:
     """A `Channel` over TCP. `wait` and `wake` let the thread that uses it sleep."""
 
     def __init__(
-        self, host: str | None, key: ClusterKey | None, port: int = 0, *, silence_s: float = SILENCE_S
+        self,
+        host: str | None,
+        key: ClusterKey | None,
+        port: int = 0,
+        *,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         """Bind `host` at once (None: only connect); port 0 is any free one. Raises `TransportError`.
 
         Without a key any process that reaches the port may connect: for tests.
         """
         self._key = key
-        self._silence_s = silence_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._context = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self._numbers = itertools.count(1)
@@ -212,7 +217,7 @@ class ZmqChannel:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
         socket.connect_timeout = CONNECT_MS
-        enable_heartbeat(socket, self._silence_s)
+        enable_heartbeat(socket, self._heartbeat_timeout_s)
         return socket
 
 

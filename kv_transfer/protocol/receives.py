@@ -136,7 +136,7 @@ class ReceiveTable:
         actions: list[Action] = []
         for receive in self._active():
             if now >= receive.deadline:
-                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.what_took_too_long(self.timeouts.connect_s))
+                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.timeout_reason(self.timeouts.connect_s))
             elif receive.state is ReceiveState.READING and now >= receive.ask_at:
                 actions += self._on(receive, ReceiveEvent.ASK_DUE, now=now)
         return actions
@@ -148,7 +148,7 @@ class ReceiveTable:
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
-        known.ask_soon(now, self.timeouts.retry_s)
+        known.schedule_retry(now, self.timeouts.retry_s)
         actions = self._on(known, ReceiveEvent.READ_FINISHED, now=now)
         return actions + self._commit_if_all_is_there(known)
 
@@ -167,7 +167,7 @@ class ReceiveTable:
         assert known.digests is not None, "they were compared"
         known.num_unverified -= known.digests.count
         known.digests = None
-        known.ask_soon(now, self.timeouts.retry_s)
+        known.schedule_retry(now, self.timeouts.retry_s)
         return self._on(known, ReceiveEvent.MATCHED) + self._commit_if_all_is_there(known)
 
     def corrupt(self, receive: TransferId, reason: str) -> list[Action]:
@@ -222,7 +222,7 @@ class ReceiveTable:
         if receive.granted_until is None or until > receive.granted_until:
             receive.granted_until = receive.deadline = until
             receive.ask_at = max(now, sent_at + message.lease_s * self.timeouts.renew_at)
-        receive.ask_soon(now, self.timeouts.retry_s)
+        receive.schedule_retry(now, self.timeouts.retry_s)
         return True
 
     def _commit_if_all_is_there(self, receive: Receive) -> list[Action]:

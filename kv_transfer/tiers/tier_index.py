@@ -196,7 +196,7 @@ class TierIndex:
         slots = self._tiers[move.source]
         if loss is not None:
             self.losses[loss] += 1
-            slots.spoil(move.block_hash)
+            slots.mark_corrupt(move.block_hash)
         slots.unpin(move.block_hash)
 
     def close_disk(self) -> None:

@@ -114,7 +114,7 @@ class FastestTransport:
         states = [way.state for way in known.ways]
         if not known.is_told and PeerState.CONNECTED in states and PeerState.CONNECTING not in states:
             known.is_told = True
-            self._tell_lane(known)
+            self._log_lane(known)
         if PeerState.CONNECTED in states:
             return PeerState.CONNECTED
         return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
@@ -205,7 +205,7 @@ class FastestTransport:
         rate = way.rate
         return Lane(way.transport.name, rate or None, self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S)
 
-    def _tell_lane(self, peer: _Peer) -> None:
+    def _log_lane(self, peer: _Peer) -> None:
         rates = ", ".join(f"{way.transport.name} {_shown(way)}" for way in peer.ways)
         lane = self._lane_of(peer)
         if lane is None:

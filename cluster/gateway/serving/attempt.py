@@ -124,7 +124,7 @@ class AttemptTracker:
         rule = RETRY_POLICY[failure]
         blamed = {Blame.ENGINE: attempt.engine, Blame.HOLDER: attempt.holder or attempt.engine}.get(rule.blame)
         if blamed is not None:
-            self._on_decision(failure, time.monotonic() - max(attempt.sent_s, self._client.heard_s(blamed)))
+            self._on_decision(failure, time.monotonic() - max(attempt.sent_s, self._client.last_message_s(blamed)))
         if not rule.opens_circuit:
             return
         if failure is Failure.TIMED_OUT and (attempt.has_output or deadline.by_client):

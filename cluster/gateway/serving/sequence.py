@@ -181,7 +181,7 @@ class ServedSequence:
         attempt, now_s = self._attempts.newest, time.monotonic()
         attempt.note_error(error, was_scheduled=Stage.STARTED in (output.ages or {}))
         if not attempt.has_output:
-            self.timeline.heard(attempt, output.ages or {}, now_s)
+            self.timeline.note_stages(attempt, output.ages or {}, now_s)
         self.timeline.note(Stamp.FAILED, now_s, attempt.engine.engine_id)
         holder = None if attempt.holder is None else engine_key(attempt.holder)
         engine, brought_tokens = engine_key(attempt.engine), attempt.has_output
@@ -292,7 +292,7 @@ class ServedSequence:
 
     def _note_first_output(self, output: EngineOutput) -> None:
         attempt, now_s = self._attempts.newest, time.monotonic()
-        self.timeline.heard(attempt, output.ages or {}, now_s)
+        self.timeline.note_stages(attempt, output.ages or {}, now_s)
         if not self._tokens:
             self.timeline.note(Stamp.FIRST_TOKEN, now_s)
         elif attempt.holder is None:

@@ -89,7 +89,7 @@ class Timeline:
         """Note that an attempt was submitted."""
         self.note(Stamp.ROUTED if attempt.holder is None else Stamp.DECODE_ROUTED, attempt.sent_s)
 
-    def heard(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
+    def note_stages(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
         """Note the stages that an attempt's first output tells. Ages that cannot be are clipped: they come from another
         process.
         """

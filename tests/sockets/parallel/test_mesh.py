@@ -199,7 +199,7 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
     def join(rank: int) -> None:
         own = Member(rank=rank, tensor_parallel_size=2, rendezvous=place.address, host=f"127.0.0.{1 + rank}")
         end = RankGroup(own, timeout_s=SOON_S)
-        with end.telling():
+        with end.reporting_failure():
             end.join(torch.device("cpu"))
 
     monkeypatch.setattr(mesh, "connect", fail_late)
