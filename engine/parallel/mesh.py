@@ -3,9 +3,9 @@
     rank 0   PULL <──────── PUSH   rank 1      each binds one, and connects to that of every other one: once
              PUSH ────────> PULL
 
-A rank takes another one for gone where a connection ends that it has made itself, and closes the groups, which ends
-whatever collective waits there. Who else comes to its own port, such as a health check or a scanner, is nobody's loss;
-and messages without the key that ranks exchange at their rendezvous are dropped.
+A rank is lost when a connection to it, made by this rank, ends; then this rank closes the groups, which ends any
+collective that waits there. Other connections to its own port, as of a health check or a scanner, do not matter:
+messages without the key that ranks exchange at their rendezvous are dropped.
 """
 
 from __future__ import annotations
