@@ -5,8 +5,8 @@
                                      │                      └── Status ──> the newest of each engine
                                      └── engines(): all whose connection has answered
 
-A dead or silent engine is noticed in two ways: its connection ends, and the directory drops it from the snapshot. The
-first of them ends its requests with `EngineGone`.
+A dead engine is noticed in two ways: its connection breaks or misses heartbeats, and the directory drops it from the
+snapshot. The first of them ends its requests with `EngineGone`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ZmqEngineClient:
     """Implements `EngineClient`. `start` it on the loop that uses it; `close` ends all connections.
 
     `identity` names the gateway to engines and directory alike. It connects to the engines in its `reach` only; an
-    engine that is silent for `heartbeat_timeout_s` is lost.
+    engine from which nothing comes for `heartbeat_timeout_s` is lost.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A gateway's connection to one engine process, and the streams of the requests in it.
 
-An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost falls silent,
-which libzmq notices. Either ends the streams with `EngineGone`, as does a message that one side cannot decode.
+An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost misses
+heartbeats, which libzmq notices. Either ends the streams with `EngineGone`, as does a message that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Connection:
         while True:
             event = await recv_monitor_message(monitor)
             if event["event"] in ENDS:
-                return "closed the connection or fell silent"
+                return "closed the connection or missed heartbeats"
             if not self._refused:
                 self._refused = True
                 logger.error(

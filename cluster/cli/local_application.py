@@ -41,7 +41,7 @@ CONTROLLER_CPUS = 0.5
 
 
 class ServeFailed(RuntimeError):
-    """The application could not be started. The message says why, and where the logs are."""
+    """The application could not be started. The message has the reason, and the folder of the logs."""
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,12 @@ class GatewayUnlisted:
 
 @dataclass(frozen=True)
 class Leave:
-    """This engine is about to end: requests that it has not finished go on elsewhere."""
+    """This engine is about to end: its unfinished requests continue in other engines."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A message that could not be decoded, and the request that it names, whose gateway waits for an answer."""
+    """A message that could not be decoded, and the request that it names: its gateway waits for an answer."""
 
     name: RequestName | None  # None: not even the name could be read
     reason: str

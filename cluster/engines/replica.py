@@ -36,7 +36,7 @@ RETRY_S = 1.0  # of a message that the directory did not receive
 
 
 class EngineReplica:
-    """Serve's replica of one group. Constructed when its engines are ready; raises what a worker raised before that."""
+    """Serve's replica of one group. The constructor returns when its engines are ready, or raises a worker's error."""
 
     async def __init__(self, args: dict[str, Any], role: str, bundle: Bundle) -> None:  # type: ignore[misc]  # awaited
         """`bundle`: the resources of one rank in the placement group that Serve has made for this replica."""
@@ -152,7 +152,7 @@ class EngineReplica:
         self._workers.kill()
 
     async def _stay(self) -> None:
-        # Until the directory has heard it: else gateways would never choose the group again.
+        # Until the call has arrived: otherwise gateways would never choose the group again.
         while not (self._is_ended_by_serve or await self._report_draining(False)):
             await asyncio.sleep(RETRY_S)
         self._leaving = None
@@ -173,7 +173,7 @@ class EngineReplica:
         await self._call_directory(*last_message)
 
     async def _report_draining(self, draining: bool) -> bool:
-        """Tell the directory whether the group drains; return whether that arrived."""
+        """Report to the directory whether the group drains; return whether the call arrived."""
         # A directory that restarts learns it when the group registers again.
         self._group = self._group.with_draining(draining)
         return await self._call_directory("drain", draining)
@@ -182,7 +182,7 @@ class EngineReplica:
         await self._call_directory("leave", why)
 
     async def _call_directory(self, method: str, *args: Any) -> bool:
-        """Call the directory; return whether that arrived. Heartbeats, or their end, tell most things later."""
+        """Call the directory; return whether the call arrived. Heartbeats, or their end, replace most lost calls."""
         try:
             await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
         except ray.exceptions.RayError as error:

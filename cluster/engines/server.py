@@ -4,8 +4,8 @@
          ^                                        │ step()
          └──── one Outputs a gateway, Status ─────┘
 
-The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection is gone, or silent
-for too long, is noticed when something is sent to it, and its requests are aborted.
+The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection broke or missed
+heartbeats is noticed when something is sent to it, and its requests are aborted.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class EngineServer:
                 self._abort_all_of(gateway)
                 self._publisher.publish(gateway)
             case GatewayLost():
-                logger.warning("gateway %r is gone: the connection to it broke, or it fell silent", gateway)
+                logger.warning("gateway %r is gone: the connection to it broke, or missed heartbeats", gateway)
                 self._publisher.unsubscribe(gateway)
                 self._end_all_of(gateway)
             case GatewayUnlisted():  # it stays subscribed: one that knows of a full queue only would never ask again
@@ -272,7 +272,7 @@ class EngineServer:
         self._engine.abort(request_id, generation)
 
     def _abort_all_of(self, gateway: bytes) -> list[EngineOutput]:
-        """Abort all requests of a gateway, and return an output for each that says so."""
+        """Abort all requests of a gateway, and return the final output of each."""
         its_own = self._requests.all_of(gateway)
         for request_id, owner in its_own:
             self._abort(request_id, owner.generation)
@@ -282,7 +282,7 @@ class EngineServer:
         ]
 
     def _end_all_of(self, gateway: bytes) -> None:
-        """Abort all requests of a gateway and tell it: one that was only stopped or cut off still waits for tokens."""
+        """Abort all requests of a gateway and send it the outputs: if it was only cut off, it still waits for them."""
         if last_outputs := self._abort_all_of(gateway):
             self._publisher.send_outputs({gateway: last_outputs})
 
@@ -292,7 +292,7 @@ class EngineServer:
 
 
 def _brings_work(request: EngineRequest) -> bool:
-    """Tell whether another engine has worked for this request, which a refusal would waste.
+    """Return whether another engine has done work for this request, which a refusal would waste.
 
     There are never more such requests than other engines can have.
     """

@@ -1,4 +1,4 @@
-"""Settings of a gateway, and what a change of each takes while the application runs."""
+"""Settings of a gateway, and how a change of each is applied while the application runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Change(enum.StrEnum):
 
 
 def change_of(settings: type[StrictModel], name: str) -> Change:
-    """Return what a change of this field takes: what its annotation says, else it is in place."""
+    """Return how a change of this field is applied: as its annotation says, or else in place."""
     said = settings.model_fields[name].metadata
     return next((each for each in said if isinstance(each, Change)), Change.IN_PLACE)
 

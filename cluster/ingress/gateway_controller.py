@@ -6,7 +6,7 @@
 Serve's `user_config` comes to the controller, which gives it to each gateway. Where it changes what a gateway keeps
 from its start on, the controller replaces them, one after the other.
 
-Gateways outlive their controller: when it dies they go on, and its successor finds them by their names. They end with
+Gateways outlive their controller: when it dies they serve on, and its successor finds them by name. They end with
 the application, or when their placement has not been needed for `UNNEEDED_S`.
 """
 
@@ -65,7 +65,7 @@ class GatewayActor:
         return self._server.record
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Do as `GatewayServer.reconfigure` says."""
+        """See `GatewayServer.reconfigure`."""
         async with self._starting:
             server = self._running
         await server.reconfigure(user_config)
@@ -75,11 +75,11 @@ class GatewayActor:
         async with self._starting:  # the directory lists a gateway, and calls this, before it serves
             server = self._running
         await server.ended()
-        async with self._draining:  # a drain under way still has to tell the directory, and to answer its caller
+        async with self._draining:  # a running drain still has to call the directory, and to answer its caller
             return
 
     async def drain(self) -> None:
-        """Do as `GatewayServer.drain` says."""
+        """See `GatewayServer.drain`."""
         async with self._draining:
             await self._running.drain()
 
@@ -99,14 +99,14 @@ class RunningGateway:
     run: asyncio.Future[None]
     needed_at_s: float = field(default_factory=time.monotonic)
     unlisted_at_s: float = math.inf  # when the directory ceased to list it
-    user_config: Mapping[str, Any] | None = None  # that it was told last; None: not by this controller
+    user_config: Mapping[str, Any] | None = None  # the newest that it got; None: not from this controller
 
     def update_listing(self, listed: Container[str], now_s: float) -> None:
         """Note whether a newer snapshot of the directory lists it."""
         self.unlisted_at_s = math.inf if self.record.identity in listed else min(self.unlisted_at_s, now_s)
 
     def has_ended(self, now_s: float) -> bool:
-        """Tell whether it has ended, or hangs: it lives and sends no heartbeats."""
+        """Return whether it has ended, or hangs: it is alive and sends no heartbeats."""
         return self.run.done() or now_s - self.unlisted_at_s > UNLISTED_TIMEOUT_S
 
 
@@ -143,7 +143,7 @@ class GatewayController:
         self._ports = PortAllocator(0)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Begin to keep gateways with these settings, or give them to those that run.
+        """Start to keep gateways with these settings, or apply the settings to running ones.
 
         Wrong ones change nothing, but for the first: raises `InvalidSpec`.
         """
@@ -179,7 +179,7 @@ class GatewayController:
         self._tasks = [asyncio.create_task(self._reconcile_all()), asyncio.create_task(self._watch())]
 
     async def check_health(self) -> None:
-        """Answer Serve. Raises what ended the controller's tasks; a gateway that fails is no reason to replace it."""
+        """Answer Serve's health check. Raises the error of the controller's own tasks, not that of a gateway."""
         for task in self._tasks:
             if task.done():
                 task.result()

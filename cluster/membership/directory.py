@@ -145,7 +145,7 @@ class Directory:
         await self.leave(group_id, epoch)
 
     async def heartbeat(self, name: str, epoch: int | None = None) -> HeartbeatReply:
-        """Note a sign of life of a member, and return what it is to do."""
+        """Note a member's heartbeat, and return the directory's reply."""
         if name not in self._free_standing:
             self._app_liveness.note_heartbeat()
         return self._members.note_heartbeat(name, epoch)
@@ -310,7 +310,7 @@ class AppLiveness:
         self._some_are_lost = True
 
     def skip_stall(self, stalled_s: float) -> None:
-        """Leave out a time in which nothing could be heard, since this process stood still."""
+        """Leave out a time in which this process was stopped and received nothing."""
         self._heartbeat_s += stalled_s
 
     @property

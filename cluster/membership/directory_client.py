@@ -41,12 +41,12 @@ class DirectoryClient:
         self._has_answered = False
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """Do as `Directory.watch` says. Raises as `call`."""
+        """See `Directory.watch`. Raises as `call`."""
         snapshot: DirectorySnapshot = await self._ask(WATCH_S, "watch", version)
         return snapshot
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the actor. Raises what Ray raises, `GetTimeoutError` where no answer comes.
+        """Call the actor. Raises Ray's errors, and `GetTimeoutError` if no answer comes.
 
         Where the actor is dead, the next call finds its successor.
         """

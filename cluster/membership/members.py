@@ -116,7 +116,7 @@ class Membership:
         return True
 
     def note_heartbeat(self, name: str, epoch: int | None = None) -> HeartbeatReply:
-        """Note a heartbeat, and return what the member is to do."""
+        """Note a member's heartbeat, and return the reply to it."""
         member = self._members.get(name)
         if member is None or member.epoch not in (None, epoch):
             return HeartbeatReply.UNKNOWN
@@ -134,7 +134,7 @@ class Membership:
             self.version += 1
 
     def ask_to_leave(self, group_id: str, leave: bool = True) -> None:
-        """Ask a member to leave, or after all to stay. It learns so with its next heartbeat."""
+        """Ask a member to leave, or to stay after all, in the reply to its next heartbeat."""
         if group_id in self._members:
             self._members[group_id].is_to_leave = leave
 
@@ -150,7 +150,7 @@ class Membership:
         return [member.group for member in self._members.values() if member.group is not None]
 
     def skip_stall(self, stalled_s: float) -> None:
-        """Leave out a time in which nothing could be heard, since this process stood still."""
+        """Leave out a time in which this process was stopped and received nothing."""
         now = self._clock()
         for member in self._members.values():
             member.heartbeat_s = min(now, member.heartbeat_s + stalled_s)

@@ -52,8 +52,9 @@ class GrammarSource(Protocol):
         ...
 
     def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> Grammar:
-        """At the beginning of an output. Takes up to minutes where others wait, too; with an error of any type soon
-        after `is_wanted` says no. Raises `GrammarRefused`; any thread may call it.
+        """Return a grammar at the beginning of an output. Any thread may call it. Raises `GrammarRefused`.
+
+        It may take minutes while others compile, too, and fails with any error soon after `is_wanted` returns False.
         """
         ...
 

@@ -5,7 +5,7 @@
     ranks       int32    own                    |  own               1 is the likeliest of the vocabulary
 
 A prompt may have hundreds of thousands of values. As objects they hold up the process that encodes, decodes, collects
-or frees them, so only whoever shows them makes objects, of a few positions at a time.
+or frees them, so objects are made only to show them, for a few positions at a time.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class PendingStep(Protocol):
     """A step that has been launched on the device."""
 
     def result(self) -> StepResult:
-        """Waits for the step. Raises what the step raised."""
+        """Wait for the step, and return its result. Raises the step's error."""
         ...
 
 

@@ -23,7 +23,7 @@ from ..core.messages import EngineOutput, EngineRequest
 from ..parallel.watch import inproc_pair
 
 _READY = b""  # a rank's first message
-_POLL_MS = 200  # so often whoever waits looks whether the others still live
+_POLL_MS = 200  # how often a wait checks that the other ranks are alive
 
 
 class _Add(msgspec.Struct, tag=True):
@@ -64,7 +64,7 @@ class FrontendSockets:
             self._ringer.send(b"", zmq.NOBLOCK)
 
     def send(self, rank: int, message: _Add | _Abort) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # to a rank that has gone, which `check` tells
+        with contextlib.suppress(zmq.ZMQError):  # to a rank that has gone: `check` raises
             self._socket.send_multipart([str(rank).encode(), self._encode(message)], zmq.NOBLOCK)
 
     def receive(self, *, wait: bool) -> list[EngineOutput]:

@@ -64,7 +64,7 @@ class Mesh:
         self._pull.maxmsgsize = _MAX_BYTES
         self._peers: dict[zmq.Socket[bytes], tuple[str, bytes]] = {}  # names and keys of peers
         self._num_dropped = 0
-        self.loss: str | None = None  # who has gone
+        self.loss: str | None = None  # the name of a rank that has gone
         self._ended = threading.Event()  # a rank has said that it ends
         self._bell, self._ringer = inproc_pair(self._context)
         self._watch = Watch(self._context, self._lose)
@@ -122,7 +122,7 @@ class Mesh:
         """
         if self._context.closed:
             return
-        known = self._ended.is_set()  # to all: the rank that ended first has told every other
+        known = self._ended.is_set()  # to all: the rank that ended first has told the others
         self._ended.set()
         self._watch.close()
         if receiver is not None:
@@ -130,7 +130,7 @@ class Mesh:
             receiver.join()
         if well and not known and self.loss is None:
             for socket, (_, key) in self._peers.items():
-                with contextlib.suppress(zmq.Again):  # one that takes nothing any more is told by the disconnection
+                with contextlib.suppress(zmq.Again):  # a rank that reads no more notices the disconnection
                     socket.send_multipart([key, _END], zmq.NOBLOCK)
         self._give_back(linger=_LINGER_MS if well else 0)
 

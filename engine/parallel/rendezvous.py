@@ -53,7 +53,7 @@ class RendezvousClient:
             raise GroupFailed(f"rendezvous: {error}") from None
         self.rank = rank
         self._timeout_s = timeout_s
-        self._silent = ""  # why nobody is asked any more
+        self._silent = ""  # the reason why it is no longer asked
         patience_s = min(timeout_s, ANSWER_S)
 
         def connect() -> dist.TCPStore:

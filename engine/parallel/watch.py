@@ -14,9 +14,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .groups import CollectiveFailed, GroupFailed
 
-_HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 _LOOK_MS = 50
-_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # whoever connects tries once
+_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # the connecting end tries once
 
 
 class Watch:
@@ -97,7 +97,7 @@ def _no_member(name: str, address: str) -> CollectiveFailed:
 def beat(socket: zmq.Socket[Any]) -> None:
     """Send heartbeats: a machine that is lost closes no connection."""
     socket.heartbeat_ivl = _HEARTBEAT_MS
-    socket.heartbeat_timeout = _SILENCE_MS
+    socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
 def inproc_pair(context: zmq.Context[Any]) -> Sequence[zmq.Socket[bytes]]:

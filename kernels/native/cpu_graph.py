@@ -6,7 +6,7 @@
 Arguments are addresses. What lies there is the caller's to keep and to change; what `run` allocated lies in the
 workspace, and `recording.answer` holds what comes out.
 
-A run of so many rows serves fewer, too. `record(run, workspace, sizes)` is told which numbers of rows there are, all
+A run of so many rows serves fewer, too. `record(run, workspace, sizes)` gets the numbers of rows, all
 different, and `replay(*sizes)` how many of each there are this time. Calls that take `ROWS` compute no more than these;
 others compute all that were recorded, of which the rest is ignored.
 """

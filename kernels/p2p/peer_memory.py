@@ -34,7 +34,7 @@ EMPTY = -0x8000  # the bits of -0.0, in bfloat16 as in float16
 _TURNS = 2
 _CHECK_BYTES = 8
 
-Exchange = Callable[[str], Sequence[str]]  # takes what this rank says, gives what all said, in rank order
+Exchange = Callable[[str], Sequence[str]]  # takes this rank's report, returns all ranks' reports in rank order
 
 
 class PeerAccessError(Exception):
@@ -171,18 +171,16 @@ class _Mapping:
 
 
 def _together(exchange: Exchange, work: Callable[[], str]) -> list[str]:
-    """Run `work` on each rank and return all results. Raises `PeerAccessError` on all ranks where the driver refused
-    one.
-    """
+    """Run `work` on each rank and return all results. If the driver refuses one, all raise `PeerAccessError`."""
     try:
-        said = f"+{work()}"
+        own = f"+{work()}"
     except DriverError as error:
-        said = f"-{error}"
-    told = exchange(said)
-    for rank, report in enumerate(told):
+        own = f"-{error}"
+    reports = exchange(own)
+    for rank, report in enumerate(reports):
         if report.startswith("-"):
             raise PeerAccessError(f"rank {rank}: {report[1:]}")
-    return [report[1:] for report in told]
+    return [report[1:] for report in reports]
 
 
 def _machine() -> str:

@@ -1,4 +1,4 @@
-"""Another rank's part in its group's reads: a handler that reads with a `RankReader` when rank 0 orders it to.
+"""Another rank's part in its group's reads: a handler that carries out rank 0's read orders with a `RankReader`.
 
     rank 0's TpReadGroup ──orders──> MemberThread: socket ── ReadHandler ── RankReader ── transport
                          <──reports──

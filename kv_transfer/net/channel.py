@@ -3,8 +3,8 @@
     reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
     other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`group/rpc.py`)
 
-Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
-connection breaks: the state machines ask again. One over which nothing comes any more breaks, too (`silence.py`). A
+The reader connects; answers go back over the connection of the question. Messages may be lost when a connection breaks:
+the state machines ask again. Heartbeats break a connection whose other end is lost (`engine/net/sockets.py`). A
 peer that restarts at the same address gets a new connection (its `kv_address` may be the same, its epoch is not).
 """
 
@@ -194,7 +194,7 @@ class ZmqChannel:
         return server
 
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Connect; returns the socket, and the monitor that tells when its connection breaks."""
+        """Connect; return the socket, and a monitor of the end of its connection."""
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
         opened: list[zmq.Socket[bytes]] = []

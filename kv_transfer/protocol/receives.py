@@ -122,7 +122,7 @@ class ReceiveTable:
         return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
 
     def peer_cut_off(self, holder: EngineKey, reason: str) -> list[Action]:
-        """Fail receives of a holder that may be alive. It is told when the connection is there again."""
+        """Fail receives of a holder that may be alive. It gets the messages when the connection is restored."""
         return self._on_all(self._of(holder), ReceiveEvent.CUT_OFF, reason)
 
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
@@ -191,7 +191,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ events into the table
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
-        """Note what a message says. Returns its event in the table, and the reason of a failure."""
+        """Apply a message. Returns its event in the table, and the reason of a failure."""
         pulling = receive is not None and receive.state is ReceiveState.READING
         match message:
             case ClaimRefused():
@@ -249,7 +249,7 @@ class ReceiveTable:
         return [SendToHolder(message.lease.holder, AbortRead(message.lease, message.reader))]
 
     def _on(self, receive: Receive, event: ReceiveEvent, reason: str = "", now: float = 0.0) -> list[Action]:
-        """Do what the table says. `reason` tells why the receive failed, if it did."""
+        """Apply a transition of the table. `reason` is that of a failure."""
         row = RECEIVE_TABLE[receive.state, event]
         self.stale_messages += row.counted
         receive.state = row.next_state

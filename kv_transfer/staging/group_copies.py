@@ -52,7 +52,7 @@ class StagingSlots(NamedTuple):
     """Memory of the host that stands in for blocks which the transport cannot register."""
 
     memory: HostMemory
-    region: KVRegion  # the slots as blocks of the same layout; peers are told of it
+    region: KVRegion  # the slots as blocks of the same layout, for peers
 
 
 def take_staging_slots(region: KVRegion, buffer_bytes: int) -> StagingSlots:

@@ -38,7 +38,7 @@ class _Entry:
 
 
 class SlotLru:
-    """The slots of one tier. `watcher` hears when a block can be read, and when no longer."""
+    """The slots of one tier. `watcher` is called when a block becomes readable, and when it no longer is."""
 
     def __init__(
         self, tier: Tier, num_slots: int, watcher: TierWatcher, kept: Iterable[tuple[BlockHash, int]] = ()
@@ -132,7 +132,7 @@ class SlotLru:
             self.drop(block_hash)
 
     def mark_corrupt(self, block_hash: BlockHash) -> None:
-        """Forget a block whose bytes are wrong. Spoiling twice does nothing."""
+        """Forget a block whose bytes are wrong. A second call does nothing."""
         entry = self._entries.get(block_hash)
         if entry is None or entry.state is not SlotState.KEPT:
             return

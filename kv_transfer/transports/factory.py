@@ -43,7 +43,7 @@ def _network(settings: TransferSettings, region: KVRegion, agent_name: str) -> T
 
 
 def _direct(region: KVRegion, agent_name: str) -> Transport | None:
-    """Return the way between GPUs of one machine; None for memory that cannot be shared so, which is said once."""
+    """Return the transport between GPUs of one machine; None, with one log line, for memory that cannot be shared."""
     if region.device == "cpu":
         return None
     try:

@@ -1,4 +1,4 @@
-"""The way a sequence is served: the value of `x-baton-path`, its metrics and its log line."""
+"""The path by which a sequence is served: the value of `x-baton-path`, its metrics and its log line."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     retire(row, blocks, last_step) ── last_step settled ──> free row, released blocks
 
-A stop, an abort or a preemption takes effect at once in the books, but the device may be about to run a step that was
-planned before anyone knew. Until the newest such step is over, nobody else may write there: no request and no transfer.
+A stop, an abort or a preemption takes effect at once in the scheduler's state, but the device may be about to run a
+step that was planned before. Until the newest such step is over, no other request and no transfer may write there.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class RunningRequests:
             draft.filled_blocks.update(self._memory.register(request))
         draft.budget += kept
 
-    # -------------------------------------------------------------------------------- who gives way
+    # -------------------------------------------------------------------------------- preemption
 
     def preempt_for(self, head: Request) -> None:
         """Preempt requests of lower priority where the head of the queue lacks only their blocks.

@@ -4,8 +4,8 @@ One rule: computed catches up with target. Every step hands out at most `max_num
 `max_num_seqs` requests: first to running ones, then to waiting ones, by priority and arrival. Chunked prefill, prefix
 hits, resuming after preemption and going on after a hand-off are this one rule with other starting points.
 
-The accounts are kept as if every planned step had already run, so the next one can be planned while results are on
-their way. What a stop or an abort makes superfluous is dropped when its result comes; `kv/fence.py` keeps the memory
+The state is kept as if every planned step had already run, so the next one can be planned while results are pending.
+Results that a stop or an abort made superfluous are dropped when they come; `kv/fence.py` keeps the memory
 until then.
 
     request_table   every request that is not over: how it comes, how it ends

@@ -1,4 +1,4 @@
-"""Tool calls with JSON arguments: what a format of them says, and the parser of all such formats.
+"""Tool calls with JSON arguments: the definition of a format, and the parser of all such formats.
 
         begin       its head, "{"               the object ends      close           more
 OUTSIDE ─────> HEAD ─────────────> ARGUMENTS ─────────────> TAIL ────────> BETWEEN ──────> HEAD

@@ -1,4 +1,4 @@
-"""Tool calls with a tag for each argument: what a format of them says, and the parser, which converts them to JSON.
+"""Tool calls with a tag for each argument: the definition of a format, and the parser, which converts them to JSON.
 
         a mark       name, first key                  end, no key             tail, or none
 OUTSIDE ──────> HEAD ───────────────> VALUE ──────────────────────────> TAIL ───────────────> OUTSIDE
