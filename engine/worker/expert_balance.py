@@ -1,7 +1,7 @@
 """Moves experts between ranks while serving, to where the tokens of the last steps would have been shared out evenly.
 
-All ranks do this before the same step (`GroupStep.reviews_experts`), with the same numbers, so that each works out for
-itself what goes where. Weights are written over in place: captured steps go on with what they find.
+All ranks do this before the same step (`GroupStep.reviews_experts`), with the same numbers, so that each computes
+the same moves. Weights are overwritten in place: captured steps use the new ones.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class PeerMemory:
         room_bytes: int = ROOM_BYTES,
         keeps: object = None,
     ) -> None:
-        """`addresses`: where the memory of each rank is for this process, all of it EMPTY. `keeps`: what owns it."""
+        """`addresses` are those of each rank's memory in this process, all of it EMPTY. `keeps` owns the memory."""
         self.rank = rank
         self.size = len(addresses)
         self.room_bytes = room_bytes

@@ -1,4 +1,4 @@
-"""Kernels around the model in Triton. They are small: what counts is that they are few and never wait for the CPU."""
+"""Kernels around the model in Triton. They are small, so they must be few and never wait for the CPU."""
 
 from __future__ import annotations
 
