@@ -126,7 +126,7 @@ class GatewayServer:
             key,
             identity,
             self._reach,
-            silence_s=settings.engine_silence_s,
+            heartbeat_timeout_s=settings.engine_heartbeat_timeout_s,
             queue=settings.queue_limits.bound,
         )
         await self._client.start()
@@ -160,7 +160,7 @@ class GatewayServer:
         return self._app
 
     def _export_metrics(self, key: ClusterKey) -> None:
-        """Begin to answer other gateways' scrapes, and get ready to ask all processes."""
+        """Start to answer other gateways' scrapes, and prepare to scrape all processes."""
         registry, labels = self._metrics.registry, {"gateway": self.record.identity}
         self._exporter = MetricsExporter(registry, host=self.record.node_ip, key=key, labels=labels)
         self._exporter.start()
