@@ -75,6 +75,12 @@ def _token_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+def _kept_tokens(value: int) -> int:
+    if value < -1 or value == 0:
+        raise ValueError(f"must be a number of tokens to keep, or -1 for as many as fit, not {value}")
+    return value
+
+
 class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -157,6 +163,8 @@ class GenerationRequest(SamplingFields):
     max_tokens: Integer | None = None
     prompt_logprobs: Integer | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[Integer, AfterValidator(_kept_tokens)] | None = None
     stream_options: StreamOptions | None = None
 
 
