@@ -154,7 +154,8 @@ async def test_thoughts_are_read_by_either_name_and_must_be_equal_by_both(
 
     told = await tokens(reasoning_content="the fox?")
     assert told["count"] > (await tokens())["count"]
-    assert await tokens(reasoning="the fox?") == await tokens(reasoning="the fox?", reasoning_content="the fox?") == told
+    assert await tokens(reasoning="the fox?") == told
+    assert await tokens(reasoning="the fox?", reasoning_content="the fox?") == told
     refused = await tokens(reasoning="the fox?", reasoning_content="the dog")
     assert refused["error"]["param"] == "messages[1].reasoning"
 
