@@ -67,7 +67,9 @@ class ChatMessage(ReplayedModel):
     """A message. The server's own messages can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts)] = []
+    content: Annotated[
+        list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+    ] = []
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
