@@ -62,7 +62,7 @@ class GatewaySettings(StrictModel):
     """One gateway's limits. Times are seconds."""
 
     gateway_id: str = "gateway"  # different in each gateway, so that equal views of the cluster do not choose alike
-    api_keys: list[ApiKey] = []  # empty: everyone may call; else only /health, /live and /metrics are open
+    api_keys: list[ApiKey] = []  # empty: everyone may call; else only the routes of `OPEN_PATHS` are open
     api_keys_file: str = ""  # more of them, one a line, which may change: no config file shows them
     isolate_keys: bool = False  # prefixes are shared only between requests with the same key
     special_tokens_in_messages: bool = False  # texts of a chat that spell control tokens become them

@@ -146,6 +146,7 @@ class GatewayServer:
             scrape=self._scraped.render,
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
+            load_balancing=self._reach.mode,
         )
         self._http = HttpServer(
             self._app,
