@@ -56,8 +56,8 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of a choice, with `return_token_ids`
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of a choice, with `return_token_ids`
 
 
 class AnsweredFunctionCall(msgspec.Struct):

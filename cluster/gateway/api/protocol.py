@@ -243,7 +243,7 @@ class TokenizeAnswer(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None  # with `return_token_strs`
+    token_strs: list[str | None] | None  # with `return_token_strs`
 
 
 class DetokenizeAnswer(msgspec.Struct):
