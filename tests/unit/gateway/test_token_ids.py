@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ...helpers.gateway_service import Service, events
-from .test_bad_input import check_refused
+from ...helpers.gateway_service import Service, check_refused, events
 
 PROMPT = "the fox 🦊"
 ANSWER = "the dog 🐕 sleeps"
