@@ -29,8 +29,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import endpoint, is_ipv6, is_ipv6_url
-from baton.engine.net.sockets import MAX_SOCKETS
+from baton.engine.net.sockets import MAX_SOCKETS, endpoint, is_ipv6, is_ipv6_url
 
 from .contracts import DirectorySnapshot
 

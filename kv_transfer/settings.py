@@ -1,4 +1,4 @@
-"""Settings of transfers, and the names of peers."""
+"""Settings of transfers and of the tiers behind an engine's pool, and the names of peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import msgspec
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
 from baton.engine.strict_model import StrictModel
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
@@ -16,6 +16,7 @@ from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
 from .protocol.receive import ReceiveTimeouts
 
 SHORTEST_STALL_S = 2.0  # time of one batch at 1 Gbit/s, and more than threads of a busy machine wait for their turn
+SAVE_S = 5.0
 
 
 def nixl_name(backends: Iterable[str]) -> str:
@@ -38,7 +39,7 @@ class TransferSettings(StrictModel):
     retry_s: float = Field(0.5, gt=0)  # an unanswered message is sent again after this
     connect_s: float = Field(5.0, gt=0)  # a receive fails when the holder's memory cannot be reached within this
     # A peer that is silent for so long is lost: reads of its memory fail.
-    silence_s: float = Field(SILENCE_S, ge=SHORTEST_SILENCE_S)
+    heartbeat_timeout_s: float = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
     # A read without progress fails after this. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX should notice a dead
     # connection first, which takes it 10 s (`transports/ucx_process.py`).
     stall_s: float = Field(20.0, ge=SHORTEST_STALL_S)
@@ -71,10 +72,10 @@ class TransferSettings(StrictModel):
     @model_validator(mode="after")
     def _times_fit_together(self) -> Self:
         problems = {}
-        if self.stall_s < self.silence_s:
+        if self.stall_s < self.heartbeat_timeout_s:
             problems["stall_s"] = (
-                f"is {self.stall_s:g}, must be at least silence_s ({self.silence_s:g}): a peer that is lost is to be"
-                " noticed first"
+                f"is {self.stall_s:g}, must be at least heartbeat_timeout_s ({self.heartbeat_timeout_s:g}): "
+                "a peer that is lost is to be noticed first"
             )
         if not self.margin_s + self.retry_s < self.lease_s * (1 - self.renew_at):
             problems["lease_s"] = (
@@ -106,3 +107,26 @@ class PeerInfo(msgspec.Struct, frozen=True):
     @property
     def key(self) -> EngineKey:
         return EngineKey(self.engine_id, self.epoch)
+
+
+class TierSettings(StrictModel):
+    """Sizes for one rank of an engine. Raises `pydantic.ValidationError` for values that cannot work."""
+
+    host_bytes: int = Field(0, ge=0)  # of the host's memory; 0: no such tier
+    disk_path: str = ""  # a folder that only engines of this application use; each takes files of its own in it
+    disk_bytes: int = Field(0, ge=0)  # of these files; 0: no such tier
+    min_tokens: int = Field(256, ge=1)  # a prefix that is shorter is computed rather than restored
+
+    @model_validator(mode="after")
+    def _something_is_kept_somewhere(self) -> Self:
+        if bool(self.disk_path) != bool(self.disk_bytes):
+            missing = "disk_bytes" if self.disk_path else "disk_path"
+            raise ValueError(f"a disk tier needs disk_path and disk_bytes: {missing} is missing")
+        if not self.host_bytes and not self.disk_bytes:
+            raise ValueError("kv_tiers without a tier: give host_bytes, or disk_path and disk_bytes")
+        return self
+
+    @property
+    def save_s(self) -> float:
+        """Seconds that an orderly end may take to save the host's blocks to the disk."""
+        return SAVE_S if self.host_bytes and self.disk_bytes else 0.0

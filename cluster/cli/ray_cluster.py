@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from baton.cluster.spec import FleetSpec
-from baton.engine.net.endpoints import split_endpoint
+from baton.engine.net.sockets import split_endpoint
 
 # Ray's own switches; it reads them when it is imported. Its token authentication stays on.
 ENVIRONMENT = {

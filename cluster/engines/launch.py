@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec
 from baton.engine.net.curve import ClusterKey
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 
 STOP_S = 3.0  # for workers to end by themselves, beside the time that tiers need to save blocks
 

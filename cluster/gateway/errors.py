@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from baton.cluster.pluralize import pluralize
 from baton.engine.core.messages import EngineError, ErrorKind
@@ -15,6 +15,39 @@ MAX_TEXT_CHARS = 2048  # of an error message
 EXCERPT_CHARS = 100  # of a client's text within a message
 ANTHROPIC_ROUTE = "/v1/messages"  # it and the routes under it answer errors as Anthropic's API does
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; it is only counted, since the client has left
+
+
+class ErrorDetails(msgspec.Struct):
+    """An error: what is wrong, and which field has to change."""
+
+    message: str
+    type: str
+    param: str | None  # the field, such as `messages[0].content`
+    code: str | None
+    gpu_time_spent: bool | UnsetType = UNSET  # with errors about load: whether an engine may have worked on the request
+
+
+class ErrorResponse(msgspec.Struct):
+    """Every error has this shape, which is OpenAI's."""
+
+    error: ErrorDetails
+
+
+class AnthropicErrorDetails(msgspec.Struct):
+    """An error of Anthropic's API. `param`, `details` and `gpu_time_spent` are additions."""
+
+    type: str
+    message: str
+    param: str | UnsetType = UNSET  # the field that has to change
+    details: dict[str, str] | UnsetType = UNSET  # `error_code`: the code of OpenAI's shape
+    gpu_time_spent: bool | UnsetType = UNSET
+
+
+class AnthropicErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
+    """Errors of Anthropic's routes have this shape."""
+
+    error: AnthropicErrorDetails
+    request_id: str
 
 
 class ApiError(Exception):
@@ -67,22 +100,20 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """Return `{"error": {"message", "type", "param", "code"}}`, which error events of streams hold as well."""
-        error: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        if self.gpu_time_spent is not None:
-            error["gpu_time_spent"] = self.gpu_time_spent
-        return msgspec.json.encode({"error": error})
+        spent = UNSET if self.gpu_time_spent is None else self.gpu_time_spent
+        return msgspec.json.encode(ErrorResponse(ErrorDetails(self.message, self.type, self.param, self.code, spent)))
 
     def anthropic_body(self, request_id: str) -> bytes:
         """Return the same as Anthropic's API has it: its types follow from the status. `param` is an addition."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        error: dict[str, Any] = {"type": kind, "message": self.message}
-        if self.param is not None:
-            error["param"] = self.param
-        if self.code is not None:
-            error["details"] = {"error_code": self.code}
-        if self.gpu_time_spent is not None:
-            error["gpu_time_spent"] = self.gpu_time_spent
-        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+        details = AnthropicErrorDetails(
+            type=kind,
+            message=self.message,
+            param=UNSET if self.param is None else self.param,
+            details=UNSET if self.code is None else {"error_code": self.code},
+            gpu_time_spent=UNSET if self.gpu_time_spent is None else self.gpu_time_spent,
+        )
+        return msgspec.json.encode(AnthropicErrorResponse(details, request_id))
 
     def body_at(self, path: str, request_id: str) -> bytes:
         """Return the body of a response to a request of this path."""

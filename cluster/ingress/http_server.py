@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
-from baton.engine.net.endpoints import socket_family
+from baton.engine.net.sockets import socket_family
 
 from .acceptor import Acceptor
 from .http_protocol import GuardedHttpProtocol, Refused, uncounted

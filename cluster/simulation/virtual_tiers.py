@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import CopyId, Restored, Stored, Tier, TierEvent, TierRead, TierStats
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.tier_index import IndexedTiers, Move, TierIndex
 
 from .virtual_engine import Speed, VirtualTime

@@ -3,9 +3,18 @@
 from .application import REPLICA_CPUS, Bundle, FleetSpec
 from .deployments import with_user_config
 from .errors import InvalidSpec
-from .files import DEFAULT_NAME, applications_in_file, has_model, load_spec, load_specs, read_mapping, specs_in_file
+from .files import (
+    DEFAULT_NAME,
+    applications_in_file,
+    has_model,
+    is_ray_cluster,
+    load_ray_cluster,
+    load_spec,
+    load_specs,
+    read_mapping,
+    specs_in_file,
+)
 from .parts import AutoscalingSpec, Fleet, GatewaySpec
-from .ray_clusters import is_ray_cluster, load_ray_cluster
 
 __all__ = [
     "DEFAULT_NAME",

@@ -11,7 +11,7 @@ from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
 from baton.cluster.gateway.settings import Change, GatewaySettings, change_of
 from baton.engine.config import EngineArguments
 from baton.engine.strict_model import StrictModel
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 
 from .errors import InvalidSpec
 

@@ -12,16 +12,15 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from .attention import LatentShape, read_layer_windows
 from .checkpoint import Checkpoint
 from .errors import InvalidModelConfig, MaxModelLenTooLong, UnsupportedArchitecture, UnsupportedModel
 from .experts import checked_experts
 from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
-from .latent import LatentShape
 from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
 from .rope import Rope, default_positions, reachable_positions, read_rope, read_ropes_by_window
-from .windows import read_layer_windows
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
@@ -197,7 +196,7 @@ def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
 
 
 def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
-    """Over what is computed and with which weights; not over paths, file layout, or keys that change no result."""
+    """Hash the computation and the weights; not paths, file layout, or keys that change no result."""
     plain = {name: _plain(value) for name, value in computed.items()}
     weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
     text = json.dumps([plain, weights], sort_keys=True)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..core.layout import KVLayout
+from .attention import LatentShape, WindowRule
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
 from .keys import Keys
-from .latent import LatentShape
 from .quantization import Quantization
 from .rope import Rope
-from .windows import WindowRule
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

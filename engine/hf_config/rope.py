@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .attention import FULL, SLIDING
 from .errors import InvalidModelConfig, UnsupportedModel
-from .windows import FULL, SLIDING
 
 DEFAULT_THETA = 10_000.0
 

@@ -15,11 +15,10 @@ from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attenti
 from baton.kernels.linear import RowNorm
 from baton.kernels.rope_kv import rope_and_cache
 
-from .base import Layer, Parameter, Share
+from .base import Layer, Parameter, Share, rows_at
 from .fp8 import ScalarScale
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm, norms_over_ranks
-from .rows import rows_at
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""Layers, their parameters, and the slots that checkpoint tensors go into.
+"""Layers, the rows that they are given, their parameters, and the slots that checkpoint tensors go into.
 
     checkpoint tensor ──name──> Slot ──share, rows──> Parameter of a Layer ──finish()──> what the kernels read
 
 A layer's attribute path is its name in the checkpoint (`model.layers.0.self_attn.q_norm.weight`). Where several
 checkpoint tensors share one parameter (q, k and v in one matrix), the layer says so by offering several slots.
 
-Models are made whole, and know nothing of ranks. `divide` then makes of each layer what one rank holds of it, before
-memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor.
+Models are constructed whole, without knowledge of ranks. Then `divide` reduces each layer to the part of one rank,
+before memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor. Mixtures must
+know whose rows they are given: experts may serve other ranks' rows.
 
 Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls. Importing this
 module loads no torch, as model files begin with it.
@@ -113,7 +114,7 @@ class Slot:
     """The place of one checkpoint tensor: `rows` of it go to rows of a parameter, from `start` on, every `step`-th.
 
     With `item`, rows of that item of a stack [items, rows, ...]. A slot whose share is empty is for a tensor that lies
-    on other ranks: the checkpoint must have it, and nobody reads it here.
+    on other ranks: the checkpoint must have it, and it is not read here.
     """
 
     __slots__ = ("item", "name", "parameter", "shares", "start", "step")
@@ -140,7 +141,7 @@ class Slot:
 
     @classmethod
     def elsewhere(cls, name: str, shape: Sequence[int], parameter: Parameter) -> Slot:
-        """Return the slot of a checkpoint tensor of this shape that other ranks hold, in what is `parameter` there."""
+        """Return the slot of a checkpoint tensor of this shape that other ranks hold, in their `parameter`."""
         slot = cls(name, parameter)
         slot.shares = tuple(Share(0, 0, size) for size in shape)
         return slot
@@ -284,3 +285,28 @@ class StackSlot(Slot):
 
     def _place_item(self, target: Tensor, item: Tensor) -> None:
         target.copy_(item)
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """The number of rows that each data-parallel rank has in a step that all run together, in rank order."""
+
+    tokens: tuple[int, ...]
+    wanted: tuple[int, ...]  # behind the attention of the last layer
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of hidden states [T, hidden_size] that go through a feed-forward layer."""
+
+    slots: Tensor  # int64 [T]: where each token's KV went; -1 marks padding
+    of_ranks: tuple[int, ...] | None = None  # of each data-parallel rank; None: as many as here
+
+
+def rows_at(x: Tensor, wanted: Tensor) -> Tensor:
+    """Return x[wanted] of x [T] or [T, N] and indices [R] int64. On a CPU it is a call that can be recorded."""
+    if not x.is_cpu:
+        return x[wanted]
+    from baton.kernels.embedding import embedding
+
+    return embedding(wanted, x) if x.dim() == 2 else embedding(wanted, x.unsqueeze(1)).squeeze(1)

@@ -15,13 +15,12 @@ from baton.kernels.activation import soft_cap
 from baton.kernels.attention import AttentionBatch
 
 from .attention import CosSin, LayerContext, SelfAttention
-from .base import Layer
+from .base import Layer, RankRows
 from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
-from .rows import RankRows
 
 
 class Decoder(Layer):
@@ -153,7 +152,7 @@ class CausalLM(Layer):
 
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:
-    """Return what is equal for layers that run the same kernels over the same shapes."""
+    """Return a key that is equal for layers that run the same kernels over the same shapes."""
     window = layer.window if isinstance(layer, SelfAttention) else None
     shapes = tuple(parameter.shape for _, parameter in layer.parameters())
     return type(layer), window, shapes, tuple(_kernels_of(child) for _, child in layer.children())

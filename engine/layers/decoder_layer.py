@@ -9,8 +9,7 @@ import abc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .base import Layer
-from .rows import TokenRows, rows_at
+from .base import Layer, TokenRows, rows_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,4 +57,4 @@ class DecoderLayer(Layer, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, step: LayerStep) -> None:
-        """Add to the residual stream of `step` what each block makes of it."""
+        """Add the output of each block to the residual stream of `step`."""

@@ -11,7 +11,7 @@ import math
 
 from torch import Tensor
 
-from baton.engine.hf_config.latent import LatentShape
+from baton.engine.hf_config.attention import LatentShape
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import Rope, YarnRope
 from baton.engine.parallel.groups import ParallelGroups
@@ -20,10 +20,9 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention, prepare
 
 from .attention import LayerContext, SelfAttention
-from .base import Layer, Parameter, Share
+from .base import Layer, Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-from .rows import rows_at
 
 LATENT_NORM_EPS = 1e-6  # whatever the config says of the other norms
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from baton.engine.parallel.groups import Group, ParallelGroups
 from baton.kernels.linear import Activation, RowNorm
 
-from .base import Layer, Share
+from .base import Layer, Share, TokenRows
 from .linear import Linear, MergedLinear
-from .rows import TokenRows
 
 CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
 

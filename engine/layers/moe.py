@@ -15,10 +15,9 @@ from baton.kernels.expert_map import ExpertMap
 from baton.kernels.linear import RowNorm
 from baton.kernels.p2p import RoutedTokens
 
-from .base import Layer, Share
+from .base import Layer, Share, TokenRows
 from .experts import Experts, Router
 from .mlp import FeedForward, GatedMLP
-from .rows import TokenRows
 
 
 class MoE(FeedForward):

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from baton.kernels.linear import RowNorm
 
+from .base import rows_at
 from .norm import RMSNorm
-from .rows import rows_at
 
 
 class ResidualStream:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.engine.layers.decoder import CausalLM
-    from baton.engine.weights.progress import Progress
+    from baton.engine.weights import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

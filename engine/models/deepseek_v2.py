@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.latent import read_latent
 from baton.engine.hf_config.model_config import ModelConfig, latents
 from baton.engine.layers.decoder_layer import DecoderLayer
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import WindowRule
 from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
-from baton.engine.hf_config.windows import WindowRule
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

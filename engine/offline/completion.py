@@ -1,14 +1,25 @@
-"""Makes one continuation, as users see it, out of what the engine says token by token."""
+"""Builds one continuation, as users see it, from the engine's outputs.
+
+A progress bar shows finished prompts, and the rates of prompt and output tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..core.logprobs import TokenLogprobs
 from ..core.messages import EngineOutput
 from ..core.sampling import SamplingParams
 from ..text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+UPDATE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class RequestOutput:
 
 
 class Continuation:
-    """Collects the tokens of one engine request: text, stop strings, logprobs, and why it ended.
+    """Collects the tokens of one engine request: text, stop strings, logprobs, and the finish reason.
 
     Without a tokenizer, or with `detokenize=False`, the text stays empty.
     """
@@ -65,7 +76,7 @@ class Continuation:
             self._text = TextStream(tokenizer, params, prompt_token_ids)
 
     def take(self, step: EngineOutput) -> None:
-        """Adds what one step gave. `output.finish_reason` is set once the engine or a stop string ended it."""
+        """Add the output of one step. `output.finish_reason` is set once the engine or a stop string ended it."""
         output = self.output
         num_tokens, stop = len(step.token_ids), None
         if self._text is not None:
@@ -92,9 +103,50 @@ class Continuation:
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token itself first, then the most likely ones, best first."""
+    """Return log probabilities by token: the token itself first, then the most likely ones, best first."""
     ranks = (entry.rank, *range(1, len(entry.token_ids)))
     found: dict[int, Logprob] = {}
     for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
         found.setdefault(token, Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer is not None else None))
     return found
+
+
+class PromptsBar:
+    """Counts every token, but updates the bar only a few times a second: an update is slow."""
+
+    def __init__(self, progress: Progress, num_prompts: int) -> None:
+        self._progress = progress
+        self._num_prompts = num_prompts
+        self._task = progress.add_task("prompts", total=num_prompts, speed="")
+        self._start = self._told = time.perf_counter()
+        self._tokens_in = self._tokens_out = self._finished = 0
+
+    def advance(self, num_tokens: int, output: RequestOutput) -> None:
+        """Count `num_tokens` more tokens of a prompt's output."""
+        self._tokens_out += num_tokens
+        if output.finished:
+            self._finished += 1
+            self._tokens_in += len(output.prompt_token_ids)
+        now = time.perf_counter()
+        if now - self._told < UPDATE_S and self._finished < self._num_prompts:
+            return
+        self._told, elapsed = now, now - self._start
+        speed = f"{self._tokens_in / elapsed:.0f} tokens/s in, {self._tokens_out / elapsed:.0f} out"
+        self._progress.update(self._task, completed=self._finished, speed=speed)
+
+
+@contextmanager
+def prompts_bar(num_prompts: int) -> Iterator[PromptsBar]:
+    """Draw the bar on stderr while the context is open."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield PromptsBar(progress, num_prompts)

@@ -3,11 +3,10 @@
 groups        collective operations of a group; the groups that there are
 member        a process's place in its group
 rendezvous    members find each other there
-rank_group    one member's connections to its group, from start to end
+rank_group    one member's connections to its group, from start to end; wakes of data-parallel ranks
 collectives   groups over torch.distributed: gloo on CPUs, NCCL on GPUs
 symmetric     all-reduces over peers' memory, on GPUs of one machine
 plans         steps on their way from the rank that schedules to those that follow
-dp_wake       a data-parallel rank that gets work wakes the others
 mesh          sockets over which some members talk, and notice that another has gone
 addresses     addresses of those sockets
 watch         liveness of members

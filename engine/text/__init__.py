@@ -15,8 +15,7 @@ from .parsers.output_parser import (
 )
 from .parsers.reasoning import ReasoningStart, after_reasoning
 from .parsers.tool_call_format import FunctionSignature, GrammarSpec, GrammarToolCallFormat, ToolCallFormat
-from .stop import StopResult, StopStrings
-from .stream import TextDelta, TextStream
+from .stream import StopResult, StopStrings, TextDelta, TextStream
 from .tokenizer import Tokenizer, bad_word_token_ids
 
 __all__ = [

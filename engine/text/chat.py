@@ -26,7 +26,7 @@ from .client_text import concatenated
 from .control_tokens import ControlTokens
 from .errors import ChatTemplateError, InvalidMessages
 from .parsers import reasoning, tool_call_format
-from .parsers.earlier_calls import with_readable_arguments
+from .parsers.tool_call_format import with_readable_arguments
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"  # the template that some models have for chats with tools

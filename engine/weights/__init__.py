@@ -1,10 +1,40 @@
-"""Checkpoints to parameters: streamed tensor by tensor, with an exact account. Importing this package loads no torch.
-
-quantized    the weight method of each layer of a quantized checkpoint
-loader       the account, then the stream; or random weights instead, the same for the same seed
-progress     a bar for loads that take long
+"""Checkpoints to parameters, streamed tensor by tensor with an exact account (`loader`), and a bar for loads that take
+longer than one would wait without wondering. Importing this package loads no torch.
 """
 
-from .progress import Progress, loading_bar
+from __future__ import annotations
 
-__all__ = ["Progress", "loading_bar"]
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+PATIENCE_S = 2.0
+
+
+@contextmanager
+def loading_bar(description: str = "Loading weights") -> Iterator[Progress]:
+    """Yield a `progress` for `load_model`. The bar is drawn, on stderr, only once the load has taken `PATIENCE_S`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(description, total=None)
+    began = time.monotonic()
+    started = False
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal started
+        if not started and time.monotonic() - began > PATIENCE_S:
+            bar.start()
+            started = True
+        bar.update(task, completed=done_bytes, total=total_bytes)
+
+    try:
+        yield progress
+    finally:
+        if started:
+            bar.stop()

@@ -1,6 +1,8 @@
 """Fills a model: first the account, from names and shapes alone, then the stream, one tensor at a time.
 
 every tensor of the checkpoint is placed exactly once, every slot of the model is filled exactly once
+
+Before both, the layers that the checkpoint has quantized are given the weight method for it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import fnmatch
 import logging
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +22,18 @@ from torch import Tensor
 
 from baton.engine.absent import FETCH_AGAIN
 from baton.engine.hf_config.checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
-from baton.engine.hf_config.errors import WeightsError
-from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Slot
 from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
+from baton.kernels.fp8 import BLOCK
 
-from .progress import Progress
-from .quantized import use_quantized_methods
+from ..hf_config.errors import WeightsError
+from ..hf_config.quantization import Quantization
+from ..layers.base import Layer, layers_of
+from ..layers.experts import Experts
+from ..layers.fp8 import Fp8Experts, Fp8Linear
+from ..layers.linear import Linear
+from . import Progress
 
 if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
@@ -231,3 +237,36 @@ class DummyWeights:
         values = self._bank.repeat(rounds)[start : start + size].view(rows.size, *(share.whole for share in others))
         values = values[(slice(None), *(share.slice for share in others))]
         return values + slot.parameter.typical if slot.parameter.typical else values
+
+
+def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized: Callable[[str], bool]) -> list[str]:
+    """Give the layers of `model` that the checkpoint has quantized the method for it, before anything is allocated.
+
+    `is_quantized` tells by a linear layer's name in the checkpoint. Returns the layers that stay plain nevertheless:
+    those merged of both kinds, or of parts that would share a block, and experts that there are no kernels for. Raises
+    `WeightsError` for a layer whose ranks would divide blocks.
+    """
+    plain = [path for path, layer in layers_of(Linear, model) if not _quantize(path, layer, quantization, is_quantized)]
+    method = Fp8Experts(quantization)
+    for path, experts in layers_of(Experts, model):
+        parts = experts.parts_at(path)
+        if parts and method.fits(experts.shape) and all(is_quantized(name) for name in parts):
+            experts.use(method)
+        elif any(is_quantized(name) for name in parts):
+            plain.append(path)
+    return plain
+
+
+def _quantize(path: str, layer: Linear, quantization: Quantization, is_quantized: Callable[[str], bool]) -> bool:
+    """Return false for a layer that stays plain although some of it is quantized."""
+    method, parts = Fp8Linear(quantization), layer.parts_at(path)
+    shares, quantized = list(parts.values()), [is_quantized(name) for name in parts]
+    if not all(quantized) or not method.fits(layer.columns, shares):
+        return not any(quantized)
+    if not method.divides(layer.columns, shares):
+        raise WeightsError(
+            f"tensor_parallel_size: {path} has a scale for every {BLOCK} x {BLOCK} values, and so many ranks would "
+            "divide them; give fewer"
+        )
+    layer.use(method)
+    return True

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, reference
-from .routing import RoutingRule
-from .weights import SILU, ExpertWeights, GatedActivation
+from .experts import SILU, ExpertWeights, GatedActivation, RoutingRule
 
 __all__ = ["SILU", "ExpertWeights", "GatedActivation", "RoutingRule", "fused_experts", "route", "router_logits"]
 

@@ -9,7 +9,7 @@ import torch
 from baton.kernels.roofline import BenchCase, cycling
 
 from . import ExpertWeights, GatedActivation, RoutingRule, fused_experts, route
-from .weights import BLOCK
+from .experts import BLOCK
 
 ROUTINGS = 8  # that a case takes turns over: few tokens never ask for the same experts twice in a row
 SMALL = {"small": (8, 2, 512, 256)}  # experts, top k, hidden size, width of an expert

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from baton.kernels.activation import Activation, activation_and_mul
 
+from .experts import SILU, ExpertWeights, GatedActivation
 from .reference import gated, of_expert
-from .weights import SILU, ExpertWeights, GatedActivation
 
 
 def fused_experts(

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .routing import RoutingRule
-from .weights import ExpertWeights, GatedActivation
+from .experts import ExpertWeights, GatedActivation, RoutingRule
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,9 +3,20 @@
 from torch import Tensor
 
 from . import cpu, reference
-from .batch import NO_TOKEN, AllowedTokens, BadWords, BannedTokens, LogitBias, Penalties, SamplingBatch, TokenHistory
+from .batch import (
+    NO_TOKEN,
+    ROW_WORDS,
+    AllowedTokens,
+    BadWords,
+    BannedTokens,
+    LogitBias,
+    Penalties,
+    SamplingBatch,
+    TokenHistory,
+    decode_rows,
+    encode_row,
+)
 from .batch_builder import SamplingRequest, SamplingRows
-from .row_format import ROW_WORDS, decode_rows, encode_row
 
 __all__ = [
     "NO_TOKEN",

@@ -2,16 +2,30 @@
 
 A feature that no row of the step uses is `None`, and costs nothing. Features that few rows use are sparse: their
 `rows` index the rows of the logits, not those of the runner.
+
+The numbers of a row are also 32-bit words in a table on the device, which a captured graph reads by row:
+
+word     0            1      2      3      4         5          6           7
+holds    temperature  top_k  top_p  min_p  seed low  seed high  prompt_len  0
+as       float32      int32  float32       uint32               int32
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 NO_TOKEN = -1  # what a row draws that has none to draw
 GREEDY_BELOW = 1e-5  # temperatures so small leave nothing to chance, and dividing by them would overflow
+ROW_WORDS = 8
+TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED_LOW, SEED_HIGH, PROMPT_LEN = range(7)
+_WORD = 0xFFFFFFFF
+_GREATEST_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Everything but the logits `[R, V]`, all on their device. `kernels.sampling.sample` says what each field does."""
+    """Everything but the logits `[R, V]`, all on their device. `kernels.sampling.sample` explains each field."""
 
     seeds: Tensor  # [R] int64, not negative
     positions: Tensor  # [R] int64: absolute index of the token that is drawn, i.e. how many tokens precede it
@@ -89,3 +103,56 @@ class SamplingBatch:
         """True where some row's logits change before temperature and truncation."""
         edits = (self.allowed, self.bad_words, self.banned, self.bias, self.penalties)
         return any(edit is not None for edit in edits)
+
+
+class PlainRequest(Protocol):
+    """The parameters that every draw needs."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+def encode_row(request: PlainRequest, *, seed: int, prompt_len: int) -> NDArray[np.int32]:
+    """Return the `ROW_WORDS` words of a request whose first `prompt_len` tokens are prompt; `seed` is from 0 to 2**63 -
+    1.
+    """
+    words = np.zeros(ROW_WORDS, dtype=np.int32)
+    floats = words.view(np.float32)
+    floats[TEMPERATURE], floats[TOP_P], floats[MIN_P] = request.temperature, request.top_p, request.min_p
+    words[TOP_K], words[PROMPT_LEN] = min(request.top_k, _GREATEST_TOP_K), prompt_len
+    words.view(np.uint32)[[SEED_LOW, SEED_HIGH]] = seed & _WORD, seed >> 32
+    return words
+
+
+def encode_batch(batch: SamplingBatch) -> Tensor:
+    """Return the words `[R, ROW_WORDS]` int32 of a batch's numbers, on their device and without waiting for it."""
+    words = batch.seeds.new_zeros(len(batch.seeds), ROW_WORDS, dtype=torch.int32)
+    floats = words.view(torch.float32)
+    floats[:, TOP_P] = 1.0 if batch.top_p is None else batch.top_p
+    for column, numbers in ((TEMPERATURE, batch.temperature), (MIN_P, batch.min_p)):
+        if numbers is not None:
+            floats[:, column] = numbers
+    if batch.top_k is not None:
+        words[:, TOP_K] = batch.top_k.clamp(max=_GREATEST_TOP_K)
+    words[:, SEED_LOW], words[:, SEED_HIGH] = batch.seeds, batch.seeds >> 32  # the copy keeps the low bits
+    return words
+
+
+def decode_rows(table: Tensor, rows: Tensor, positions: Tensor) -> SamplingBatch:
+    """Return the batch of `rows` `[R]` of a `table` `[num_rows, ROW_WORDS]` int32; a padding row, -1, reads row 0."""
+    words = table[rows.clamp(min=0).long()]
+    floats = words.view(torch.float32)
+    return SamplingBatch(
+        seeds=words[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64)[:, 0],
+        positions=positions.long(),
+        temperature=floats[:, TEMPERATURE].contiguous(),
+        top_k=words[:, TOP_K].long(),
+        top_p=floats[:, TOP_P].contiguous(),
+        min_p=floats[:, MIN_P].contiguous(),
+    )

@@ -18,10 +18,11 @@ from .batch import (
     BannedTokens,
     LogitBias,
     Penalties,
+    PlainRequest,
     SamplingBatch,
     TokenHistory,
+    encode_batch,
 )
-from .row_format import PlainRequest, encode_batch
 
 T = TypeVar("T")
 _ALIGNMENT = 16  # bytes: where Triton and vector loads may assume that a tensor starts

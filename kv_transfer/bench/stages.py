@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..channel import Channel, Route
 from ..connector import TransferConnector
 from ..group.tp_read_group import TpReadGroup
 from ..handoff.coordinator import HandoffCoordinator
-from ..net.channel import Channel, Route
 from ..protocol.messages import Claim, Granted, decode
 from ..transports import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
 
@@ -33,7 +33,7 @@ class HandoffStage(enum.StrEnum):
     READ_POSTED = "read posted"
     READ_DONE = "read seen done"
     GRANT_HERE = "grant here"
-    TOLD = "engine told"
+    ENGINE_NOTIFIED = "engine notified"
     ANSWERED = "engine has it"
 
 

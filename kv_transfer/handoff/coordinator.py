@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.engine.core.connector import BlocksReleased, ConnectorEvent, ReceiveFailed, TransferId
 
+from ..channel import Channel, Route
 from ..errors import MalformedMessage, TransportError
 from ..group.tp_read_group import TpReadGroup
 from ..lease_clock import Standstill
-from ..net.channel import Channel, Route
 from ..pacing import POLL_IDLE_S, pause_s
 from ..protocol.leases import LeaseTable
 from ..protocol.messages import (
@@ -41,7 +41,7 @@ from ..protocol.messages import (
     Ticket,
     Withdrawn,
 )
-from ..protocol.receive_table import ReceiveOutcome
+from ..protocol.receive import ReceiveOutcome
 from ..protocol.receives import ReceiveTable
 from ..protocol.stats import TransferStats
 from ..settings import PeerInfo, TransferSettings
@@ -95,7 +95,7 @@ class HandoffCoordinator:
     # ------------------------------------------------------------------ the engine's calls
 
     def offer(self, key: LeaseKey, block_ids: Sequence[int], num_ready: int) -> None:
-        """Offer blocks of which the first `num_ready` are written; `advance` tells of the others."""
+        """Offer blocks of which the first `num_ready` are written; `advance` counts the others."""
         self.leases.offer(key, len(block_ids), self._clock(), num_ready)
         self._digest_check.offered(key.offer, block_ids)
         self._digest_if_complete(key.offer)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
+from ..channel import Channel, Route
 from ..errors import MalformedMessage
-from ..net.channel import Channel, Route
 from ..protocol.messages import EngineKey, Message, decode, encode
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import enum
 import logging
 from collections.abc import Callable, Collection, Container
 
+from ..channel import Channel, Route
 from ..errors import TransferError, TransportError
 from ..group.tp_read_group import TpReadGroup
-from ..net.channel import Channel, Route
 from ..protocol.messages import EngineKey, HandshakeAccepted, HandshakeRefused, encode
 from ..protocol.stats import PeerLane
 from ..settings import PeerInfo
@@ -77,7 +77,7 @@ class Peers:
         return sum(peer.status is PeerStatus.READY for peer in self._peers.values())
 
     def lanes(self, reads: BlockReads) -> list[PeerLane]:
-        """Return the ways in which peers that are ready are read, and what `reads` know of the time that it takes."""
+        """Return the lanes of ready peers, with their measured read times from `reads`."""
         ready = {
             peer.memory: peer.key.engine_id
             for peer in self._peers.values()

@@ -1,4 +1,5 @@
-"""Messages between engines about blocks, and the ticket with which a hand-off begins.
+"""Messages between engines about blocks, the ticket with which a hand-off begins, and what else the state machines ask
+for.
 
     reader                                holder
       HandshakeRequest -------------------->        do our layouts match?
@@ -15,6 +16,8 @@
 
 A message for another process, request or attempt is counted and dropped.
 
+The state machines have no sockets and no memory themselves: their outputs are actions, such as to send a message.
+
 Bytes come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
 """
 
@@ -28,6 +31,8 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from baton.engine.core.connector import ConnectorEvent, TransferId
 
 from .. import codec
 from ..codec import Id, Name, Reason
@@ -237,3 +242,46 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 _decode_ticket: Callable[[bytes], Ticket] = codec.decoder(Ticket, "ticket")
+
+
+class SendToReader(msgspec.Struct, frozen=True):
+    to: EngineKey
+    message: FromHolder
+
+
+class SendToHolder(msgspec.Struct, frozen=True):
+    to: EngineKey
+    message: FromReader
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """Pass an event to the engine."""
+
+    event: ConnectorEvent
+
+
+class ReadBlocks(msgspec.Struct, frozen=True):
+    """Read blocks [start, stop) of a receive, the next ones; the first such action begins its read.
+
+    It ends in `read_finished` when all of the receive's blocks are there, or in `read_failed` and `read_released`.
+    """
+
+    receive: TransferId
+    start: int
+    stop: int
+
+
+class StopReading(msgspec.Struct, frozen=True):
+    """Begin no further read for a receive; `read_released` follows once nothing can write any more."""
+
+    receive: TransferId
+
+
+class CompareDigests(msgspec.Struct, frozen=True):
+    """Compare some of what was read with the holder's digests. Ends in `matched` or `corrupt`."""
+
+    receive: TransferId
+    digests: Digests
+
+
+Action = SendToReader | SendToHolder | Emit | ReadBlocks | StopReading | CompareDigests

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from baton.engine.core.layout import KVLayout, KVRegion
 
-from ..block_copies import SlotPair, open_block_copier
-from ..host_memory import HostMemory
+from ..block_copies import HostMemory, SlotPair, open_block_copier
 
 ROUNDS = 4
 

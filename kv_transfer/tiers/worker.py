@@ -19,14 +19,13 @@ from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import Tier
 
-from ..block_copies import open_block_copier
+from ..block_copies import HostMemory, open_block_copier
 from ..errors import TransportError
-from ..host_memory import HostMemory
 from ..pacing import sleep_precisely
+from ..settings import TierSettings
 from ..transports import ByteRange, FileTransport, ReadState
 from ..transports.nixl_file import NixlFile
 from .disk_files import SINGLE_RANK, DiskFiles, DiskFull, FileOwner, Record
-from .settings import TierSettings
 from .tier_index import Loss, Move
 
 logger = logging.getLogger(__name__)

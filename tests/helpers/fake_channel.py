@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 
-from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES, Route
+from baton.kv_transfer.channel import MAX_MESSAGE_BYTES, Route
 
 from .virtual_clock import VirtualClock
 

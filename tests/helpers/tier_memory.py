@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.core.tiers import Restored, TierEvent
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 LAYOUT = KVLayout(model="small", num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")  # 8 KB a block

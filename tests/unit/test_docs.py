@@ -19,8 +19,7 @@ from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec
 from baton.cluster.spec.parts import AutoscalingSpec
 from baton.engine.config import EngineConfig
-from baton.kv_transfer.settings import TransferSettings
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings, TransferSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

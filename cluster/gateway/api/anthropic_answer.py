@@ -54,7 +54,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: msgspec.Raw = NO_INPUT
+    input: msgspec.Raw = msgspec.field(default_factory=lambda: NO_INPUT)
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
@@ -121,6 +121,15 @@ class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_st
 
 
 Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
 
 
 class Content:

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..errors import bad_request, excerpt
+from .anthropic_answer import TokenCount
 from .anthropic_request import (
     FIELDS,
     CountTokensRequest,
@@ -67,13 +68,13 @@ async def prepare_messages(preparer: Preparer, request: MessagesChat, key_salt: 
     return await preparer.converted_chat(request, FIELDS, key_salt)
 
 
-async def count_tokens(preparer: Preparer, data: dict[str, Any]) -> dict[str, int]:
+async def count_tokens(preparer: Preparer, data: dict[str, Any]) -> TokenCount:
     """Answer `/v1/messages/count_tokens`. Raises `ApiError` (400) that names the wrong field."""
     asked = FIELDS.parse(CountTokensRequest, data)
     _check_choice(asked)
     chat = ChatRequest.model_construct(model=asked.model, **_chat_input(asked))
     with FIELDS.in_errors():
-        return {"input_tokens": len(await preparer.chat_tokens(chat))}
+        return TokenCount(len(await preparer.chat_tokens(chat)))
 
 
 def _chat_input(asked: MessagesInput) -> dict[str, Any]:

@@ -121,7 +121,9 @@ class ToolUseBlockParam(ReplayedModel):
 
 
 OnlyText = Annotated[TextBlockParam, object_of_type(("text",), TEXT_ALONE)]
-Texts = Annotated[list[OnlyText], Field(fail_fast=True), BeforeValidator(_text_block)]
+Texts = Annotated[
+    list[OnlyText], Field(fail_fast=True), BeforeValidator(_text_block, json_schema_input_type=str | list[OnlyText])
+]
 
 
 class ToolResultBlockParam(ReplayedModel):
@@ -149,7 +151,11 @@ class Message(ReplayedModel):
     """A message. The server's own content can be sent back as it is, or as the official client keeps it."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(min_length=1, fail_fast=True), BeforeValidator(_text_block)]
+    content: Annotated[
+        list[Block],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_text_block, json_schema_input_type=str | list[Block]),
+    ]
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> Self:

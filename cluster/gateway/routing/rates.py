@@ -154,7 +154,8 @@ class LearntRates:
         decode = None if view.stats is None else view.stats.step_times.decode
         if decode is None or not decode.unit_s or not self._step_s or _are_alike(decode.at(1), self._step_s):
             return 0.0
-        return (decode.at(1) - self._step_s) * self.guesses.answer_tokens
+        later_s = decode.at(1) - self._step_s  # below 0 where the engine has become the fastest since `renew`
+        return max(0.0, later_s) * self.guesses.answer_tokens
 
     def read_s(self, reader: EngineView, source: EngineRecord) -> Line:
         """Return the time in which an engine reads another's tokens, by their number."""

@@ -1,7 +1,10 @@
-"""The choice of the engine for a sequence's next attempt: past engines that it lost and those with open circuits."""
+"""The choice of the engine for a sequence's next attempt, past engines that it lost and those with open circuits; and
+the way that it is served by them: the value of `x-baton-path`, its metrics and its log line.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +13,8 @@ from baton.cluster.contracts import EngineRecord, EngineView, Role
 from ..routing.load import Placement
 from ..routing.prefix_index import engine_key
 from ..routing.ranks import reachable
-from ..routing.router import NO_PREFILL_ENGINE, Route, RoutingQuery
-from .context import ServingContext
+from ..routing.router import NO_PREFILL_ENGINE, Path, Route, RoutingQuery
+from .context import SequenceMetrics, ServingContext
 from .retry_policy import RETRY_POLICY, AttemptHistory, Failure, Rung
 
 ROLES: dict[Rung, frozenset[Role]] = {
@@ -19,6 +22,8 @@ ROLES: dict[Rung, frozenset[Role]] = {
     Rung.RECOMPUTE: frozenset({Role.DECODE}),
     Rung.UNIFIED: frozenset({Role.UNIFIED}),
 }
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class EngineSelector:
 
     @property
     def are_full(self) -> bool:
-        """True if each engine has refused the sequence for lack of room, or has told that it would."""
+        """True if each engine has refused the sequence for lack of room, or has reported a full queue."""
         return self._serving.admission.are_full(self._engines(), self._history.refused)
 
     def _route(self, rung: Rung, query: RoutingQuery) -> Route | None:
@@ -93,3 +98,37 @@ def _on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:
 def _has_queue(view: EngineView) -> bool:
     """A prompt in a decode engine without a queue delays running answers, but no waiting ones."""
     return view.stats is not None and view.stats.num_requests_waiting > 0
+
+
+class ServedPath:
+    """`PATH; reason=REASON`, after a failed attempt `PATH; reason=REASON; rung=RUNG`."""
+
+    def __init__(self, request_id: str, metrics: SequenceMetrics) -> None:
+        self._request_id = request_id
+        self._metrics = metrics
+        self._path = Path.UNIFIED
+        self._rung = Rung.ANY
+        self._reason = ""
+
+    def __str__(self) -> str:
+        rung = "" if self._rung is Rung.ANY else f"; rung={self._rung}"
+        return f"{self._path}; reason={self._reason}{rung}"
+
+    def note(self, found: Selection, failure: Failure | None) -> None:
+        """Note the engine that was found, after `failure` if it is not the first one."""
+        route = found.route
+        if route is None:
+            if failure is Failure.NO_READER:
+                return  # every hand-off begins so
+            self._rung = found.rung
+        elif failure is None:
+            self._path, self._rung = route.path, found.rung
+        else:
+            self._path = Path.RECOMPUTED
+            self._rung = Rung.RECOMPUTE if route.path is Path.LOCAL_PREFILL else found.rung
+        self._reason = route.reason if route is not None and failure is None else str(failure)
+        self._metrics.paths.labels(self._path, self._reason).inc()
+        if failure is not None:
+            self._metrics.rungs.labels(self._rung, self._reason).inc()
+        if failure is not None or self._reason == NO_PREFILL_ENGINE:
+            logger.info("%s goes another way: %s", self._request_id, self)

@@ -4,11 +4,10 @@ This module knows all formats, and which parsers the outputs of one request need
 
 output_parser      the parts of an output, and the protocol of all parsers
 reasoning          text between <think> and </think>
-tool_call_format   how models write tool calls: json_call_formats, xml_call_formats, pythonic, harmony
+tool_call_format   how models write tool calls (json_call_formats, xml_call_formats, pythonic, harmony); earlier calls
 json_call_parser, xml_call_parser   parsers of the first two kinds of formats
 incremental        base classes of parsers, for text that arrives in pieces
 argument_values    arguments as JSON, and their types by a JSON schema
-earlier_calls      tool calls of earlier messages, as chat templates expect them
 """
 
 from __future__ import annotations

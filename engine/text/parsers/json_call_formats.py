@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .earlier_calls import with_short_ids
 from .incremental import BLANKS
 from .json_call_parser import JsonToolCallFormat
-from .tool_call_format import SectionToolCallFormat
+from .tool_call_format import SectionToolCallFormat, with_short_ids
 
 _QUOTED = r'(?P<name>"(?:[^"\\]|\\.){0,400}")'
 _BARE = r"(?P<name>[\w.-]{1,64})"

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.kernels.attention import AttentionBatch
 
 from ...core.step import StepSize
-from ...layers.rows import RankRows
+from ...layers.base import RankRows
 from ..inputs import Batch, CurrentBatch, InputBuffers
 from ..outputs import Event, StepOutputs
 from ..sampling import Draws, LogitsProcessors

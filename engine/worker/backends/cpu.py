@@ -24,7 +24,7 @@ from baton.kernels.native.cpu_graph import Workspace, record
 from baton.kernels.sampling import sample
 
 from ...core.layout import BLOCK_SIZE
-from ...layers.rows import RankRows
+from ...layers.base import RankRows
 from ..inputs import Batch
 from ..outputs import Event
 from ..shapes import Shapes, StepShape

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.kernels.sampling import sample, sample_rows
 from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, replace_tokens, store_tokens
 
-from ...layers.rows import RankRows
+from ...layers.base import RankRows
 from ..inputs import Batch
 from ..outputs import Event
 from ..shapes import Shapes, StepShape

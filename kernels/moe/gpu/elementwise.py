@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baton.kernels.moe import weights
-from baton.kernels.moe.weights import GatedActivation
+from baton.kernels.moe import experts
+from baton.kernels.moe.experts import GatedActivation
 
-BLOCK = tl.constexpr(weights.BLOCK)
+BLOCK = tl.constexpr(experts.BLOCK)
 
 
 def activation_constants(activation: GatedActivation) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.launch import cdiv, next_power_of_2
-from baton.kernels.moe.weights import ExpertWeights
+from baton.kernels.moe.experts import ExpertWeights
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from .elementwise import BLOCK, activation_constants, down_scales, gate_up_scales, gated

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.launch import cdiv, next_power_of_2
-from baton.kernels.moe.weights import ExpertWeights
+from baton.kernels.moe.experts import ExpertWeights
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from .alignment import RowTiles

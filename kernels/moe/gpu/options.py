@@ -9,7 +9,7 @@ import torch
 
 from baton.kernels import tuned
 from baton.kernels.launch import next_power_of_2
-from baton.kernels.moe.weights import ExpertWeights
+from baton.kernels.moe.experts import ExpertWeights
 
 MOST_FEW_PAIRS = 32  # (token, expert) pairs up to which each has programs of its own
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.kernels.launch import cdiv, next_power_of_2
 from baton.kernels.linear.gpu import Method, fitting_method, linear, options_for
-from baton.kernels.moe.routing import RoutingRule
+from baton.kernels.moe.experts import RoutingRule
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 LOWEST = tl.constexpr(float("-inf"))

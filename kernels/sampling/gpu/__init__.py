@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..batch import SamplingBatch
+from ..batch import ROW_WORDS, SamplingBatch, encode_batch
 from ..reference import edit_logits as edit_as_reference
 from ..reference import history_of
-from ..row_format import ROW_WORDS, encode_batch
 from .draw import draw_tokens
 from .logit_edits import keep_allowed, penalize
 from .truncation import truncate

@@ -11,8 +11,8 @@ are below the best score so far by more than all that it may have rounded:
     3  logit / T - log v                 computed for the tile, greatest first
     4  the score itself                  token by token, until sieve 3 says that the rest is below
 
-Sieves decide how much is computed, never which token wins. So the programs of a row may tell each other at any time
-what they have reached. They meet in a cache line of their own, which holds that and how many of them have ended:
+Sieves decide how much is computed, never which token wins. So the programs of a row may exchange
+their best scores at any time. They share a cache line, which holds that and the number of programs that have ended:
 
     meetings[row]    goal, the best score less the margin, as an integer in the order of floats | arrived | unused
 """
@@ -28,13 +28,12 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-from .. import row_format
-from ..batch import GREEDY_BELOW, NO_TOKEN
+from ..batch import GREEDY_BELOW, NO_TOKEN, ROW_WORDS, SEED_HIGH, SEED_LOW, TEMPERATURE
 from .numerics import GREATEST_NOISE, GROUP, LANES, gumbel, ordered, philox, unordered, word_of
 
-_ROW_WORDS = tl.constexpr(row_format.ROW_WORDS)
-_TEMPERATURE = tl.constexpr(row_format.TEMPERATURE)
-_SEED_LOW, _SEED_HIGH = tl.constexpr(row_format.SEED_LOW), tl.constexpr(row_format.SEED_HIGH)
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+_TEMPERATURE = tl.constexpr(TEMPERATURE)
+_SEED_LOW, _SEED_HIGH = tl.constexpr(SEED_LOW), tl.constexpr(SEED_HIGH)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NONE = tl.constexpr(-math.inf)

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-from .. import row_format
-from ..batch import GREEDY_BELOW
+from ..batch import GREEDY_BELOW, MIN_P, ROW_WORDS, TEMPERATURE, TOP_K, TOP_P
 from .draw import MEETING_WORDS
 from .numerics import ordered, portable_log, unordered
 
-_ROW_WORDS = tl.constexpr(row_format.ROW_WORDS)
-_TEMPERATURE, _TOP_K = tl.constexpr(row_format.TEMPERATURE), tl.constexpr(row_format.TOP_K)
-_TOP_P, _MIN_P = tl.constexpr(row_format.TOP_P), tl.constexpr(row_format.MIN_P)
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+_TEMPERATURE, _TOP_K = tl.constexpr(TEMPERATURE), tl.constexpr(TOP_K)
+_TOP_P, _MIN_P = tl.constexpr(TOP_P), tl.constexpr(MIN_P)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _NONE = tl.constexpr(-math.inf)
 _INFINITE = tl.constexpr(math.inf)

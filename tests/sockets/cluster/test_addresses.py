@@ -15,7 +15,7 @@ from baton.cluster.cli.local_application import LocalApplication
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.spec import load_spec
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.endpoints import split_endpoint
+from baton.engine.net.sockets import split_endpoint
 
 from ...helpers.fakes import CountingEngine, ListedSource, make_request, serve_engine
 from ...helpers.foreign_peers import GARBAGE, say

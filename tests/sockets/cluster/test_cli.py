@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from baton.cluster.cli.http_client import print_ranks
-from baton.cluster.cli.local_application import gist
+from baton.cluster.cli.local_application import last_error
 from baton.cluster.cli.serve import PortTaken, claimed_ports
 from baton.cluster.spec import FleetSpec, load_spec
 
@@ -190,6 +190,24 @@ def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() ->
     ]
 
 
+def test_status_shows_what_engines_measured() -> None:
+    rank = {"rank": 1, "role": "unified", "engine_id": "unified-a", "pid": 1, "node_ip": "192.0.2.1"}
+    rank |= {"draining": False, "circuit": "closed", "num_blocks": 8, "reads_from": []}
+    stats = {f"num_requests_{state}": 0 for state in ("running", "waiting", "waiting_for_kv")}
+    decode = {"base_s": 0.004, "unit_s": 0.001}
+    for times, shown in (
+        ({"prefill": {"base_s": 0.0, "unit_s": 5e-5}, "decode": decode}, ["unified-a", "20,000", "5.0", "1.000"]),
+        ({"prefill": None, "decode": {"base_s": 0.005, "unit_s": 0.0}}, ["unified-a", "?", "5.0", "?"]),
+        ({"prefill": None, "decode": None}, None),
+    ):
+        told = io.StringIO()
+        rank["stats"] = stats | {"step_times": times}
+        print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+        lines = [line.split() for line in told.getvalue().splitlines()]
+        assert ("Measured lately" in told.getvalue()) is (shown is not None)
+        assert shown is None or shown in lines
+
+
 def test_unknown_environment_variables_are_an_error() -> None:
     done = baton("status", BATON_PORT="1")
     assert done.returncode == 2
@@ -314,5 +332,5 @@ def test_of_a_traceback_the_last_error_is_shown() -> None:
     message = (
         "The replica failed:\nTraceback (most recent call last):\n  File x\nbaton.WeightsError: no files;\ngive some"
     )
-    assert gist(message) == "baton.WeightsError: no files;\ngive some"
-    assert gist("waiting for resources") == "waiting for resources"
+    assert last_error(message) == "baton.WeightsError: no files;\ngive some"
+    assert last_error("waiting for resources") == "waiting for resources"

@@ -13,7 +13,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.ingress.http_server import HttpServer, listen
-from baton.engine.net.endpoints import endpoint
+from baton.engine.net.sockets import endpoint
 
 from ...helpers.gateway_service import Service
 from ...helpers.ipv6 import needs_ipv6

@@ -24,7 +24,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
 from baton.engine.startup.build import build_engine
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ...helpers.checkpoints import write_checkpoint

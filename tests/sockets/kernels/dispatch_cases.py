@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.parallel.placement import ExpertPlacement
 from baton.kernels.expert_map import ExpertMap
 from baton.kernels.p2p import DispatchedTokens, PeerMemory, RankSlots, RoutedTokens, reference
-from baton.kernels.p2p.options import Method
+from baton.kernels.p2p.options import Algorithm
 
 gpu: Any = pytest.importorskip("baton.kernels.p2p.gpu")
 
@@ -79,7 +79,7 @@ class Exchange:
     ) -> tuple[DispatchedTokens, Tensor, Tensor]:
         """What came, what came back of (rank + 1) times that, and how often experts were asked for. All poisoned."""
         device = memory.addresses.device
-        options = {"method": Method.ONE_SHOT, "BLOCK": block}
+        options = {"method": Algorithm.ONE_SHOT, "BLOCK": block}
         table = self.table(memory.size, device)
         given = self.given(rank, memory.size, dtype, device)
         brought = gpu.dispatch(given, table, self.places(memory.size), memory, options)

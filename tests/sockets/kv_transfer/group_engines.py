@@ -19,10 +19,10 @@ from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.staging.group_copies import follow_connector
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
 from baton.kv_transfer.tiers.group import follow_tiers
-from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ...helpers.process_context import FORKING
@@ -120,7 +120,7 @@ class _Leader:
 
     def quiet(self) -> TierStats:
         """When all that can be stored is stored."""
-        while self._engine.core._scheduler.tier_copies.any_lent:
+        while self._engine.core._scheduler.tier_copies.any_referenced:
             self._engine.core.step()
             time.sleep(1e-3)
         stats = self._engine.core.stats()

@@ -24,10 +24,10 @@ from baton.engine.core.connector import (
 )
 from baton.engine.core.layout import KVLayout, KVRegion
 from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.channel import Route, ZmqChannel
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
-from baton.kv_transfer.net.channel import Route, ZmqChannel
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 
 from .engine_process import DEFAULT_SETTINGS, EngineProcess, untimed

@@ -18,8 +18,7 @@ from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.settings import TransferSettings
 from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
 from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport, _decode_metadata
-from baton.kv_transfer.transports.factory import open_transport
-from baton.kv_transfer.transports.fastest import FastestTransport
+from baton.kv_transfer.transports.fastest import FastestTransport, open_transport
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
+from baton.kv_transfer.channel import Channel, Route
 from baton.kv_transfer.errors import RankLost, TransportError
 from baton.kv_transfer.group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
-from baton.kv_transfer.net.channel import Channel, Route
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,7 +35,7 @@ class Counter:
     def details(self) -> None:
         return None
 
-    def obey(self, order: Count) -> Iterator[Counted]:
+    def handle(self, order: Count) -> Iterator[Counted]:
         for number in range(order.up_to):
             if number == 3:
                 raise OverflowError("too many")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton.kv_transfer.channel import ZmqChannel
 from baton.kv_transfer.errors import TransportError
-from baton.kv_transfer.net.channel import ZmqChannel
 from baton.kv_transfer.threads import ChannelThread, OwnerThread
 
 pytestmark = pytest.mark.timeout(30)

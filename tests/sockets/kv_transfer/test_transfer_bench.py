@@ -9,7 +9,7 @@ import pytest
 from baton.engine.core.layout import KVLayout, UnevenHeads
 from baton.kv_transfer.bench import TransferCase, measure, table
 from baton.kv_transfer.bench.stages import HandoffStage, StampedChannel, Stamps
-from baton.kv_transfer.net.channel import Route
+from baton.kv_transfer.channel import Route
 from baton.kv_transfer.protocol.messages import Claim, EngineKey, LeaseKey, ReaderKey, encode
 
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -45,10 +45,10 @@ def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
             HandoffStage.AWAKE,
             HandoffStage.READ_POSTED,
             HandoffStage.READ_DONE,
-            HandoffStage.TOLD,
+            HandoffStage.ENGINE_NOTIFIED,
             HandoffStage.ANSWERED,
         ),
-        (HandoffStage.AWAKE, HandoffStage.CLAIM_HERE, HandoffStage.GRANT_HERE, HandoffStage.TOLD),
+        (HandoffStage.AWAKE, HandoffStage.CLAIM_HERE, HandoffStage.GRANT_HERE, HandoffStage.ENGINE_NOTIFIED),
         (HandoffStage.AWAKE, HandoffStage.CLAIM_SENT, HandoffStage.READ_POSTED),
         (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT),
     ):

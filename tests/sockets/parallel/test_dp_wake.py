@@ -16,8 +16,7 @@ import pytest
 from baton.engine.core.step import Runner, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups
-from baton.engine.parallel.dp_wake import DPWake
-from baton.engine.parallel.rank_group import RankGroup
+from baton.engine.parallel.rank_group import DPWake, RankGroup
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 from ...helpers.thread_groups import Closing, run_threads
@@ -135,7 +134,7 @@ def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
     with ends(2) as (first, second):
         rank_group = RankGroup(Member(), timeout_s=SOON_S)
         rank_group._dp_wake = second.waves
-        with pytest.raises(ValueError, match="it does not fit"), rank_group.telling():
+        with pytest.raises(ValueError, match="it does not fit"), rank_group.reporting_failure():
             raise ValueError("it does not fit")
         assert first.group.closed.wait(SOON_S)
 

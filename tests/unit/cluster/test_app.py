@@ -24,7 +24,7 @@ from baton.cluster.engines.replica import check_gpus
 from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.membership.draining import LONGEST_S
 from baton.cluster.spec import GatewaySpec, load_spec
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from core_harness import BLOCK_SIZE, Harness, config, request
 
 import baton.engine
 from baton.engine.core.kv.blocks import BlockPool
@@ -17,6 +16,8 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.requests.request import FinishRule, Request
 from baton.engine.core.stages import Stages
+
+from .core_harness import BLOCK_SIZE, Harness, config, request
 
 
 def tokens(value: int, num_tokens: int) -> list[int]:

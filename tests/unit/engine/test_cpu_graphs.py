@@ -15,9 +15,9 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
+from baton.engine.layers.base import rows_at
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
-from baton.engine.layers.rows import rows_at
 from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends import CapturedSteps, cpu
 from baton.engine.worker.backends.cpu import CpuBackend

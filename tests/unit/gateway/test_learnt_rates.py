@@ -159,6 +159,23 @@ def test_engines_that_measured_nearly_the_same_are_equal(factor: float, counts: 
         assert (figure(engines[0]) != figure(engines[2])) is counts
 
 
+def test_an_engine_that_became_the_fastest_since_the_last_look_costs_no_less_than_nothing() -> None:
+    gateway = Gateway()
+    gateway.route([view(0, step_times=steps(1e-4, 0.05))], [1])
+    faster = view(0, step_times=steps(1e-6, 0.001))
+    assert gateway.rates.slowness_s(faster) == 0
+    assert gateway.route([faster], [1]).placement.engine.rank == 0
+
+
 def test_requests_avoid_an_engine_whose_steps_are_slow() -> None:
     engines = [view(0, step_times=steps(1e-4, 0.05)), view(1, step_times=steps(1e-4), num_requests_running=9)]
     assert Gateway().route(engines, [1]).placement.engine.rank == 1
+
+
+@pytest.mark.parametrize("running", [0, 3])
+def test_an_engine_that_became_faster_than_all_were_is_taken(running: int) -> None:
+    gateway = Gateway()
+    gateway.route([view(0, step_times=steps(1e-4, 0.05))])
+    faster = view(0, step_times=steps(1e-4, 0.001), num_requests_running=running)
+    assert gateway.rates.slowness_s(faster) == 0
+    assert gateway.route([faster], [1]).placement.engine.rank == 0

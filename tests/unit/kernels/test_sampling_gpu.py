@@ -182,8 +182,8 @@ def test_what_the_kernels_cannot_read_is_refused(triton_device: torch.device) ->
 def test_truncation_keeps_the_tokens_that_the_reference_keeps(
     triton_device: torch.device, kind: str, truncation: str, dtype: torch.dtype
 ) -> None:
+    from baton.kernels.sampling.batch import encode_batch
     from baton.kernels.sampling.gpu.truncation import truncate
-    from baton.kernels.sampling.row_format import encode_batch
 
     logits = logits_of(kind, 150, dtype).to(triton_device)
     warm = TEMPERATURES.clamp(min=0.01)

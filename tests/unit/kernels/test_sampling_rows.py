@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton.engine.core.sampling import SamplingParams
 from baton.kernels.sampling import SamplingBatch, SamplingRows, encode_row, sample, sample_rows
+from baton.kernels.sampling.batch import decode_rows, encode_batch
 from baton.kernels.sampling.batch_builder import upload
-from baton.kernels.sampling.row_format import decode_rows, encode_batch
 
 VOCAB = 40
 EVERYTHING = SamplingParams(

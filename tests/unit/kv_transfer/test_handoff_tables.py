@@ -9,37 +9,41 @@ from pathlib import Path
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
-from baton.kv_transfer.protocol.actions import (
-    Action,
-    CompareDigests,
-    Emit,
-    ReadBlocks,
-    SendToHolder,
-    SendToReader,
-    StopReading,
-)
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseReply, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     AbortRead,
+    Action,
     AskDigests,
     Claim,
     ClaimRefused,
+    CompareDigests,
     DigestMode,
     Digests,
+    Emit,
     EngineKey,
     Finish,
     Granted,
     Grown,
     LeaseKey,
+    ReadBlocks,
     ReaderKey,
     Renew,
+    SendToHolder,
+    SendToReader,
+    StopReading,
     Ticket,
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.protocol.receive import ReceiveTimeouts
-from baton.kv_transfer.protocol.receive_table import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveRow, ReceiveState
+from baton.kv_transfer.protocol.receive import (
+    RECEIVE_TABLE,
+    Reaction,
+    ReceiveEvent,
+    ReceiveRow,
+    ReceiveState,
+    ReceiveTimeouts,
+)
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
 PAGE = Path(__file__).parents[3] / "docs/concepts/handoff.md"

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import OfferEnded, OfferOutcome
+from baton.kv_transfer.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.group.rank_reader import DIGEST_BYTES
-from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES
-from baton.kv_transfer.protocol.actions import Emit, SendToReader
 from baton.kv_transfer.protocol.leases import LeaseTable
 from baton.kv_transfer.protocol.messages import (
     AbortRead,
@@ -16,6 +15,7 @@ from baton.kv_transfer.protocol.messages import (
     Claim,
     ClaimRefused,
     Digests,
+    Emit,
     EngineKey,
     Finish,
     Granted,
@@ -23,6 +23,7 @@ from baton.kv_transfer.protocol.messages import (
     LeaseKey,
     ReaderKey,
     Renew,
+    SendToReader,
     Withdrawn,
     encode,
 )

@@ -10,12 +10,12 @@ from typing import get_args
 import msgspec
 import pytest
 
+from baton.kv_transfer.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.codec import MAX_REASON_CHARS, encode
 from baton.kv_transfer.group import read_messages, rpc
 from baton.kv_transfer.group.rank_reader import RankMemory
 from baton.kv_transfer.group.read_messages import MAX_ORDER_BLOCKS, READS
 from baton.kv_transfer.group.rpc import MAX_RANKS
-from baton.kv_transfer.net.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.protocol import messages
 from baton.kv_transfer.protocol.messages import (
     DIGEST_BLOCKS,

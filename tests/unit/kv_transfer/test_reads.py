@@ -7,6 +7,7 @@ import random
 import pytest
 
 from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.pace import Line
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff import reads
@@ -167,3 +168,55 @@ def test_a_read_that_failed_and_is_not_let_go_fails_once(reader: Reader) -> None
     assert failed.outcome is ReadOutcome.FAILED
     assert reader.look(2 * STALL_S) == []
     assert reader.look(100.0) == [ReadEvent(1, ReadOutcome.RELEASED)]
+
+
+def line_of(reader: Reader) -> Line:
+    line = reader.reads.pace(reader.peer).line()
+    assert line is not None
+    return line
+
+
+def test_what_reading_takes_is_measured_for_the_peer_however_many_receives_share_it(reader: Reader) -> None:
+    """Two receives of two blocks each, at once: four blocks came in the time of a read."""
+    for receive, blocks in ((1, range(2)), (2, range(2, 4))):
+        reader.reads.start(receive, reader.peer, 2)
+        reader.reads.extend(receive, blocks, blocks)
+    reader.look()
+    assert len(reader.look(READ_S)) == 2
+    assert reader.reads.pace(reader.peer).num_reads == 2
+    assert line_of(reader).at(4) == pytest.approx(READ_S, rel=0.5)
+
+
+def test_a_long_read_is_measured_before_its_end(reader: Reader) -> None:
+    reader.start(8)
+    reader.look()
+    assert reader.look(READ_S) == []
+    assert reader.reads.pace(reader.peer).num_reads == 1
+    assert line_of(reader).at(2) == pytest.approx(READ_S)
+
+
+def test_waiting_for_the_holder_is_no_part_of_what_reading_takes(reader: Reader) -> None:
+    reader.reads.start(1, reader.peer, 3)
+    reader.reads.extend(1, [0], [0])
+    reader.look()
+    reader.look(READ_S)
+    reader.reads.extend(1, [1, 2], [1, 2])
+    reader.look(100 * READ_S)
+    reader.look(READ_S)
+    assert line_of(reader).at(2) == pytest.approx(READ_S, rel=0.5)
+
+
+def test_reads_that_failed_tell_nothing_and_a_peer_that_is_gone_is_forgotten(reader: Reader) -> None:
+    reader.faults.fail = 1.0
+    reader.start(2)
+    reader.look()
+    reader.look(READ_S)
+    assert reader.reads.pace(reader.peer).num_reads == 0
+    reader.reads.forget_paces([])
+    assert reader.reads._paces == {}
+
+
+def test_it_begins_with_the_rate_that_was_measured_at_pairing(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = 1000.0 * LAYOUT.block_bytes
+    monkeypatch.setattr(reader.group, "lane", lambda peer: Lane("fake", bytes_per_s=rate))
+    assert line_of(reader).at(1000) == pytest.approx(1.0)

@@ -6,28 +6,32 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
-from baton.kv_transfer.protocol.actions import Action, CompareDigests, Emit, ReadBlocks, SendToHolder, StopReading
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     AbortRead,
+    Action,
     AskDigests,
     Claim,
     ClaimRefused,
+    CompareDigests,
     DigestMode,
     Digests,
+    Emit,
     EngineKey,
     Finish,
     Granted,
     Grown,
     LeaseKey,
+    ReadBlocks,
     ReaderKey,
     Renew,
+    SendToHolder,
+    StopReading,
     Ticket,
     Withdrawn,
     runs_of,
 )
-from baton.kv_transfer.protocol.receive import ReceiveTimeouts
-from baton.kv_transfer.protocol.receive_table import ReceiveState
+from baton.kv_transfer.protocol.receive import ReceiveState, ReceiveTimeouts
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)

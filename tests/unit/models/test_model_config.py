@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from baton.engine.hf_config.attention import LatentShape
 from baton.engine.hf_config.errors import (
     InvalidModelConfig,
     MaxModelLenTooLong,
@@ -19,7 +20,6 @@ from baton.engine.hf_config.errors import (
     UnsupportedModel,
 )
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.hf_config.latent import LatentShape
 from baton.engine.hf_config.model_config import CacheShape, ModelConfig, Scales
 from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
 from baton.engine.models import load_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.net.endpoints import endpoint, is_ipv6_url, split_endpoint
+from baton.engine.net.sockets import endpoint, is_ipv6_url, split_endpoint
 
 
 @pytest.mark.parametrize(

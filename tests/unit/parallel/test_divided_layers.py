@@ -21,7 +21,7 @@ from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
 from baton.engine.models import load_config, load_model
 from baton.engine.parallel.groups import ParallelGroups
-from baton.engine.weights.quantized import use_quantized_methods
+from baton.engine.weights.loader import use_quantized_methods
 from baton.kernels import fp8
 
 from ...helpers.checkpoints import write_checkpoint

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.weights import loading_bar, progress
+from baton.engine import weights
+from baton.engine.weights import loading_bar
 
 
 def test_a_short_load_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,7 +16,7 @@ def test_a_short_load_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_long_load_draws_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(weights, "PATIENCE_S", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with loading_bar("Loading weights") as report:
         report(1_000_000, 2_000_000)
@@ -27,7 +28,7 @@ def test_a_long_load_draws_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], m
 def test_a_load_that_fails_takes_its_bar_away(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(weights, "PATIENCE_S", -1.0)
 
     def failing_load() -> None:
         with loading_bar() as report:

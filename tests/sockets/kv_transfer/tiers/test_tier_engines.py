@@ -19,7 +19,7 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import TierStats
 from baton.engine.startup.build import Engine, build_engine
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ....helpers.checkpoints import write_checkpoint
@@ -70,7 +70,7 @@ class TieredEngine:
 
     def quiet(self) -> TierStats:
         """When all that can be stored is stored."""
-        while self.engine.core._scheduler.tier_copies.any_lent or self.engine.core.has_work():
+        while self.engine.core._scheduler.tier_copies.any_referenced or self.engine.core.has_work():
             self.engine.core.step()
         stats = self.engine.core.stats()
         assert stats.num_blocks_free == stats.num_blocks

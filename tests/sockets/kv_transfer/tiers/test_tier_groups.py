@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.net.curve import ClusterKey
-from baton.kv_transfer.tiers.settings import TierSettings
+from baton.kv_transfer.settings import TierSettings
 
 from ....helpers.checkpoints import write_checkpoint
 from ..group_engines import GroupEngine

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from baton.engine.core.tiers import Restored, Tier, TierStats
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers import store as tier_store
 from baton.kv_transfer.tiers.disk_files import HEADER_BYTES, RECORD_BYTES, DiskFiles, TierRefused
-from baton.kv_transfer.tiers.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from .... import ROOT

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.group import follow_tiers
-from baton.kv_transfer.tiers.settings import TierSettings
 
 from ....helpers.tier_memory import BLOCK, Pool, event_of, load, names, save, tiers
 

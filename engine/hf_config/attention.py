@@ -1,4 +1,8 @@
-"""Sliding windows as a checkpoint describes them: which layers see only the newest keys."""
+"""Attention as a config describes it, beside its sizes: sliding windows and latents.
+
+windows   the layers that see only the newest keys
+latents   multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class WindowRule:
-    """The keys that tell a family's layers with a `sliding_window`. Others may be there and mean nothing."""
+    """The keys that define a family's layers with a `sliding_window`. Other keys are ignored."""
 
     switched: bool = False  # nowhere, unless `use_sliding_window`
     listed: bool = False  # where `layer_types` names the layer's kind, if that is given
@@ -56,3 +60,41 @@ def _checked(kinds: object, num_layers: int) -> list[str]:
             f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}"
         )
     return kinds
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Keys and values of all heads come from one vector a token: a latent, and a key part that carries the position."""
+
+    rank: int  # numbers in a latent
+    q_rank: int | None  # of the vector that queries come from; None: from the hidden state at once
+    nope_dim: int  # of a head's query and key, without position
+    rope_dim: int  # of a head's query, and of the key part that heads share: rotated
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a query, and of a key that is multiplied out of its latent."""
+        return self.nope_dim + self.rope_dim
+
+
+def read_latent(keys: Keys) -> LatentShape:
+    """Read the shape of DeepSeek's latents. Raises `ModelError`."""
+    straight = keys.values.get("q_lora_rank", 1536) is None  # null says something else here than a key left out
+    shape = LatentShape(
+        rank=keys.integer("kv_lora_rank", 512),
+        q_rank=None if straight else keys.integer("q_lora_rank", 1536),
+        nope_dim=keys.integer("qk_nope_head_dim", 128),
+        rope_dim=keys.integer("qk_rope_head_dim", 64),
+        value_dim=keys.integer("v_head_dim", 128),
+    )
+    if shape.rope_dim % 2:
+        raise InvalidModelConfig(f"config.json: qk_rope_head_dim ({shape.rope_dim}) must be even for rotary embeddings")
+    if shape.head_dim % 2:
+        raise InvalidModelConfig(
+            f"config.json: qk_nope_head_dim ({shape.nope_dim}) and qk_rope_head_dim ({shape.rope_dim}) must add up to "
+            f"an even width of queries and keys, not {shape.head_dim}"
+        )
+    if shape.q_rank is None and keys.flag("attention_bias", False):
+        raise UnsupportedModel("config.json: attention_bias without a q_lora_rank is not supported")
+    return shape

@@ -1,1 +1,0 @@
-"""Channels that carry small messages between engines."""
