@@ -265,7 +265,7 @@ class EngineClient(Protocol):
         """Return sums over all engines, including engines that have left."""
         ...
 
-    def heard_s(self, engine: EngineRecord) -> float:
+    def last_message_s(self, engine: EngineRecord) -> float:
         """Return when the engine's newest message came, on `time.monotonic`'s clock; 0 if none ever did."""
         ...
 
@@ -277,7 +277,7 @@ class EngineClient(Protocol):
         ...
 
     def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
-        """Give a request that was submitted with `awaits_first_token` the token from which it goes on.
+        """Give a request that was submitted with `awaits_first_token` its first token.
 
         Sent at once, in order with `submit`, and never answered. Unknown ids and dead engines are ignored.
         """

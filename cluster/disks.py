@@ -1,4 +1,4 @@
-"""Finds disks that are too full for Ray, whose processes die where they cannot write and never say why."""
+"""Finds disks that are too full for Ray, whose processes die without a message when they cannot write."""
 
 from __future__ import annotations
 

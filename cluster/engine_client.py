@@ -5,8 +5,8 @@
                                      │                      └── Status ──> the newest of each engine
                                      └── engines(): all whose connection has answered
 
-A dead or silent engine is noticed in two ways: its connection ends, and the directory drops it from the snapshot. The
-first of them ends its requests with `EngineGone`.
+A dead engine is noticed in two ways: its connection breaks or misses heartbeats, and the directory drops it from the
+snapshot. The first of them ends its requests with `EngineGone`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from baton.engine.core.messages import EngineRequest
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_SOCKETS
 
 from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, QueueBound, Reach
 from .engine_connection import Connection, RequestStream
@@ -47,7 +47,7 @@ class ZmqEngineClient:
     """Implements `EngineClient`. `start` it on the loop that uses it; `close` ends all connections.
 
     `identity` names the gateway to engines and directory alike. It connects to the engines in its `reach` only; an
-    engine that is silent for `silence_s` is lost.
+    engine from which nothing comes for `heartbeat_timeout_s` is lost.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class ZmqEngineClient:
         identity: str,
         reach: Reach | None = None,
         *,
-        silence_s: float = SILENCE_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         queue: QueueBound | None = None,
     ) -> None:
         """Engines with a longer queue than `queue`, which may change, refuse prompts."""
         self.queue = queue
-        self._source, self._key, self._identity, self._silence_s = source, key, identity, silence_s
+        self._source, self._key, self._identity, self._heartbeat_timeout_s = source, key, identity, heartbeat_timeout_s
         self._reach = reach or Reach()
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = MAX_SOCKETS
@@ -71,7 +71,7 @@ class ZmqEngineClient:
         self._watcher: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._retired = ClientCounters()
-        self._last_heard_s: dict[EngineKey, float] = {}  # of engines that have left, the oldest first
+        self._last_message_s: dict[EngineKey, float] = {}  # of engines that have left, the oldest first
 
     async def start(self) -> None:
         self._watcher = asyncio.create_task(self._watch(), name="directory watch")
@@ -104,10 +104,10 @@ class ZmqEngineClient:
     def listed(self) -> DirectorySnapshot:
         return self._newest
 
-    def heard_s(self, engine: EngineRecord) -> float:
+    def last_message_s(self, engine: EngineRecord) -> float:
         name = (engine.engine_id, engine.epoch)
         connection = self._connections.get(name)
-        return self._last_heard_s.get(name, 0.0) if connection is None else connection.heard_s
+        return self._last_message_s.get(name, 0.0) if connection is None else connection.last_message_s
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> RequestStream:
         connection = self._connections.get((engine.engine_id, engine.epoch))
@@ -153,7 +153,7 @@ class ZmqEngineClient:
         alive = {(record.engine_id, record.epoch): record for record in reached}
         for name in [name for name in self._connections if name not in alive]:
             connection = self._connections.pop(name)
-            self._remember(name, connection.heard_s)
+            self._remember(name, connection.last_message_s)
             self._run(self._retire(connection))
         for name, record in alive.items():
             if name in self._connections:
@@ -162,12 +162,12 @@ class ZmqEngineClient:
                 self._connections[name] = self._connect(record)
 
     def _connect(self, record: EngineRecord) -> Connection:
-        return Connection(self._context, record, self._key, self._identity, self._silence_s)
+        return Connection(self._context, record, self._key, self._identity, self._heartbeat_timeout_s)
 
-    def _remember(self, name: EngineKey, heard_s: float) -> None:
-        self._last_heard_s[name] = heard_s
-        if len(self._last_heard_s) > MAX_REMEMBERED:
-            del self._last_heard_s[next(iter(self._last_heard_s))]
+    def _remember(self, name: EngineKey, last_message_s: float) -> None:
+        self._last_message_s[name] = last_message_s
+        if len(self._last_message_s) > MAX_REMEMBERED:
+            del self._last_message_s[next(iter(self._last_message_s))]
 
     async def _retire(self, connection: Connection) -> None:
         await connection.close("left the cluster")

@@ -1,7 +1,7 @@
 """A gateway's connection to one engine process, and the streams of the requests in it.
 
-An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost falls silent,
-which libzmq notices. Either ends the streams with `EngineGone`, as does a message that one side cannot decode.
+An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost misses
+heartbeats, which libzmq notices. Either ends the streams with `EngineGone`, as does a message that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -94,15 +94,21 @@ class Connection:
     """A connection to one engine process. Reconnects until closed; each loss ends the requests that ran in it."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, record: EngineRecord, key: ClusterKey, identity: str, silence_s: float
+        self,
+        context: zmq.asyncio.Context,
+        record: EngineRecord,
+        key: ClusterKey,
+        identity: str,
+        heartbeat_timeout_s: float,
     ) -> None:
         self.record = record
-        self.heard_s = 0.0
+        self.last_message_s = 0.0
         self.stats: EngineStats | None = None  # None: the engine has not answered yet, or is lost
         self.transfers: TransferStats | None = None
         self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
         self.counters = ClientCounters()
-        self._context, self._key, self._identity, self._silence_s = context, key, identity, silence_s
+        self._context, self._key, self._identity = context, key, identity
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._codec = Codec()
         # Weak, so that a stream without a holder aborts its request.
         self._requests: weakref.WeakValueDictionary[tuple[str, int], RequestStream] = weakref.WeakValueDictionary()
@@ -200,7 +206,7 @@ class Connection:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, is_ipv6_url(self.record.address))
-        enable_heartbeat(socket, self._silence_s)
+        enable_heartbeat(socket, self._heartbeat_timeout_s)
         return socket
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> str:
@@ -208,7 +214,7 @@ class Connection:
         while True:
             event = await recv_monitor_message(monitor)
             if event["event"] in ENDS:
-                return "closed the connection or fell silent"
+                return "closed the connection or missed heartbeats"
             if not self._refused:
                 self._refused = True
                 logger.error(
@@ -243,7 +249,7 @@ class Connection:
 
     def _take(self, frame: bytes) -> str:
         """Take one message. Return why no other may be taken after it; empty where one may."""
-        self.heard_s = time.monotonic()
+        self.last_message_s = time.monotonic()
         try:
             message = self._codec.decode_from_engine(frame)
         except WireError as error:

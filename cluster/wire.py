@@ -39,7 +39,7 @@ class RequestName(msgspec.Struct, frozen=True):
 
 
 class MessageHeader(msgspec.Struct, frozen=True):
-    """The fields of a gateway's message that tell its process and its request, where the whole cannot be decoded."""
+    """The fields that identify the process and request of a gateway's message, if the whole cannot be decoded."""
 
     epoch: int | None = None
     request: RequestName | None = None
@@ -74,7 +74,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends a request, and withdraws blocks that it may hold for a reader. A newer generation goes on."""
+    """Ends a request, and withdraws blocks that it may hold for a reader. A newer generation is left alone."""
 
     epoch: int
     request_id: str
@@ -82,7 +82,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Brings the token from which a request submitted with `awaits_first_token` goes on, if it is not over."""
+    """Brings the first token of a request submitted with `awaits_first_token`, if it is not over."""
 
     epoch: int
     request_id: str

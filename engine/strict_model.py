@@ -1,4 +1,4 @@
-"""The base of all settings that people write, in files, as options or in calls, and the words of their errors.
+"""The base of all settings that people write, in files, as options or in calls, with its error messages.
 
     class Limits(StrictModel):
         requests: int = Field(1024, gt=0)

@@ -62,7 +62,7 @@ def _prepare() -> None:
     from triton.runtime.cache import triton_key
 
     settle_cache_keys()
-    triton_key()  # reads the whole compiler, hundreds of megabytes, to tell its version, and keeps what came out
+    triton_key()  # reads the whole compiler, hundreds of megabytes, to compute its version, and keeps the result
 
 
 def prepare_for(target: Any) -> None:

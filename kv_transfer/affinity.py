@@ -1,6 +1,6 @@
 """Pin a transfer thread to CPUs: for a GPU to those of its NUMA node, near the memory that it polls and copies.
 
-Linux tells a PCI device's node in `/sys`. Threads that a transport starts later inherit the CPUs.
+A PCI device's NUMA node is in `/sys`. Threads that a transport starts later inherit the CPUs.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
     other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`group/rpc.py`)
 
-Whoever reads connects; answers go back over the connection on which the question came. Messages may be lost when a
-connection breaks: the state machines ask again. One over which nothing comes any more breaks, too
-(`enable_heartbeat`). A peer that restarts at the same address gets a new connection (its `kv_address` may be the same,
-its epoch is not).
+The reader connects; answers go back over the connection of the question. Messages may be lost when a connection breaks:
+the state machines ask again. Heartbeats break a connection whose other end is lost (`engine/net/sockets.py`). A
+peer that restarts at the same address gets a new connection (its `kv_address` may be the same, its epoch is not).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Protocol
 import zmq
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import MAX_SOCKETS, SILENCE_S, enable_heartbeat, endpoint, is_ipv6, is_ipv6_url
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_SOCKETS, enable_heartbeat, endpoint, is_ipv6, is_ipv6_url
 
 from .errors import TransportError
 
@@ -62,14 +61,19 @@ class ZmqChannel:
     """A `Channel` over TCP. `wait` and `wake` let the thread that uses it sleep."""
 
     def __init__(
-        self, host: str | None, key: ClusterKey | None, port: int = 0, *, silence_s: float = SILENCE_S
+        self,
+        host: str | None,
+        key: ClusterKey | None,
+        port: int = 0,
+        *,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         """Bind `host` at once (None: only connect); port 0 is any free one. Raises `TransportError`.
 
         Without a key any process that reaches the port may connect: for tests.
         """
         self._key = key
-        self._silence_s = silence_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._context = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self._numbers = itertools.count(1)
@@ -189,7 +193,7 @@ class ZmqChannel:
         return server
 
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Connect; returns the socket, and the monitor that tells when its connection breaks."""
+        """Connect; return the socket, and a monitor of the end of its connection."""
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
         opened: list[zmq.Socket[bytes]] = []
@@ -212,7 +216,7 @@ class ZmqChannel:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
         socket.connect_timeout = CONNECT_MS
-        enable_heartbeat(socket, self._silence_s)
+        enable_heartbeat(socket, self._heartbeat_timeout_s)
         return socket
 
 

@@ -2,7 +2,7 @@
 
 step loop ──calls──> queue ──> transfer thread: sockets, transport, state machines  ──events──> poll()
                                   │                                                └──> wake()
-                                  └──orders──> other ranks' ReadServant
+                                  └──orders──> other ranks' ReadHandler
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TransferConnector(GrowingConnector):
         self._failure: Exception | None = None
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._read_socket = read_socket
-        self._channel = ZmqChannel(host, key, silence_s=self._settings.silence_s)
+        self._channel = ZmqChannel(host, key, heartbeat_timeout_s=self._settings.heartbeat_timeout_s)
         if read_socket is not None:
             self._channel.watch(read_socket.channel)
         self.address = self._channel.address  # this engine's `kv_address`
@@ -178,13 +178,13 @@ class TransferConnector(GrowingConnector):
         try:
             while not self._thread.is_closing:
                 self._channel.wait(self._round(handoff))
-            self._wind_up(handoff)
+            self._end_transfers(handoff)
         except RankLost as error:
             logger.error("KV transfers of %s stopped: %s", self._me.engine_id, error)
-            self._die(handoff, error)
+            self._fail_all(handoff, error)
         except Exception as error:
             logger.exception("the transfer thread of %s died", self._me.engine_id)
-            self._die(handoff, error)
+            self._fail_all(handoff, error)
         group.close()
 
     def _round(self, handoff: HandoffCoordinator) -> float:
@@ -197,7 +197,7 @@ class TransferConnector(GrowingConnector):
             lanes = self._stats.lanes
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
             if self._stats.lanes != lanes and not self._has_emitted:
-                self._wake()  # an engine that only waits for blocks tells how slowly they come
+                self._wake()  # so that an engine that only waits for blocks publishes how slowly they come
         return pause_s
 
     def _commands_given(self) -> Iterator[Callable[[HandoffCoordinator], None]]:
@@ -211,7 +211,7 @@ class TransferConnector(GrowingConnector):
             self._has_emitted = True
             time.sleep(0)  # the step loop needs Python's lock, and would get it only after this round, 100 us later
 
-    def _wind_up(self, handoff: HandoffCoordinator) -> None:
+    def _end_transfers(self, handoff: HandoffCoordinator) -> None:
         for command in self._commands_given():
             command(handoff)
         handoff.abandon("the engine is closing")
@@ -219,7 +219,7 @@ class TransferConnector(GrowingConnector):
         while handoff.any_access and time.monotonic() < deadline:
             self._channel.wait(self._round(handoff))
 
-    def _die(self, handoff: HandoffCoordinator, error: Exception) -> None:
+    def _fail_all(self, handoff: HandoffCoordinator, error: Exception) -> None:
         """Fail all receives after an error, so that no request waits for ever; then `poll` raises."""
         try:
             handoff.abandon(f"KV transfers stopped: {error}")

@@ -24,14 +24,14 @@ def ahead_of_monotonic_s() -> float:
 
 
 class Standstill:
-    """Tells how long messages may have waited because this process was stopped. Times are on the caller's clock.
+    """Measures how long messages may have waited because this process was stopped. Times are on the caller's clock.
 
     round, due again at T ──── stopped ────> late round ── CATCH_UP_S ──> as usual
                              arrivals count from T          arrivals count from now
     """
 
     def __init__(self) -> None:
-        self._due = math.inf  # by when this thread should have been heard of again
+        self._due = math.inf  # the latest time of this thread's next call
         self._since = self._caught_up_at = -math.inf
 
     def begin_round(self, now: float) -> None:

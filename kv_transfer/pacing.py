@@ -1,4 +1,4 @@
-"""Pauses of threads that move blocks. A transport must be polled: it does not tell when a read has ended."""
+"""Pauses of threads that move blocks. A transport must be polled: it does not report the end of a read."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import msgspec
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
 from baton.engine.strict_model import StrictModel
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
@@ -39,7 +39,7 @@ class TransferSettings(StrictModel):
     retry_s: float = Field(0.5, gt=0)  # an unanswered message is sent again after this
     connect_s: float = Field(5.0, gt=0)  # a receive fails when the holder's memory cannot be reached within this
     # A peer that is silent for so long is lost: reads of its memory fail.
-    silence_s: float = Field(SILENCE_S, ge=SHORTEST_SILENCE_S)
+    heartbeat_timeout_s: float = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
     # A read without progress fails after this. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX should notice a dead
     # connection first, which takes it 10 s (`transports/ucx_process.py`).
     stall_s: float = Field(20.0, ge=SHORTEST_STALL_S)
@@ -72,10 +72,10 @@ class TransferSettings(StrictModel):
     @model_validator(mode="after")
     def _times_fit_together(self) -> Self:
         problems = {}
-        if self.stall_s < self.silence_s:
+        if self.stall_s < self.heartbeat_timeout_s:
             problems["stall_s"] = (
-                f"is {self.stall_s:g}, must be at least silence_s ({self.silence_s:g}): a peer that is lost is to be"
-                " noticed first"
+                f"is {self.stall_s:g}, must be at least heartbeat_timeout_s ({self.heartbeat_timeout_s:g}): "
+                "a peer that is lost is to be noticed first"
             )
         if not self.margin_s + self.retry_s < self.lease_s * (1 - self.renew_at):
             problems["lease_s"] = (

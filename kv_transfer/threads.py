@@ -13,7 +13,7 @@ Work = Callable[[Callable[[], None]], None]
 
 
 class OwnerThread(threading.Thread):
-    """Runs `work(ready)`, which opens what it uses, calls `ready`, and returns when it is told to end."""
+    """Runs `work(ready)`, which opens its resources, calls `ready`, and returns when `end` was called."""
 
     def __init__(self, name: str, work: Work) -> None:
         super().__init__(name=name, daemon=True)
@@ -21,7 +21,7 @@ class OwnerThread(threading.Thread):
         self._ready: Future[None] = Future()
 
     def open(self, timeout_s: float | None = None) -> None:
-        """Start the thread and wait until it is ready. Raises what `work` raises before that, or `TimeoutError`."""
+        """Start the thread and wait until it is ready. Raises an earlier error of `work`, or `TimeoutError`."""
         self.start()
         self._ready.result(timeout_s)
 

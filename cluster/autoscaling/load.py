@@ -103,11 +103,11 @@ class LoadReports:
         self._gateways: dict[str, GatewayLoad] = {}
         self._pulses: dict[str, list[EnginePulse]] = {}  # by group
 
-    def hear_gateway(self, identity: str, load: GatewayLoad) -> None:
+    def update_gateway(self, identity: str, load: GatewayLoad) -> None:
         self._gateways[identity] = load
         self._meter.add("gateways", identity, _gateway_counters(load))
 
-    def hear_group(self, group: EngineGroup, pulses: list[EnginePulse]) -> None:
+    def update_group(self, group: EngineGroup, pulses: list[EnginePulse]) -> None:
         self._pulses[group.group_id] = pulses
         for engine, pulse in zip(group.engines, pulses, strict=True):
             self._meter.add(engine.role, f"{engine.engine_id}/{engine.epoch}", _engine_counters(pulse))

@@ -40,7 +40,7 @@ HALF = 0.5
 
 @dataclass(frozen=True)
 class Moment:
-    """A sample, and the sizes of the fleets that it made desirable."""
+    """A sample, and the fleet sizes desired by it."""
 
     sample: Sample
     desired: Mapping[Role, int]

@@ -46,11 +46,11 @@ class Scaler:
             str, tuple[Role, float]
         ] = {}  # groups, in the order in which they were chosen, and when they were last listed
 
-    def hear_gateway(self, identity: str, load: GatewayLoad) -> None:
-        self._loads.hear_gateway(identity, load)
+    def update_gateway(self, identity: str, load: GatewayLoad) -> None:
+        self._loads.update_gateway(identity, load)
 
-    def hear_group(self, group: EngineGroup, pulses: list[EnginePulse]) -> None:
-        self._loads.hear_group(group, pulses)
+    def update_group(self, group: EngineGroup, pulses: list[EnginePulse]) -> None:
+        self._loads.update_group(group, pulses)
 
     def start_from(self, replicas: dict[Role, int]) -> None:
         """Take Serve's present sizes for the decision, where nothing was decided yet."""

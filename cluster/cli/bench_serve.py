@@ -62,7 +62,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class ServerUnfit(RuntimeError):
-    """The server does not answer, or does not have what the measurement needs."""
+    """The server does not answer, or lacks a feature that the measurement needs."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class MeasuredRequest:
     latency_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
-    parts_s: dict[str, float] = field(default_factory=dict)  # by stamp, as the server tells
+    parts_s: dict[str, float] = field(default_factory=dict)  # by stamp, from the server's timeline
     error: str = ""
 
 

@@ -74,14 +74,14 @@ def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator
             yield inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
 
 
-def say_error(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error to stderr: a program may read stdout."""
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
 
 
 def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
     """End the command with an error message."""
-    say_error(message)
+    print_error(message)
     raise SystemExit(code)
 
 

@@ -147,9 +147,9 @@ def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"ready": ready, **ranks}, indent=2))
     else:
-        told = stdout_console()
-        print_ranks(told, ranks)
-        told.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
+        console = stdout_console()
+        print_ranks(console, ranks)
+        console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
     return 0 if ready else 1
 
 

@@ -41,7 +41,7 @@ CONTROLLER_CPUS = 0.5
 
 
 class ServeFailed(RuntimeError):
-    """The application could not be started. The message says why, and where the logs are."""
+    """The application could not be started. The message has the reason, and the folder of the logs."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ class LocalApplication:
         sick = [
             state.message for state in application.deployments.values() if state.status != "HEALTHY" and state.message
         ]
-        return "\n".join(dict.fromkeys(map(gist, sick))) or application.message  # gateway and engines may say the same
+        errors = dict.fromkeys(map(last_error, sick))  # gateway and engines may report the same error
+        return "\n".join(errors) or application.message
 
     def _wait_until_healthy(self) -> None:
         while not self._stop.is_set():
@@ -235,7 +236,7 @@ class LocalApplication:
         if not ray.is_initialized():  # or only in part
             if self._watch is not None:
                 self._watch.leave()
-                kill_what_started()
+                kill_descendants()
             return
         from ray import serve
 
@@ -271,13 +272,13 @@ def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str
     }
 
 
-def gist(message: str) -> str:
+def last_error(message: str) -> str:
     """Return a traceback's last error, which a reader wants first. The whole is in the logs."""
     errors = list(re.finditer(r"^[A-Za-z_][\w.]*: ", message, flags=re.MULTILINE))
     return message[errors[-1].start() :].strip() if errors else message
 
 
-def kill_what_started() -> None:
+def kill_descendants() -> None:
     """Kill all processes below this one."""
     kill_below(os.getpid(), GRACE_S)
 

@@ -187,7 +187,7 @@ def drain(
     address: Annotated[str, typer.Option(help="The Ray cluster ('auto' finds the one on this machine).")] = "auto",
     application: Annotated[str, typer.Option("--app", help="Name of the application, as in `serve status`.")] = "baton",
 ) -> None:
-    """Replace a group of engines without losing an answer: it ends what it has, then Serve starts another.
+    """Replace a group of engines without losing an answer: its requests end, then Serve starts another.
 
     `baton status` shows when it has gone. What is left after fleets.*.drain_timeout_s goes on in other engines.
     """

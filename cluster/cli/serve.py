@@ -21,9 +21,9 @@ from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 from baton.engine.net.sockets import socket_family
 
-from .cli_common import fail, say_error
+from .cli_common import fail, print_error
 from .http_client import print_ranks
-from .local_application import LocalApplication, ServeFailed, StartProgress, kill_what_started
+from .local_application import LocalApplication, ServeFailed, StartProgress, kill_descendants
 from .options import ServeOptions
 from .stop_signals import StopSignals, TolerantOutput
 
@@ -82,7 +82,7 @@ def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
 def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
     """Serve until Ctrl-C, and return the exit code."""
     configure(spec.logging, "serve", "serve")
-    stop = StopSignals(kill_what_started)
+    stop = StopSignals(kill_descendants)
     stop.listen()
     try:
         with claimed_ports(spec):
@@ -118,7 +118,7 @@ class Session:
             code = 1
             self._display.close()
             if not self._stop.asked.is_set():
-                say_error(str(error))
+                print_error(str(error))
         except Exception:
             # Ray's errors have no common type. One may follow from the signal that ends this command, where Ray's
             # processes received it as well.
@@ -142,9 +142,9 @@ class Session:
         self._ending.acquire()
         asked = self._stop.asked.wait(SIGNAL_S)
         self._display.close()
-        kill_what_started()
+        kill_descendants()
         if not asked:
-            say_error("the Ray cluster has ended: a process that it needs is gone. Ray's logs are in /tmp/ray")
+            print_error("the Ray cluster has ended: a process that it needs is gone. Ray's logs are in /tmp/ray")
         self._console.print(ALL_STOPPED)
         sys.stdout.flush()
         os._exit(self._stop.code if asked else 1)

@@ -60,7 +60,7 @@ class StopSignals:
 
 
 class TolerantOutput(io.TextIOBase):
-    """A stream whose reader may go: output is then dropped, and the writer goes on.
+    """A stream whose reader may disappear: output is dropped from then on, without an error.
 
     A terminal that closes refuses output before its signal arrives.
     """

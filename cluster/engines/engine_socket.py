@@ -53,12 +53,12 @@ class GatewayUnlisted:
 
 @dataclass(frozen=True)
 class Leave:
-    """This engine is about to end: requests that it has not finished go on elsewhere."""
+    """This engine is about to end: its unfinished requests continue in other engines."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A message that could not be decoded, and the request that it names, whose gateway waits for an answer."""
+    """A message that could not be decoded, and the request that it names: its gateway waits for an answer."""
 
     name: RequestName | None  # None: not even the name could be read
     reason: str
@@ -81,7 +81,7 @@ class EngineSocket:
     Bound once constructed (`address`); `run`, in a thread of its own, receives and sends.
     """
 
-    def __init__(self, *, host: str, key: ClusterKey, epoch: int, silence_s: float) -> None:
+    def __init__(self, *, host: str, key: ClusterKey, epoch: int, heartbeat_timeout_s: float) -> None:
         self.counters = MessageCounters()
         self._epoch = epoch
         self._received: deque[ReceivedEvent] = deque()
@@ -89,7 +89,7 @@ class EngineSocket:
         self._work = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._configure(key, silence_s)
+        self._configure(key, heartbeat_timeout_s)
         self._socket.ipv6 = is_ipv6(host)
         try:
             self._socket.bind(f"tcp://{endpoint(host, '*')}")
@@ -101,9 +101,9 @@ class EngineSocket:
         self._wakeup_in.bind("inproc://wakeup")
         self._wakeup_out.connect("inproc://wakeup")
 
-    def _configure(self, key: ClusterKey, silence_s: float) -> None:
+    def _configure(self, key: ClusterKey, heartbeat_timeout_s: float) -> None:
         key.secure_server(self._socket)
-        enable_heartbeat(self._socket, silence_s)
+        enable_heartbeat(self._socket, heartbeat_timeout_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is an error, not a silent loss
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that reconnects replaces its old connection
         # Dropping one message would corrupt a stream; slow gateways leave the directory.

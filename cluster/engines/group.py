@@ -52,7 +52,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """The processes of one group. They live and die together: call `kill` whatever happened."""
+    """The processes of one group. They start and end together: call `kill` in any case."""
 
     def __init__(self, launch: EngineLaunch, bundle: Bundle, placement: PlacementGroup) -> None:
         """`bundle`: the resources that one rank takes from its bundle of `placement`."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class KVResources:
-    """Transfers and tiers of an engine's rank 0. They call `wake`, from any thread, when the step loop should look."""
+    """Transfers and tiers of an engine's rank 0. They call `wake`, from any thread, when they have events."""
 
     def __init__(self, launch: EngineLaunch, engine_id: str, epoch: int, host: str, wake: Callable[[], None]) -> None:
         self._launch = launch

@@ -82,16 +82,19 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "grammar_cache_hits_total": ("Grammars that were found compiled.", lambda stats: stats.num_grammar_hits),
     "grammar_compile_seconds_total": ("Seconds spent on compiling grammars.", lambda stats: stats.grammar_compile_s),
 }
-MAIL_COUNTERS: dict[str, tuple[str, Callable[[MessageCounters], float]]] = {
+MESSAGE_COUNTERS: dict[str, tuple[str, Callable[[MessageCounters], float]]] = {
     "engine_messages_malformed_total": (
         "Messages of gateways that could not be read: dropped.",
-        lambda mail: mail.malformed_messages,
+        lambda counters: counters.malformed_messages,
     ),
     "engine_messages_stale_total": (
         "Messages of gateways that came too late: dropped.",
-        lambda mail: mail.stale_messages,
+        lambda counters: counters.stale_messages,
     ),
-    "engine_messages_unsent_total": ("Messages to gateways that were gone.", lambda mail: mail.undeliverable_messages),
+    "engine_messages_unsent_total": (
+        "Messages to gateways that were gone.",
+        lambda counters: counters.undeliverable_messages,
+    ),
 }
 HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_leases_held": ("Tickets whose blocks wait for a decode engine.", lambda stats: stats.leases_held),
@@ -158,7 +161,7 @@ class EngineMetrics(Collector):
         self._labels, self._status, self._counters = labels, status, counters
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._families(CounterMetricFamily, MAIL_COUNTERS, self._counters)
+        yield from self._families(CounterMetricFamily, MESSAGE_COUNTERS, self._counters)
         status = self._status()
         if status is None:
             return

@@ -22,7 +22,7 @@ from baton.cluster.contracts import EngineGroup, Role
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import ANSWER_S, DirectoryClient, keep_app_alive, stay_registered
 from baton.cluster.membership.draining import drain
-from baton.cluster.membership.members import Standing
+from baton.cluster.membership.members import HeartbeatReply
 from baton.cluster.spec import Bundle, FleetSpec, load_spec
 from baton.engine.net.curve import ClusterKey
 
@@ -36,7 +36,7 @@ RETRY_S = 1.0  # of a message that the directory did not receive
 
 
 class EngineReplica:
-    """Serve's replica of one group. Constructed when its engines are ready; raises what a worker raised before that."""
+    """Serve's replica of one group. The constructor returns when its engines are ready, or raises a worker's error."""
 
     async def __init__(self, args: dict[str, Any], role: str, bundle: Bundle) -> None:  # type: ignore[misc]  # awaited
         """`bundle`: the resources of one rank in the placement group that Serve has made for this replica."""
@@ -65,7 +65,7 @@ class EngineReplica:
                 self._group.group_id,
                 self._group.epoch,
                 self._register,
-                on_standing=self._follow_standing,
+                on_reply=self._follow_reply,
             )
         )
         self._tasks = [
@@ -115,7 +115,7 @@ class EngineReplica:
                 continue
             except ray.exceptions.RayActorError:
                 return  # `_watch_workers` reports what happened
-            await self._tell("report_group", pulses)
+            await self._call_directory("report_group", pulses)
 
     async def _end_group(self, why: str) -> None:
         """Kill all workers: a process that hangs keeps its connections open, and a rank alone is of no use."""
@@ -129,16 +129,16 @@ class EngineReplica:
         await self._leave(self._end)
         self._workers.kill()
 
-    def _follow_standing(self, standing: Standing) -> None:
+    def _follow_reply(self, reply: HeartbeatReply) -> None:
         """Drain when the directory asks the group to leave, and stop draining when it asks it to stay.
 
         Once requests have been handed over the group cannot stay: its engines take nothing any more.
         """
         if self._is_ended_by_serve or self._end:
             return
-        if standing is Standing.LEAVE and self._leaving is None:
+        if reply is HeartbeatReply.LEAVE and self._leaving is None:
             self._leaving = asyncio.create_task(self._leave_as_asked())
-        elif standing is Standing.LISTED and self._leaving is not None and not self._workers.has_returned_requests:
+        elif reply is HeartbeatReply.LISTED and self._leaving is not None and not self._workers.has_returned_requests:
             self._leaving.cancel()
             self._leaving = asyncio.create_task(self._stay())
 
@@ -152,14 +152,14 @@ class EngineReplica:
         self._workers.kill()
 
     async def _stay(self) -> None:
-        # Until the directory has heard it: else gateways would never choose the group again.
-        while not (self._is_ended_by_serve or await self._say_draining(False)):
+        # Until the call has arrived: otherwise gateways would never choose the group again.
+        while not (self._is_ended_by_serve or await self._report_draining(False)):
             await asyncio.sleep(RETRY_S)
         self._leaving = None
 
     async def _drain(self) -> None:
         """Return when every request has ended or was handed over, and the directory does not list the group."""
-        await self._say_draining(True)
+        await self._report_draining(True)
         last_message: tuple[Any, ...] = ("leave",)
         try:
             drained = await drain(self._workers, self._fleet.drain_timeout_s)
@@ -170,19 +170,19 @@ class EngineReplica:
             logger.info("%s and handed %d requests over", what, drained.handed_over)
             last_message = ("drained", drained)
         self._heart.cancel()  # a heartbeat would register the group again
-        await self._tell(*last_message)
+        await self._call_directory(*last_message)
 
-    async def _say_draining(self, draining: bool) -> bool:
-        """Tell the directory whether the group drains; return whether that arrived."""
+    async def _report_draining(self, draining: bool) -> bool:
+        """Report to the directory whether the group drains; return whether the call arrived."""
         # A directory that restarts learns it when the group registers again.
         self._group = self._group.with_draining(draining)
-        return await self._tell("drain", draining)
+        return await self._call_directory("drain", draining)
 
     async def _leave(self, why: str = "") -> None:
-        await self._tell("leave", why)
+        await self._call_directory("leave", why)
 
-    async def _tell(self, method: str, *args: Any) -> bool:
-        """Call the directory; return whether that arrived. Heartbeats, or their end, tell most things later."""
+    async def _call_directory(self, method: str, *args: Any) -> bool:
+        """Call the directory; return whether the call arrived. Heartbeats, or their end, replace most lost calls."""
         try:
             await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
         except ray.exceptions.RayError as error:

@@ -4,8 +4,8 @@
          ^                                        │ step()
          └──── one Outputs a gateway, Status ─────┘
 
-The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection is gone, or silent
-for too long, is noticed when something is sent to it, and its requests are aborted.
+The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection broke or missed
+heartbeats is noticed when something is sent to it, and its requests are aborted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Stat
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .engine_socket import EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
@@ -62,11 +62,11 @@ class EngineServer:
         key: ClusterKey,
         host: str,
         transfers: Callable[[], TransferStats | None] = lambda: None,
-        silence_s: float = SILENCE_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self._engine = engine
         self._engine_id = engine_id
-        self._socket = EngineSocket(host=host, key=key, epoch=epoch, silence_s=silence_s)
+        self._socket = EngineSocket(host=host, key=key, epoch=epoch, heartbeat_timeout_s=heartbeat_timeout_s)
         self.address, self.counters = self._socket.address, self._socket.counters
         self._closing = threading.Event()
         self._step_loop_ended = threading.Event()  # nothing more will be sent
@@ -200,7 +200,7 @@ class EngineServer:
                 self._abort_all_of(gateway)
                 self._publisher.publish(gateway)
             case GatewayLost():
-                logger.warning("gateway %r is gone: the connection to it broke, or it fell silent", gateway)
+                logger.warning("gateway %r is gone: the connection to it broke, or missed heartbeats", gateway)
                 self._publisher.unsubscribe(gateway)
                 self._end_all_of(gateway)
             case GatewayUnlisted():  # it stays subscribed: one that knows of a full queue only would never ask again
@@ -272,7 +272,7 @@ class EngineServer:
         self._engine.abort(request_id, generation)
 
     def _abort_all_of(self, gateway: bytes) -> list[EngineOutput]:
-        """Abort all requests of a gateway, and return an output for each that says so."""
+        """Abort all requests of a gateway, and return the final output of each."""
         its_own = self._requests.all_of(gateway)
         for request_id, owner in its_own:
             self._abort(request_id, owner.generation)
@@ -282,7 +282,7 @@ class EngineServer:
         ]
 
     def _end_all_of(self, gateway: bytes) -> None:
-        """Abort all requests of a gateway and tell it: one that was only stopped or cut off still waits for tokens."""
+        """Abort all requests of a gateway and send it the outputs: if it was only cut off, it still waits for them."""
         if last_outputs := self._abort_all_of(gateway):
             self._publisher.send_outputs({gateway: last_outputs})
 
@@ -292,7 +292,7 @@ class EngineServer:
 
 
 def _brings_work(request: EngineRequest) -> bool:
-    """Tell whether another engine has worked for this request, which a refusal would waste.
+    """Return whether another engine has done work for this request, which a refusal would waste.
 
     There are never more such requests than other engines can have.
     """

@@ -59,7 +59,7 @@ class StatusPublisher:
 
     @property
     def looks_idle(self) -> bool:
-        """Tell whether several gateways may take the engine for one without work, by the last status."""
+        """Return whether several gateways may consider the engine idle, by its last status."""
         return not self._published_work and len(self._gateways) > 1
 
     @property

@@ -68,18 +68,18 @@ class EngineWorker:
         return await asyncio.to_thread(self._open)
 
     async def follow(self, config: RankConfig) -> int:
-        """Begin to follow, and return this process's id. `run` raises what goes wrong."""
+        """Start to follow, and return this process's id. `run` raises errors of the follower."""
         self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(config), config.group))
         return os.getpid()
 
     async def lead(self, config: RankConfig) -> EngineRecord:
-        """Build the engine, and return its record when it is ready. Raises what building it raises."""
+        """Build the engine, and return its record when it is ready. Raises the error if that fails."""
         record = await asyncio.to_thread(self._build, self._member(config))
         self._watcher = asyncio.create_task(self._watch())
         return msgspec.structs.replace(record, metrics_address=self._export_metrics())
 
     async def run(self) -> None:
-        """Wait for the end of this rank. Raises what ended it."""
+        """Wait for the end of this rank. Raises the error that ended it."""
         if self._following is not None:
             await asyncio.shield(self._following)
             return
@@ -87,7 +87,9 @@ class EngineWorker:
         assert self._watcher is not None, "leading comes first"
         ended = asyncio.shield(asyncio.wrap_future(self._server.ended))
         await asyncio.wait({ended, self._watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if self._watcher.done() and not self._watcher.cancelled():  # the engine would hear of no gateway or peer
+        if (
+            self._watcher.done() and not self._watcher.cancelled()
+        ):  # without it the engine would not see gateways and peers
             self._watcher.result()
         await ended
 
@@ -97,7 +99,7 @@ class EngineWorker:
         return self._server.pulse()
 
     async def return_requests(self) -> None:
-        """Do as `EngineServer.return_requests` says."""
+        """See `EngineServer.return_requests`."""
         assert self._server is not None, "leading comes first"
         self._server.return_requests()
 
@@ -114,7 +116,7 @@ class EngineWorker:
             await self._exporter.close()
 
     def _export_metrics(self) -> str:
-        """Begin to answer scrapes, and return the address."""
+        """Start to answer scrapes, and return the address."""
         assert self._server is not None
         launch, server = self._launch, self._server
         labels = [launch.spec.served_model_id, self._engine_id, launch.role]
@@ -180,7 +182,7 @@ class EngineWorker:
             epoch=self._epoch,
             key=self._launch.key,
             host=self._host,
-            silence_s=self._launch.spec.gateway.engine_silence_s,
+            heartbeat_timeout_s=self._launch.spec.gateway.engine_heartbeat_timeout_s,
             transfers=lambda: None if self._kv.connector is None else self._kv.connector.stats(),
         )
         core.when_woken(self._server.wake)

@@ -6,15 +6,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.cluster.contracts import EngineClient
+from baton.cluster.contracts import EngineClient, LoadBalancing
 
 from .api.body_reader import RequestKind
 from .api.body_service import BodyService
@@ -23,12 +22,13 @@ from .api.completions import CompletionRenderer
 from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
 from .api_keys import ApiKeys
-from .errors import ApiError, bad_request, draining, excerpt, model_not_found, no_capacity
+from .errors import ApiError, excerpt
 from .metrics import GatewayMetrics
 from .middleware import FAILURE, Drain, RequestMiddleware
 from .model import ServedModel
+from .openapi import add_description_routes
+from .routes import READ, add_model_routes, add_probe_routes, add_state_routes
 from .routing.breaker import Breakers
-from .routing.ranks import rank_table
 from .routing.rates import LearntRates
 from .routing.router import Router
 from .serving.admission import AdmissionControl
@@ -36,10 +36,6 @@ from .serving.context import ServingContext
 from .settings import GatewaySettings
 from .tracing import RequestSpans
 
-PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SCOPES = ("application", "node")  # of the metrics in an answer
-HEALTH_RETRY_S = 1.0
-READ = ["GET", "HEAD"]
 EXPOSED_HEADERS = ["x-request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
 # Routes for clients, named in 404 responses; those for operators are in the documentation.
 CLIENT_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize")
@@ -56,13 +52,15 @@ def create_app(
     scrape: Callable[[bool], Awaitable[bytes]] | None = None,
     spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
+    load_balancing: LoadBalancing = LoadBalancing.INTERNAL,
 ) -> FastAPI:
     """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
     `drain` lets its owner announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
     stops the processes that read large bodies, and finished requests are recorded in `spans`. `scrape` returns the
     metrics of all processes, or those of this node's share; without it this gateway shows its own alone. With
-    `scales_from_zero` the application is ready without engines, which start with the first request.
+    `scales_from_zero` the application is ready without engines, which start with the first request. `load_balancing`
+    is shown to operators.
 
     Raises `InvalidKeys`.
     """
@@ -93,9 +91,11 @@ def create_app(
     }
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    _add_model_routes(app, model)
-    _add_token_routes(app, model)
-    _add_operator_routes(app, settings.gateway_id, serving, scrape or _only(metrics), drain)
+    add_model_routes(app, model)
+    add_probe_routes(app, serving, scrape or _only(metrics), drain)
+    apis = [path for path, endpoint in endpoints.items() if isinstance(endpoint, GenerationEndpoint)]
+    add_state_routes(app, settings.gateway_id, model, serving, load_balancing, apis)
+    add_description_routes(app, model.model_id)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
@@ -154,77 +154,11 @@ class OriginsMiddleware:
         )
 
 
-def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
-    card = {
-        "id": model.model_id,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "baton",
-        "max_model_len": model.max_model_len,
-    }
-
-    @app.api_route("/v1/models", methods=READ)
-    async def list_models() -> Response:
-        return _json({"object": "list", "data": [card]})
-
-    @app.api_route("/v1/models/{model_id:path}", methods=READ)  # ids such as `org/name` have slashes
-    async def get_model(model_id: str) -> Response:
-        if not model_id:
-            raise HTTPException(404)
-        if model_id != model.model_id:
-            raise model_not_found(model_id, model.model_id)
-        return _json(card)
-
-
-def _add_token_routes(app: FastAPI, model: ServedModel) -> None:
-    @app.api_route("/tokenizer_info", methods=READ)
-    async def tokenizer_info() -> Response:
-        """Return what evaluation harnesses need that tokenize with this server, as vLLM does."""
-        tokens = {"bos_token": None, "eos_token": None, "pad_token": None} | model.tokenizer.special_tokens
-        template = {"chat_template": model.tokenizer.chat_template_source}
-        return _json({**tokens, **template, "model_max_length": model.max_model_len})
-
-
-def _add_operator_routes(
-    app: FastAPI,
-    gateway_id: str,
-    serving: ServingContext,
-    scrape: Callable[[bool], Awaitable[bytes]],
-    drain: Drain,
-) -> None:
-    @app.api_route("/live", methods=READ)
-    async def live() -> Response:
-        return _json({"status": "alive"})
-
-    @app.api_route("/health", methods=READ)
-    async def health() -> Response:
-        if drain.has_begun:
-            raise draining()
-        if not serving.is_ready():
-            raise no_capacity("No engine is ready that can serve a request.", HEALTH_RETRY_S)
-        return _json({"status": "ready", "engines": len(serving.client.engines())})
-
-    @app.api_route("/metrics", methods=READ)
-    async def prometheus(request: Request) -> Response:
-        scope = request.query_params.get("scope", SCOPES[0])
-        if scope not in SCOPES:
-            raise bad_request("scope", f"scope is {' or '.join(SCOPES)}, not {excerpt(scope)}.")
-        return Response(await scrape(scope == "node"), media_type=PROMETHEUS_TYPE)
-
-    @app.api_route("/v1/cluster/ranks", methods=READ)
-    async def ranks() -> Response:
-        return _json(rank_table(gateway_id, serving.client, serving.breakers))
-
-
 def _only(metrics: GatewayMetrics) -> Callable[[bool], Awaitable[bytes]]:
     async def render(of_node: bool) -> bytes:
         return metrics.render()
 
     return render
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

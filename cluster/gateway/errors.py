@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from baton.cluster.pluralize import pluralize
@@ -15,6 +15,22 @@ from baton.engine.core.messages import EngineError, ErrorKind
 MAX_TEXT_CHARS = 2048  # of an error message
 EXCERPT_CHARS = 100  # of a client's text within a message
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; it is only counted, since the client has left
+
+
+class ErrorDetails(msgspec.Struct):
+    """An error: what is wrong, and which field has to change."""
+
+    message: str
+    type: str
+    param: str | None  # the field, such as `messages[0].content`
+    code: str | None
+    gpu_time_spent: bool | UnsetType = UNSET  # with errors about load: whether an engine may have worked on the request
+
+
+class ErrorResponse(msgspec.Struct):
+    """Every error has this shape, which is OpenAI's."""
+
+    error: ErrorDetails
 
 
 class ApiError(Exception):
@@ -67,10 +83,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """Return `{"error": {"message", "type", "param", "code"}}`, which error events of streams hold as well."""
-        error: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        if self.gpu_time_spent is not None:
-            error["gpu_time_spent"] = self.gpu_time_spent
-        return msgspec.json.encode({"error": error})
+        spent = UNSET if self.gpu_time_spent is None else self.gpu_time_spent
+        return msgspec.json.encode(ErrorResponse(ErrorDetails(self.message, self.type, self.param, self.code, spent)))
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")

@@ -34,7 +34,7 @@ CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
         lambda counters: counters.stale_messages,
     ),
     "engine_connections_lost_total": (
-        "Connections to engines that broke or fell silent.",
+        "Connections to engines that broke or missed heartbeats.",
         lambda counters: counters.engines_lost,
     ),
     "block_news_missed_total": (

@@ -20,7 +20,10 @@ from .metrics import GatewayMetrics
 logger = logging.getLogger(__name__)
 
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-OPEN_PATHS = ("/health", "/live", "/metrics")  # health probes and scrapers send no key
+OPEN_PATHS = (  # health probes, scrapers and readers of the documentation send no key
+    *("/health", "/live", "/metrics", "/ping"),
+    *("/version", "/openapi.json", "/docs"),
+)
 REQUEST_ID = "baton.request_id"  # keys in the ASGI scope
 CALLER = "baton.caller"
 FAILURE = "baton.failure"  # the error that was sent

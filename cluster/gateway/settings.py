@@ -1,4 +1,4 @@
-"""Settings of a gateway, and what a change of each takes while the application runs."""
+"""Settings of a gateway, and how a change of each is applied while the application runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from baton.cluster.contracts import QueueBound
 from baton.engine.core.messages import LOWEST_PRIORITY
-from baton.engine.net.sockets import SHORTEST_SILENCE_S, SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
 from baton.engine.strict_model import StrictModel
 
 from .routing.breaker import BreakerSettings
@@ -42,7 +42,7 @@ class Change(enum.StrEnum):
 
 
 def change_of(settings: type[StrictModel], name: str) -> Change:
-    """Return what a change of this field takes: what its annotation says, else it is in place."""
+    """Return how a change of this field is applied: as its annotation says, or else in place."""
     said = settings.model_fields[name].metadata
     return next((each for each in said if isinstance(each, Change)), Change.IN_PLACE)
 
@@ -62,7 +62,7 @@ class GatewaySettings(StrictModel):
     """One gateway's limits. Times are seconds."""
 
     gateway_id: str = "gateway"  # different in each gateway, so that equal views of the cluster do not choose alike
-    api_keys: list[ApiKey] = []  # empty: everyone may call; else only /health, /live and /metrics are open
+    api_keys: list[ApiKey] = []  # empty: everyone may call; else only the routes of `OPEN_PATHS` are open
     api_keys_file: str = ""  # more of them, one a line, which may change: no config file shows them
     isolate_keys: bool = False  # prefixes are shared only between requests with the same key
     special_tokens_in_messages: bool = False  # texts of a chat that spell control tokens become them
@@ -80,7 +80,7 @@ class GatewaySettings(StrictModel):
     first_token_timeout_s: float | None = Field(None, gt=0)
     capacity_timeout_s: float = Field(30.0, ge=0)  # how long each attempt waits for an engine that can take it
     # An engine that says nothing for so long is lost, and for an engine a gateway.
-    engine_silence_s: Annotated[float, Change.ALL] = Field(SILENCE_S, ge=SHORTEST_SILENCE_S)
+    engine_heartbeat_timeout_s: Annotated[float, Change.ALL] = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
     max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
     retry_budget: float = Field(0.2, ge=0)  # further attempts, as a share of the requests of the last seconds
     retry_budget_min: int = Field(10, ge=0)  # so many are allowed in any case
@@ -93,7 +93,7 @@ class GatewaySettings(StrictModel):
     cost: CostRates = CostRates()  # of the router: see docs/concepts/routing.md
 
     @model_validator(mode="after")
-    def _isolates_somebody(self) -> Self:
+    def _isolation_needs_keys(self) -> Self:
         if self.isolate_keys and not (self.api_keys or self.api_keys_file):
             raise ValueError(
                 "isolate_keys: there are no API keys, by which clients could be told apart: give api_keys_file"

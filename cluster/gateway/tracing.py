@@ -39,7 +39,7 @@ EXTRAS = {
 
 
 class TraceExporterError(RuntimeError):
-    """The environment asks for an exporter that is not installed or does not start. The message says what to change."""
+    """The environment names an exporter that is not installed or does not start. The message has the remedy."""
 
 
 class RequestSpans:

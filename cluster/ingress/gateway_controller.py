@@ -6,7 +6,7 @@
 Serve's `user_config` comes to the controller, which gives it to each gateway. Where it changes what a gateway keeps
 from its start on, the controller replaces them, one after the other.
 
-Gateways outlive their controller: when it dies they go on, and its successor finds them by their names. They end with
+Gateways outlive their controller: when it dies they serve on, and its successor finds them by name. They end with
 the application, or when their placement has not been needed for `UNNEEDED_S`.
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between attempts to start a gateway
 START_S = 60.0  # for a gateway to start: a machine without capacity for it must not hold up the others
 KILLED_S = 5.0  # for Ray to end a process that does not answer
-SILENT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
+UNLISTED_TIMEOUT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
 UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
 
 
@@ -65,7 +65,7 @@ class GatewayActor:
         return self._server.record
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Do as `GatewayServer.reconfigure` says."""
+        """See `GatewayServer.reconfigure`."""
         async with self._starting:
             server = self._running
         await server.reconfigure(user_config)
@@ -75,11 +75,11 @@ class GatewayActor:
         async with self._starting:  # the directory lists a gateway, and calls this, before it serves
             server = self._running
         await server.ended()
-        async with self._draining:  # a drain under way still has to tell the directory, and to answer its caller
+        async with self._draining:  # a running drain still has to call the directory, and to answer its caller
             return
 
     async def drain(self) -> None:
-        """Do as `GatewayServer.drain` says."""
+        """See `GatewayServer.drain`."""
         async with self._draining:
             await self._running.drain()
 
@@ -99,15 +99,15 @@ class RunningGateway:
     run: asyncio.Future[None]
     needed_at_s: float = field(default_factory=time.monotonic)
     unlisted_at_s: float = math.inf  # when the directory ceased to list it
-    user_config: Mapping[str, Any] | None = None  # that it was told last; None: not by this controller
+    user_config: Mapping[str, Any] | None = None  # the newest that it got; None: not from this controller
 
     def update_listing(self, listed: Container[str], now_s: float) -> None:
         """Note whether a newer snapshot of the directory lists it."""
         self.unlisted_at_s = math.inf if self.record.identity in listed else min(self.unlisted_at_s, now_s)
 
     def has_ended(self, now_s: float) -> bool:
-        """Tell whether it has ended, or hangs: it lives and sends no heartbeats."""
-        return self.run.done() or now_s - self.unlisted_at_s > SILENT_S
+        """Return whether it has ended, or hangs: it is alive and sends no heartbeats."""
+        return self.run.done() or now_s - self.unlisted_at_s > UNLISTED_TIMEOUT_S
 
 
 class Action(enum.Enum):
@@ -143,7 +143,7 @@ class GatewayController:
         self._ports = PortAllocator(0)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Begin to keep gateways with these settings, or give them to those that run.
+        """Start to keep gateways with these settings, or apply the settings to running ones.
 
         Wrong ones change nothing, but for the first: raises `InvalidSpec`.
         """
@@ -168,7 +168,7 @@ class GatewayController:
             await self._begin(spec)
 
     async def _begin(self, spec: FleetSpec) -> None:
-        configure(spec.logging, "keeper", f"keeper-{self._app}")
+        configure(spec.logging, "gateway-controller", f"gateway-controller-{self._app}")
         self._mode = spec.load_balancing
         self._directory = DirectoryClient(self._app)
         self._gateways: dict[str, RunningGateway] = {}
@@ -179,7 +179,7 @@ class GatewayController:
         self._tasks = [asyncio.create_task(self._reconcile_all()), asyncio.create_task(self._watch())]
 
     async def check_health(self) -> None:
-        """Answer Serve. Raises what ended the controller's tasks; a gateway that fails is no reason to replace it."""
+        """Answer Serve's health check. Raises the error of the controller's own tasks, not that of a gateway."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -289,7 +289,7 @@ class GatewayController:
         self._gateways[placement.name] = RunningGateway(actor, record, run, user_config=user_config)
 
     async def _end(self, gateway: RunningGateway) -> None:
-        longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + SILENT_S
+        longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + UNLISTED_TIMEOUT_S
         with contextlib.suppress(
             TimeoutError, ray.exceptions.RayError
         ):  # it hangs or has died: it is killed all the same

@@ -126,7 +126,7 @@ class GatewayServer:
             key,
             identity,
             self._reach,
-            silence_s=settings.engine_silence_s,
+            heartbeat_timeout_s=settings.engine_heartbeat_timeout_s,
             queue=settings.queue_limits.bound,
         )
         await self._client.start()
@@ -146,6 +146,7 @@ class GatewayServer:
             scrape=self._scraped.render,
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
+            load_balancing=self._reach.mode,
         )
         self._http = HttpServer(
             self._app,
@@ -160,7 +161,7 @@ class GatewayServer:
         return self._app
 
     def _export_metrics(self, key: ClusterKey) -> None:
-        """Begin to answer other gateways' scrapes, and get ready to ask all processes."""
+        """Start to answer other gateways' scrapes, and prepare to scrape all processes."""
         registry, labels = self._metrics.registry, {"gateway": self.record.identity}
         self._exporter = MetricsExporter(registry, host=self.record.node_ip, key=key, labels=labels)
         self._exporter.start()

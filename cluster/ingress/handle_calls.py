@@ -1,4 +1,4 @@
-"""The HTTP API without HTTP: what other Serve applications call through a handle of the gateways.
+"""The HTTP API without HTTP: methods that other Serve applications call through a handle of the gateways.
 
     gateway = serve.get_app_handle("main")
     answer = await gateway.chat.remote({"messages": [{"role": "user", "content": "Hello"}]})

@@ -33,7 +33,7 @@ from baton.cluster.process_metrics import MetricsExporter
 from baton.engine.net.curve import ClusterKey
 
 from .member_probe import BUSY_S, MISSED_AFTER_S, ProcessState, probe_all
-from .members import DirectoryMetrics, Membership, Standing
+from .members import DirectoryMetrics, HeartbeatReply, Membership
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,13 @@ class Directory:
     async def report_gateway(self, identity: str, load: GatewayLoad) -> None:
         """Give a gateway's load to the autoscaler."""
         if self._scaler is not None:
-            self._scaler.hear_gateway(identity, load)
+            self._scaler.update_gateway(identity, load)
 
     async def report_group(self, group_id: str, epoch: int, pulses: list[EnginePulse]) -> None:
         """Give the pulses of a group's engines to the autoscaler."""
         group = next((group for group in self._members.groups() if group.group_id == group_id), None)
         if self._scaler is not None and group is not None and group.epoch == epoch:
-            self._scaler.hear_group(group, pulses)
+            self._scaler.update_group(group, pulses)
 
     async def wanted(self, role: Role, replicas: int) -> FleetTarget | None:
         """Return the target of a fleet that has `replicas` groups now; None where nothing is autoscaled."""
@@ -144,15 +144,15 @@ class Directory:
         self._members.drains = self._members.drains.plus(drained)
         await self.leave(group_id, epoch)
 
-    async def heartbeat(self, name: str, epoch: int | None = None) -> Standing:
-        """Note a sign of life of a member, and return what it is to do."""
+    async def heartbeat(self, name: str, epoch: int | None = None) -> HeartbeatReply:
+        """Note a member's heartbeat, and return the directory's reply."""
         if name not in self._free_standing:
-            self._app_liveness.heard()
-        return self._members.heard(name, epoch)
+            self._app_liveness.note_heartbeat()
+        return self._members.note_heartbeat(name, epoch)
 
     async def application_lives(self) -> None:
         """Note that a member is starting."""
-        self._app_liveness.heard()
+        self._app_liveness.note_heartbeat()
 
     async def watch(self, version: int) -> DirectorySnapshot:
         """Return the first snapshot of another version, or the current one after `WATCH_S` seconds."""
@@ -198,7 +198,7 @@ class Directory:
         while True:
             slept_s = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
-            self._excuse_stall(time.monotonic() - slept_s - HEARTBEAT_S)
+            self._skip_stall(time.monotonic() - slept_s - HEARTBEAT_S)
             self._probe_suspects()
             silent = self._members.remove_silent()
             if silent:
@@ -225,11 +225,11 @@ class Directory:
                 "%s sends no heartbeats, but %s: it is kept for %.0f s", name, ProcessState.RUNS.value, BUSY_S
             )
 
-    def _excuse_stall(self, stalled_s: float) -> None:
+    def _skip_stall(self, stalled_s: float) -> None:
         """Leave out a time in which this process was stopped: the heartbeats that came meanwhile are read later."""
         if stalled_s > HEARTBEAT_S:
-            self._members.excuse(stalled_s)
-            self._app_liveness.excuse(stalled_s)
+            self._members.skip_stall(stalled_s)
+            self._app_liveness.skip_stall(stalled_s)
 
     async def _scale(self) -> None:
         while True:
@@ -298,21 +298,21 @@ class AppLiveness:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heard_s = clock()
+        self._heartbeat_s = clock()
         self._some_are_lost = False
 
-    def heard(self) -> None:
+    def note_heartbeat(self) -> None:
         """Note a sign of life of a member."""
-        self._heard_s, self._some_are_lost = self._clock(), False
+        self._heartbeat_s, self._some_are_lost = self._clock(), False
 
     def lost(self) -> None:
         """Note that a member is out of reach, and may be alive."""
         self._some_are_lost = True
 
-    def excuse(self, stalled_s: float) -> None:
-        """Leave out a time in which nothing could be heard, since this process stood still."""
-        self._heard_s += stalled_s
+    def skip_stall(self, stalled_s: float) -> None:
+        """Leave out a time in which this process was stopped and received nothing."""
+        self._heartbeat_s += stalled_s
 
     @property
     def is_gone(self) -> bool:
-        return self._clock() - self._heard_s > (LOST_S if self._some_are_lost else NO_MEMBER_S)
+        return self._clock() - self._heartbeat_s > (LOST_S if self._some_are_lost else NO_MEMBER_S)

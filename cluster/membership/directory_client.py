@@ -22,7 +22,7 @@ import ray
 from baton.cluster.contracts import DirectorySnapshot
 
 from .directory import HEARTBEAT_S, NAMESPACE, WATCH_S, directory_name, get_directory
-from .members import Standing
+from .members import HeartbeatReply
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ class DirectoryClient:
         self._has_answered = False
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """Do as `Directory.watch` says. Raises as `call`."""
+        """See `Directory.watch`. Raises as `call`."""
         snapshot: DirectorySnapshot = await self._ask(WATCH_S, "watch", version)
         return snapshot
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the actor. Raises what Ray raises, `GetTimeoutError` where no answer comes.
+        """Call the actor. Raises Ray's errors, and `GetTimeoutError` if no answer comes.
 
         Where the actor is dead, the next call finds its successor.
         """
@@ -115,7 +115,7 @@ async def stay_registered(
     name: str,
     epoch: int | None,
     register: Callable[[], Awaitable[Any]],
-    on_standing: Callable[[Standing], None] = lambda _: None,
+    on_reply: Callable[[HeartbeatReply], None] = lambda _: None,
 ) -> None:
     """Register, send a heartbeat every second, and register again when the directory has forgotten the member."""
     known = False
@@ -123,9 +123,9 @@ async def stay_registered(
         try:
             if not known:
                 await register()
-            standing: Standing = await directory.call("heartbeat", name, epoch)
-            known = standing is not Standing.UNKNOWN
-            on_standing(standing)
+            reply: HeartbeatReply = await directory.call("heartbeat", name, epoch)
+            known = reply is not HeartbeatReply.UNKNOWN
+            on_reply(reply)
         except ray.exceptions.RayError as error:
             logger.warning("the directory does not answer %s, trying again: %s", name, type(error).__name__)
             known = False

@@ -1,4 +1,4 @@
-"""Probes members that fell silent, without the help of their Python.
+"""Probes members that miss heartbeats, without the help of their Python.
 
 A heartbeat is sent by Python, and a process that parses, compiles or collects garbage may hold Python's lock for
 seconds. libzmq's threads need no lock: a socket that listens greets each connection before it knows the peer. So the
@@ -39,7 +39,7 @@ _SIGNATURE = b"\xff"  # the first byte of each ZMTP connection
 
 
 class ProcessState(enum.Enum):
-    """The state of a silent member's process, as a probe finds it."""
+    """The state of an unresponsive member's process, as a probe finds it."""
 
     RUNS = "its process runs"
     STOPPED = "its process is stopped"
@@ -68,7 +68,7 @@ class ProbeSocket:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
-        """Closing twice changes nothing."""
+        """Close the socket; a second call does nothing."""
         self._socket.close()
         self._context.term()
 

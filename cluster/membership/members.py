@@ -21,7 +21,7 @@ from baton.cluster.contracts import DirectorySnapshot, DrainCounters, EngineGrou
 from .member_probe import BUSY_S, MISSED_AFTER_S, SUSPECT_AFTER_S, TRUSTED_S, ProcessState
 
 
-class Standing(enum.StrEnum):
+class HeartbeatReply(enum.StrEnum):
     """The directory's answer to a heartbeat."""
 
     UNKNOWN = "unknown"  # register again
@@ -37,7 +37,7 @@ class NoSuchRank(ValueError):
 class ListedMember:
     """A group or a gateway, with the signs of its life."""
 
-    heard_s: float
+    heartbeat_s: float
     group: EngineGroup | None = None
     gateway: GatewayRecord | None = None
     is_to_leave: bool = False  # its end was asked for
@@ -52,7 +52,7 @@ class ListedMember:
         return [self.gateway.life_address] if self.gateway is not None and self.gateway.life_address else []
 
     def is_gone(self, now: float) -> bool:
-        silent_s = now - self.heard_s
+        silent_s = now - self.heartbeat_s
         return silent_s > BUSY_S or (silent_s > MISSED_AFTER_S and now - self.answered_s > TRUSTED_S)
 
     @property
@@ -84,7 +84,7 @@ class Membership:
         """
         known = self._members.get(group.group_id)
         if known is not None and known.group is not None and known.epoch == group.epoch:
-            known.heard_s = self._clock()
+            known.heartbeat_s = self._clock()
             self.set_draining(group.group_id, group.epoch, group.draining)
             return known.group
         taken = {engine.rank for name, engine in self._engines() if name != group.group_id}
@@ -115,13 +115,13 @@ class Membership:
         self.version += 1
         return True
 
-    def heard(self, name: str, epoch: int | None = None) -> Standing:
-        """Note a heartbeat, and return what the member is to do."""
+    def note_heartbeat(self, name: str, epoch: int | None = None) -> HeartbeatReply:
+        """Note a member's heartbeat, and return the reply to it."""
         member = self._members.get(name)
         if member is None or member.epoch not in (None, epoch):
-            return Standing.UNKNOWN
-        member.heard_s, member.process_state = self._clock(), None
-        return Standing.LEAVE if member.is_to_leave else Standing.LISTED
+            return HeartbeatReply.UNKNOWN
+        member.heartbeat_s, member.process_state = self._clock(), None
+        return HeartbeatReply.LEAVE if member.is_to_leave else HeartbeatReply.LISTED
 
     def set_draining(self, group_id: str, epoch: int, draining: bool) -> None:
         """Mark a group as draining or not. A group that is not listed is ignored."""
@@ -134,7 +134,7 @@ class Membership:
             self.version += 1
 
     def ask_to_leave(self, group_id: str, leave: bool = True) -> None:
-        """Ask a member to leave, or after all to stay. It learns so with its next heartbeat."""
+        """Ask a member to leave, or to stay after all, in the reply to its next heartbeat."""
         if group_id in self._members:
             self._members[group_id].is_to_leave = leave
 
@@ -149,11 +149,11 @@ class Membership:
     def groups(self) -> list[EngineGroup]:
         return [member.group for member in self._members.values() if member.group is not None]
 
-    def excuse(self, stalled_s: float) -> None:
-        """Leave out a time in which nothing could be heard, since this process stood still."""
+    def skip_stall(self, stalled_s: float) -> None:
+        """Leave out a time in which this process was stopped and received nothing."""
         now = self._clock()
         for member in self._members.values():
-            member.heard_s = min(now, member.heard_s + stalled_s)
+            member.heartbeat_s = min(now, member.heartbeat_s + stalled_s)
 
     def suspects(self) -> dict[str, list[str]]:
         """Return the members whose heartbeats are missing, with the addresses to probe."""
@@ -161,13 +161,13 @@ class Membership:
         return {
             name: member.addresses
             for name, member in self._members.items()
-            if now - member.heard_s > SUSPECT_AFTER_S and member.addresses
+            if now - member.heartbeat_s > SUSPECT_AFTER_S and member.addresses
         }
 
     def note_probe(self, name: str, state: ProcessState) -> bool:
         """Note the state of a suspect's process. Return whether that keeps it for the first time in this silence."""
         member, now = self._members.get(name), self._clock()
-        if member is None or now - member.heard_s <= SUSPECT_AFTER_S:
+        if member is None or now - member.heartbeat_s <= SUSPECT_AFTER_S:
             return False
         is_new = state is ProcessState.RUNS and member.process_state is not ProcessState.RUNS
         member.process_state = state

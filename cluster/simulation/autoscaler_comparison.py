@@ -13,7 +13,7 @@ from rich.table import Table
 from baton.cluster.contracts import Bounds, Role, ScalePlan
 from baton.cluster.gateway.routing.rates import CostRates
 
-from .autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
+from .autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedHardware
 from .fleet_sizing import Autoscaled, FixedSizes, OngoingRequests, Sizer
 from .traffic import RequestArrival, TrafficShape, bursts, tides, trace
 from .virtual_engine import Speed
@@ -52,7 +52,7 @@ class AutoscalerRow(msgspec.Struct, frozen=True):
 
 def compare(case: ScalingCase) -> list[AutoscalerRow]:
     """Run all simulations, and show the progress. Raises `InvalidTrace`."""
-    world = SimulatedWorld(
+    world = SimulatedHardware(
         speed=SPEED,
         rates=CostRates(prefill_tokens_per_s=SPEED.prefill_tokens_per_s),
         start_s=case.start_s,

@@ -39,7 +39,7 @@ GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
-class SimulatedWorld:
+class SimulatedHardware:
     """The speed and size of groups, and the targets. A group is one GPU here."""
 
     speed: Speed
@@ -112,7 +112,7 @@ class _Counts:
 class AutoscalerSimulation:
     """One simulation; `run` is called once."""
 
-    def __init__(self, world: SimulatedWorld, sizer: Sizer) -> None:
+    def __init__(self, world: SimulatedHardware, sizer: Sizer) -> None:
         self._world, self._sizer = world, sizer
         self._time = VirtualTime()
         self._router = Router(

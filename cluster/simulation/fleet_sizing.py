@@ -69,11 +69,11 @@ class Autoscaled:
         return {role: bounds.min_replicas for role, bounds in self._plan.fleets.items()}
 
     def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
-        self._scaler.hear_gateway("gateway", gateways)
+        self._scaler.update_gateway("gateway", gateways)
         groups = [group for fleet in fleets.values() for group in fleet.groups]
         for fleet in fleets.values():
             for group in fleet.groups:
-                self._scaler.hear_group(group, fleet.pulses[group.group_id])
+                self._scaler.update_group(group, fleet.pulses[group.group_id])
         self._scaler.update(now_s, ["gateway"], groups)
         wanted = {role: self._scaler.wanted(role) for role in self._plan.fleets}
         return {role: each.replicas for role, each in wanted.items() if each is not None}

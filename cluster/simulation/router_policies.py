@@ -28,7 +28,7 @@ class Start(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses engines for one gateway, and is told what becomes of its choices."""
+    """Chooses engines for one gateway, and is called with the outcomes."""
 
     def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         """Choose the engine that reads the prompt."""

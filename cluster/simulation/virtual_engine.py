@@ -105,7 +105,7 @@ class VirtualConnector:
         self.on_measured: Callable[[], None] = lambda: None
 
     def stats(self) -> TransferStats:
-        """Return what an engine tells of all engines that it may read."""
+        """Return the transfer statistics of all engines that it may read."""
         holders = [each for each in self._network.connectors.values() if each._role is self._role.complement]
         if self._role is Role.DECODE and (self._stats is None or len(self._stats.lanes) != len(holders)):
             self._stats = TransferStats(lanes=[self._lane(each._name) for each in holders])
@@ -181,18 +181,18 @@ class VirtualConnector:
             return
         self._pulls.remove(transfer_id)
         source._end(ticket, OfferOutcome.FINISHED)
-        self._tell(Received(transfer_id))
+        self._push_event(Received(transfer_id))
 
     def _fail(self, transfer_id: TransferId, reason: str) -> None:
         self._pulls.remove(transfer_id)
-        self._tell(ReceiveFailed(transfer_id, reason))
-        self._tell(BlocksReleased(transfer_id))
+        self._push_event(ReceiveFailed(transfer_id, reason))
+        self._push_event(BlocksReleased(transfer_id))
 
     def _end(self, ticket: bytes, outcome: OfferOutcome) -> None:
         if self._offers.pop(ticket, None) is not None:
-            self._tell(OfferEnded(int(ticket.partition(b"/")[2]), outcome))
+            self._push_event(OfferEnded(int(ticket.partition(b"/")[2]), outcome))
 
-    def _tell(self, event: ConnectorEvent) -> None:
+    def _push_event(self, event: ConnectorEvent) -> None:
         self._events.append(event)
         self.on_event()
 
@@ -224,9 +224,9 @@ class VirtualEngine:
         self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
         self._cached.apply(self._log.snapshot())
         self._stats = self._scheduler.stats()
-        self._told_at_s = 0.0
+        self._published_at_s = 0.0
         self._busy = False
-        connector.on_event, connector.on_measured = self.wake, self._tell_if_idle
+        connector.on_event, connector.on_measured = self.wake, self._publish_if_idle
 
     @property
     def stats(self) -> EngineStats:
@@ -249,7 +249,7 @@ class VirtualEngine:
         """Wake the engine: it has something to do."""
         if not self._busy:
             self._busy = True
-            self._tell()
+            self._publish_status()
             self._time.after(0.0, self._step)
 
     def _step(self) -> None:
@@ -257,7 +257,7 @@ class VirtualEngine:
         plan = self._scheduler.plan_step()
         if plan is None:
             self._busy = False
-            self._tell()
+            self._publish_status()
             for output in self._scheduler.take_outputs():
                 self._publish(output)
             return
@@ -268,19 +268,19 @@ class VirtualEngine:
 
     def _settle(self, plan: StepPlan) -> None:
         outputs = self._scheduler.settle(result_of(plan))
-        if self._time() - self._told_at_s >= STATUS_PERIOD_S:
-            self._tell()
+        if self._time() - self._published_at_s >= STATUS_PERIOD_S:
+            self._publish_status()
         for output in outputs:
             self._publish(output)
         self._step()
 
-    def _tell_if_idle(self) -> None:
-        """Tell how slowly blocks come, while no step would do so."""
+    def _publish_if_idle(self) -> None:
+        """Publish the status, with how slowly blocks come, where no step does so."""
         if not self._busy:
-            self._tell()
+            self._publish_status()
 
-    def _tell(self) -> None:
-        self._told_at_s = self._time()
+    def _publish_status(self) -> None:
+        self._published_at_s = self._time()
         self._stats = self._scheduler.stats()
         self._transfers = self._connector.stats()
         if (changes := self._log.take()) is not None:

@@ -190,9 +190,9 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
     provider = content.get("provider")
     if not (isinstance(provider, Mapping) and "type" in provider):
         raise InvalidSpec("provider: give `type: local`, `aws` or another that Ray knows, and what belongs to it")
-    told = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):  # it raises what it prints, too
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # it raises what it prints, too
             config = prepare_config(dict(content))
             validate_config(config)
     except jsonschema.ValidationError as error:
@@ -200,7 +200,7 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
         raise InvalidSpec(f"{place}: {error.message}" if place else error.message) from None
     except Exception as error:  # Ray's errors have no common type
         raise InvalidSpec(f"`ray up` would refuse it: {type(error).__name__}: {error}") from error
-    sys.stderr.write(told.getvalue())
+    sys.stderr.write(output.getvalue())
     return RayCluster(config["cluster_name"], config["max_workers"], _tcp_only(content))
 
 

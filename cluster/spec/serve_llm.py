@@ -42,7 +42,7 @@ CONFIG_KEYS = (
     "experimental_configs",
 )
 WITHOUT_EFFECT = {"llm_engine", "log_engine_metrics", "experimental_configs"}  # of these
-# What Serve may be told of a deployment, and what Baton decides by itself.
+# Options of a deployment that are passed to Serve, and options that Baton sets by itself.
 DECIDED_HERE = (
     "name",
     "ray_actor_options",

@@ -33,7 +33,7 @@ def result_of(plan: StepPlan) -> StepResult:
 
 
 def running_scheduler(num_requests: int, prompt_tokens: int, num_steps: int) -> Scheduler:
-    """A scheduler whose requests have all begun to decode and have `num_steps` steps before them."""
+    """Return a scheduler whose requests all decode and have `num_steps` steps left."""
     max_model_len = prompt_tokens + BLOCK_SIZE + num_steps + 2
     config = EngineCoreConfig(
         num_blocks=num_requests * -(-max_model_len // BLOCK_SIZE),
@@ -53,7 +53,7 @@ def running_scheduler(num_requests: int, prompt_tokens: int, num_steps: int) -> 
 
 
 def step_times_s(scheduler: Scheduler, num_steps: int) -> list[tuple[float, float]]:
-    """Seconds of `plan_step` and of `settle`, for each step."""
+    """Return the seconds of `plan_step` and of `settle` for each step."""
     times = []
     in_flight: deque[StepResult] = deque()
     for _ in range(num_steps):

@@ -1,10 +1,10 @@
-"""News of where an engine has which prefixes, for those who choose engines.
+"""The changes of an engine's cached prefixes, for the routers of gateways.
 
     BlockPool ── stored, evicted ──> BlockLog ── take() ──> BlocksChanged(5), BlocksChanged(6), ... ──> a mirror
     KVTiers ────── kept, lost ─────────^  └── snapshot() ──> BlocksCached(6) ────────────────────────────^
 
-A block is told in the best place that has it: the pool, the host's memory, the disk. So a block that leaves the pool
-while the host's memory has a copy has moved there; one that is copied down while the pool has it is no news.
+A block is published in the best place that has it: the pool, the host's memory, the disk. So a block that leaves the
+pool while the host's memory has a copy has moved there; a copy of one that the pool still has is not published.
 
 Numbers count what was taken. A mirror that misses one asks for a snapshot, and goes on with the number behind it.
 
@@ -34,7 +34,7 @@ def unpack_names(packed: bytes) -> tuple[int, ...]:
 
 
 class BlocksChanged(msgspec.Struct, frozen=True, tag="changed", omit_defaults=True):
-    """The difference from the state with the number before: packed names by the blocks' new place, none twice."""
+    """The changes since the previous number: packed names of blocks by their new place, none twice."""
 
     number: int
     stored: bytes = b""  # in the pool
@@ -47,7 +47,7 @@ class BlocksChanged(msgspec.Struct, frozen=True, tag="changed", omit_defaults=Tr
 
 
 class BlocksCached(msgspec.Struct, frozen=True, tag="cached", omit_defaults=True):
-    """Everything that is anywhere in the state of this number."""
+    """All cached blocks as of this number, by place."""
 
     number: int
     stored: bytes  # in the pool
@@ -62,9 +62,9 @@ BlockNews = BlocksChanged | BlocksCached
 
 
 class BlockLog:
-    """Net changes since the last `take`: at most two a block, however long nobody takes them.
+    """Net changes since the last `take`: at most two for each block, however long ago that was.
 
-    `cached` is the pool's own set of hashes, seen as it is at any time. Watches the pool and the tiers.
+    `cached` is a live view of the pool's hashes. The log watches the pool and the tiers.
     """
 
     def __init__(self, cached: Collection[BlockHash], tiers: KVTiers | None = None) -> None:
@@ -105,15 +105,15 @@ class BlockLog:
         return BlocksChanged(self._number, *packed)
 
     def snapshot(self) -> BlocksCached:
-        """The state after the last `take`, which must have been a moment ago: changes not taken belong to no number."""
+        """Return all cached blocks. Call it right after `take`: changes that were not taken have no number yet."""
         assert not self._moves, "take changes before a snapshot, and send them to those who have the state before"
         below = (pack_names(self._only_in(tier)) for tier in (Tier.HOST, Tier.DISK))
         return BlocksCached(self._number, pack_names(self._cached), *below)
 
     def _move(self, block_hash: BlockHash, before: Tier | None, now: Tier | None) -> None:
-        told, _ = self._moves.pop(block_hash, (before, now))
-        if told is not now:
-            self._moves[block_hash] = told, now
+        published, _ = self._moves.pop(block_hash, (before, now))
+        if published is not now:
+            self._moves[block_hash] = published, now
 
     def _tier_of(self, block_hash: BlockHash) -> Tier | None:
         return None if self._tiers is None else self._tiers.tier_of(block_hash)

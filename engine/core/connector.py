@@ -59,27 +59,27 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class KVConnector(Protocol):
-    """All calls return at once; none may raise for what a peer did (that arrives as an event)."""
+    """The transfers of one engine. All calls return at once, and none raises for a peer's failure: that is an event."""
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        """Promises that the blocks hold the KV of the first `num_tokens` tokens until the offer ends."""
+        """Promise that the blocks hold the KV of the first `num_tokens` tokens until the offer ends."""
         ...
 
     def withdraw(self, transfer_id: TransferId) -> None:
-        """Ends an offer early. Unknown and ended ids are ignored."""
+        """End an offer early. Unknown and ended ids are ignored."""
         ...
 
     def receive(
         self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
     ) -> TransferId:
-        """Fetches the offered blocks from index `first_block` on into `block_ids` (the prefix cache had earlier ones).
+        """Fetch the offered blocks from index `first_block` on into `block_ids` (the prefix cache had earlier ones).
 
-        A ticket that makes no sense is a `ReceiveFailed`, too.
+        An invalid ticket is a `ReceiveFailed`, too.
         """
         ...
 
     def cancel(self, transfer_id: TransferId) -> None:
-        """Gives up on a receive. Unknown and ended ids are ignored."""
+        """Give up a receive. Unknown and ended ids are ignored."""
         ...
 
     def poll(self) -> list[ConnectorEvent]:
@@ -90,15 +90,15 @@ class KVConnector(Protocol):
 class GrowingConnector(abc.ABC):
     """A `KVConnector` that can offer blocks before they are written: they are read while the prompt still runs."""
 
-    offers_early: bool  # whether it shall
+    offers_early: bool  # False: blocks are offered when the whole prompt is computed
 
     @abc.abstractmethod
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        """Offer blocks as `offer` does, before any of them is written; `advance` tells of them.
+        """Offer blocks as `offer` does, before any of them is written; `advance` counts the written ones.
 
-        Until the offer ends no block may be used for anything else, also where the prompt is given up: `withdraw` it.
+        No block may be used for anything else until the offer ends, even if the prompt is given up: `withdraw` it then.
         """
 
     @abc.abstractmethod
     def advance(self, transfer_id: TransferId, num_ready: int) -> None:
-        """So many leading blocks are written now, on all ranks. Unknown and ended ids are ignored."""
+        """Note that the first `num_ready` blocks are written, on all ranks. Unknown and ended ids are ignored."""

@@ -33,7 +33,7 @@ __all__ = ["EngineCore", "EngineCoreConfig", "EngineFailed", "InvalidEngineCoreC
 
 
 class EngineFailed(Exception):
-    """The engine cannot go on; `__cause__` says why. `outputs` answers every request that was still open."""
+    """The engine cannot continue; `__cause__` is the reason. `outputs` answers every request that was still open."""
 
     def __init__(self, message: str, outputs: list[EngineOutput]) -> None:
         super().__init__(message)
@@ -53,10 +53,10 @@ class EngineCore:
         tiers: KVTiers | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
-        """With a `lockstep` the engine is one of several that step together.
+        """Create an engine. With a `lockstep` it is one of several that step together.
 
-        For the statistics, `late_compilations` counts what was compiled since the runner was ready, and `expert_review`
-        says how evenly experts are used.
+        `late_compilations` returns the number of kernels compiled since the runner was ready, and `expert_review` how
+        evenly experts are used; both go into the statistics.
         """
         self.config = config
         self._lockstep = lockstep
@@ -68,34 +68,34 @@ class EngineCore:
         self._failure: Exception | None = None
 
     def add(self, request: EngineRequest, came_s: float | None = None) -> None:
-        """Never raises: a request that cannot be served is answered by an ERROR output of the next step.
+        """Add a request. Never raises: one that cannot be served is answered by an ERROR output of the next step.
 
-        `came_s`: when it came to this process, by `time.monotonic`; without it, now.
+        `came_s` is its arrival in this process on the clock of `time.monotonic`; by default it is now.
         """
         self._scheduler.add(request, came_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
-        """Ends a request, which is answered with ABORT, and withdraws its offers. Unknown ids are ignored.
+        """End a request, which is answered with ABORT, and withdraw its offers. Unknown ids are ignored.
 
-        With a `generation`, what belongs to a newer one lives on.
+        With a `generation`, newer generations of the request are left alone.
         """
         self._scheduler.abort(request_id, generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
-        """The token that a request with `awaits_first_token` goes on from. One that waits for none ignores it."""
+        """Give a request with `awaits_first_token` its first token. A request that waits for none ignores it."""
         self._scheduler.begin(request_id, generation, token_id)
 
     def when_woken(self, call: Callable[[], None]) -> None:
-        """`call` tells whoever drives the loop, from another thread, that other ranks wait for this one to step."""
+        """Have `call` called, from another thread, when other ranks wait for this one to step."""
         if self._lockstep is not None:
             self._lockstep.when_woken(call)
 
     def block_log(self) -> BlockLog:
-        """News of the prefix cache and of tiers; kept from the first call on."""
+        """Return the log of changes of the prefix cache and the tiers, which is kept from the first call on."""
         return self._scheduler.tier_copies.block_log()
 
     def has_work(self) -> bool:
-        """False: `step` would do nothing until a request, an abort, an event of the connector or a wake comes."""
+        """Return False if `step` would do nothing before the next request, abort, connector event or wake."""
         in_wave = self._lockstep is not None and self._lockstep.is_running and self._failure is None
         return in_wave or bool(self._pending) or self._scheduler.has_work()
 
@@ -108,9 +108,9 @@ class EngineCore:
         return stats
 
     def step(self) -> list[EngineOutput]:
-        """Starts the next step and returns what the oldest one brought, once `depth` of them are under way.
+        """Start the next step, and return the outputs of the oldest one once `depth` steps are in flight.
 
-        Raises `EngineFailed` when the runner raised or the books do not add up, then and ever after.
+        Raises `EngineFailed`, then and on every later call, if the runner raised or the state is inconsistent.
         """
         outputs: list[EngineOutput] = []
         try:

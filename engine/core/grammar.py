@@ -11,10 +11,10 @@ ASKED_BY = "structured_outputs"  # the field of a request that says what its out
 
 
 class GrammarRefused(Exception):
-    """A grammar that cannot be compiled, or a text that does not fit it. The reason goes on behind the grammar's name.
+    """A grammar that cannot be compiled, or a text that does not fit it.
 
-    `place`: of the part that cannot be, within a structural tag, as `.format.elements[0]`. `detail` is for the log: it
-    may name files, which clients must not see.
+    `reason` continues a sentence that begins with the grammar's name. `place` is the path of the refused part within a
+    structural tag, as `.format.elements[0]`. `detail` is for the log: it may name files, which clients must not see.
     """
 
     def __init__(self, reason: str, place: str = "", detail: str = "") -> None:
@@ -36,7 +36,7 @@ class Grammar(Protocol):
     """The grammar of one request's output, and its state. Calls come one after the other, on any thread."""
 
     def advance(self, token_ids: Sequence[int]) -> bytes:
-        """Takes in the next tokens of the output. Returns which may follow: int32 words, bit t % 32 of word t // 32.
+        """Accept the next tokens of the output. Returns the mask of allowed next tokens: bit t % 32 of int32 t // 32.
 
         A complete output may be followed by the model's end-of-sequence tokens. Raises `GrammarRefused` where one of
         the tokens may not come, or none may follow.
@@ -52,8 +52,9 @@ class GrammarSource(Protocol):
         ...
 
     def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> Grammar:
-        """At the beginning of an output. Takes up to minutes where others wait, too; with an error of any type soon
-        after `is_wanted` says no. Raises `GrammarRefused`; any thread may call it.
+        """Return a grammar at the beginning of an output. Any thread may call it. Raises `GrammarRefused`.
+
+        It may take minutes while others compile, too, and fails with any error soon after `is_wanted` returns False.
         """
         ...
 

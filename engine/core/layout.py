@@ -22,7 +22,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class UnevenHeads(ValueError):
-    """KV heads and tensor-parallel ranks of which neither is a multiple of the other."""
+    """Neither of the numbers of KV heads and tensor-parallel ranks is a multiple of the other."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):

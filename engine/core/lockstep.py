@@ -1,19 +1,19 @@
 """Data-parallel ranks of a mixture of experts step together, or not at all.
 
 Experts are spread over the ranks, so a rank that runs a step needs all the others to run one. Each rank plans for
-itself; before a step the ranks agree, in one small reduction, on who runs what:
+itself; before a step the ranks agree, in one small reduction, on what each of them runs:
 
     idle ──a plan of its own (wakes the others), or a wake of this wave──> running
-    running:  plan, agree ─┬─ somebody has a plan ──> all run a step; who has no plan runs an empty one
-                           ├─ nobody has, but somebody waits for results ──> no step; agree again
-                           └─ nobody has either ──> idle, and the next wave
+    running:  plan, agree ─┬─ some rank has a plan ──> all run a step; ranks without a plan run an empty one
+                           ├─ none has, but one waits for results ──> no step; agree again
+                           └─ none has either ──> idle, and the next wave
 
-A *wave* is the time between two silences. Its number is in the wake, so that one of a wave that has ended is dropped,
-and one of a wave that this rank has not reached yet is kept: its sender has seen the end of this one already. No wake
-is lost that way, and none starts a rank that the others do not wait for.
+A *wave* is the time between two idle periods. A wake carries its wave's number, so a wake of a wave that has ended is
+dropped, and one of a wave that this rank has not reached yet is kept: its sender has already seen the end of this one.
+So no wake is lost, and none starts a rank that the others do not wait for.
 
-What a rank waits for outside (KV on its way, a full pool) does not keep the wave alive: it begins another when it can
-go on.
+A rank whose requests wait for something else (KV in transfer, a full pool) does not keep the wave alive: it begins
+another when they can continue.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FIELDS = len(StepSize.__struct_fields__)
 
 
 class Lockstep:
-    """One rank's side. The thread that owns the `EngineCore` calls everything but `on_wake`, which one other may call.
+    """One rank's side. All calls come from the thread that owns the `EngineCore`, except `on_wake`: one other thread.
 
-    `agree` gives the maximum over the ranks of each of a few integers, once all have called it; it raises where a rank
-    is gone. `wake_others` sends a wave's number to all other ranks and does not wait. Every `review_experts_every`
-    steps (0: never) the ranks are told to review where experts lie.
+    `agree` returns the element-wise maximum of all ranks' integers, once all have called it; it raises where a rank is
+    gone. `wake_others` sends a wave's number to all other ranks and does not wait. Every `review_experts_every`
+    steps (0: never) the ranks are asked to review the placement of experts.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Lockstep:
         self._running = False
 
     def on_wake(self, wave: int) -> None:
-        """Another rank has begun a wave."""
+        """Note that another rank has begun a wave."""
         self._newest_wake = max(self._newest_wake, wave)
         if self._when_woken is not None:
             self._when_woken()
@@ -73,33 +73,33 @@ class Lockstep:
         return self._running or self._newest_wake >= self.wave
 
     def join(self, plan: StepPlan | None, *, has_pending: bool) -> StepPlan | None:
-        """Return what this rank has to launch now, given what it would: its plan, an empty step, or nothing.
+        """Return the plan that this rank has to launch: its own, an empty one, or None.
 
         `has_pending`: results are on their way, which may lead to another plan. Raises what `agree` raises.
         """
-        told = self.tell(plan, has_pending=has_pending)
-        return None if told is None else self.decide(plan, self._agree(told))
+        proposal = self.propose(plan, has_pending=has_pending)
+        return None if proposal is None else self.decide(plan, self._agree(proposal))
 
-    def tell(self, plan: StepPlan | None, *, has_pending: bool) -> list[int] | None:
-        """Return what this rank brings to the agreement; None where it is idle, and stays so."""
+    def propose(self, plan: StepPlan | None, *, has_pending: bool) -> list[int] | None:
+        """Return this rank's integers for the agreement; None where it is idle, and stays so."""
         if plan is not None and not self.is_running:
             self._wake_others(self.wave)
         self._running = plan is not None or self.is_running
         if not self._running:
             return None
-        told = [0] * (1 + _FIELDS * self._num_ranks)
-        told[0] = int(has_pending)
+        proposal = [0] * (1 + _FIELDS * self._num_ranks)
+        proposal[0] = int(has_pending)
         if plan is not None:
             first = 1 + _FIELDS * self._rank
-            told[first : first + _FIELDS] = [int(value) for value in msgspec.structs.astuple(plan.size)]
-        return told
+            proposal[first : first + _FIELDS] = [int(value) for value in msgspec.structs.astuple(plan.size)]
+        return proposal
 
-    def decide(self, plan: StepPlan | None, heard: Sequence[int]) -> StepPlan | None:
-        """Act on the maximum of what all ranks told."""
-        of_ranks = [heard[first : first + _FIELDS] for first in range(1, len(heard), _FIELDS)]
+    def decide(self, plan: StepPlan | None, agreed: Sequence[int]) -> StepPlan | None:
+        """Act on the element-wise maximum of all ranks' proposals."""
+        of_ranks = [agreed[first : first + _FIELDS] for first in range(1, len(agreed), _FIELDS)]
         if any(map(any, of_ranks)):
             return self._of_group(plan, [_size(values) if any(values) else PADDING for values in of_ranks])
-        if not heard[0]:
+        if not agreed[0]:
             self._running = False
             self.wave += 1
         return None

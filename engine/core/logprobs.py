@@ -5,7 +5,7 @@
     ranks       int32    own                    |  own               1 is the likeliest of the vocabulary
 
 A prompt may have hundreds of thousands of values. As objects they hold up the process that encodes, decodes, collects
-or frees them, so only whoever shows them makes objects, of a few positions at a time.
+or frees them, so objects are made only to show them, for a few positions at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def pack(cls, entries: Sequence[TokenLogprobs]) -> Self:
-        """Pack at least one position; all have as many alternatives."""
+        """Pack at least one position. All positions have equally many alternatives."""
         token_ids = list(itertools.chain.from_iterable(entry.token_ids for entry in entries))
         logprobs = list(itertools.chain.from_iterable(entry.logprobs for entry in entries))
         return cls(
@@ -55,7 +55,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Join at least one part; all have as many alternatives."""
+        """Join at least one part. All parts have equally many alternatives."""
         if len(parts) == 1:
             return parts[0]
         return cls(

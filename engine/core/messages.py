@@ -16,10 +16,10 @@ LOWEST_PRIORITY, HIGHEST_PRIORITY = -(2**31), 2**31 - 1  # numbers of `EngineReq
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token (or, found by whoever detokenizes, a stop string)
+    STOP = "stop"  # an end-of-sequence or stop token (or a stop string, found by the detokenizer)
     LENGTH = "length"  # max_tokens, or the model's length
     HANDOFF = "handoff"  # the first token is out and the KV blocks wait for a decode engine (`ticket` says where)
-    ABORT = "abort"  # nobody wants the rest
+    ABORT = "abort"  # the rest is not wanted
     ERROR = "error"  # `EngineOutput.error` says what happened
 
 
@@ -30,17 +30,17 @@ class ErrorKind(enum.StrEnum):
     TOO_LONG = "too_long"  # more tokens than the engine's blocks or the model's length can ever hold (413)
     KV_LOST = "kv_lost"  # the hand-off failed (expired, peer gone, transfer failed): prefill again elsewhere
     OVERLOADED = "overloaded"  # no room for it now, and no time was spent on it: try another engine (503)
-    TIMED_OUT = "timed_out"  # the request's own time is over: nobody waits for the rest (408)
+    TIMED_OUT = "timed_out"  # the request's deadline has passed (408)
     ENGINE_DEAD = "engine_dead"  # said by the gateway when the process is gone
     LEAVING = "leaving"  # the engine ends in order and hands back what it has not finished: go on elsewhere
     INTERNAL = "internal"  # a bug on our side (500)
 
 
 class EngineError(msgspec.Struct, frozen=True):
-    """Why a request ended without an answer.
+    """The error of a request that ended without an answer.
 
-    Where `field` names what has to change, as `InvalidSamplingParams.field` does, `message` goes on behind that name.
-    A place within a structural tag follows it: `structured_outputs.structural_tag.format.elements[0]`.
+    `field` names the field to change, as `InvalidSamplingParams.field` does; `message` then continues a sentence that
+    begins with that name. It may be a path: `structured_outputs.structural_tag.format.elements[0]`.
     """
 
     kind: ErrorKind
@@ -55,7 +55,7 @@ class EngineError(msgspec.Struct, frozen=True):
 class KVSource(msgspec.Struct, frozen=True):
     """The place where a decode engine finds the KV of a prompt's first `num_tokens` tokens."""
 
-    ticket: bytes  # opaque to everyone but the connector
+    ticket: bytes  # opaque to all but the connector
     num_tokens: int
 
 
@@ -74,7 +74,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         0  # always resolved: a random number where the user gave none, so that a migration draws the same tokens
     )
     generation: int = 0  # counts re-submissions of the same request; answers to older ones are dropped
-    priority: int = 0  # lower is served sooner; who may ask for which, gateways decide
+    priority: int = 0  # lower is served sooner; gateways check that the caller may use it
     arrival_s: float = 0.0  # wall clock at the ingress
     timeout_s: float = 0.0  # from when the engine gets it: then it ends, wherever it is; 0: never
     cache_salt: str = ""  # prefixes are shared only between equal salts

@@ -1,4 +1,4 @@
-"""Measured times of work: straight lines through what steps, and reads of other engines' blocks, took lately.
+"""Measured times of work: straight lines fitted to recent times of steps, and of reads of other engines' blocks.
 
     seconds = (base_s + unit_s * units) * factor       prompt tokens of a step, requests that decode in it, blocks read
 
@@ -62,7 +62,7 @@ class LineFit:
 
     def add(self, units: int, seconds: float, now_s: float) -> None:
         """Note that `units`, of which there is one at least, took so long."""
-        if seconds <= 0:  # less than the clock can tell
+        if seconds <= 0:  # below the clock's resolution
             return
         self._newest.append((units, seconds))
         bits = units.bit_length()

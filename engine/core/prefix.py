@@ -25,7 +25,7 @@ def prefix_root(cache_salt: str = "") -> BlockHash:
 def extend_block_hashes(
     hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
 ) -> None:
-    """Appends hashes until the first `num_blocks` blocks of `token_ids` have one. They must be full."""
+    """Append hashes until the first `num_blocks` blocks of `token_ids` have one. They must be full."""
     pack = _packer(block_size)
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):

@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Parameters of drawing tokens, and of when a generation ends.
 
     The engine itself acts on token ids only. `n`, `stop`, `bad_words`, `detokenize`, `skip_special_tokens` and
-    `include_stop_str_in_output` are carried out by whoever holds the tokenizer (the gateway, or `LLM`); `bad_words`
+    `include_stop_str_in_output` are carried out where the tokenizer is (the gateway, or `LLM`); `bad_words`
     reach the engine as `bad_words_token_ids`.
 
     Lists and maps may be given as None, and `stop` and `bad_words` as a single string, as in vLLM.

@@ -1,6 +1,6 @@
 """The stages that a request reaches in one engine, and their ages, for timelines across several engines.
 
-An engine tells ages, not times: clocks of machines differ, and what one clock measures is right on all. Who gets the
+An engine reports ages, not times: clocks of machines differ, but a duration is the same on all. Who gets the
 message knows when it came, and so when each stage was, but for the message's own way.
 """
 
@@ -28,18 +28,18 @@ class Stages:
     __slots__ = ("_clock", "_reached_s")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, came_s: float | None = None) -> None:
-        """`came_s`: when it came to this process; without it, now."""
+        """`came_s` is the request's arrival in this process, by default now."""
         self._clock = clock
         self._reached_s = {Stage.QUEUED: clock() if came_s is None else came_s}
 
     def reach(self, stage: Stage, at_s: float | None = None) -> None:
-        """Now, or at another time. It counts once."""
+        """Note when a stage was reached, by default now. Only the first time counts."""
         if stage not in self._reached_s:
             self._reached_s[stage] = self._clock() if at_s is None else at_s
 
     @property
     def has_started(self) -> bool:
-        """Steps have worked for it."""
+        """True once a step has run for the request."""
         return Stage.STARTED in self._reached_s
 
     def ages(self) -> Ages:

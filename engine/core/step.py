@@ -118,14 +118,14 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingStep(Protocol):
-    """A step on its way through the device."""
+    """A step that has been launched on the device."""
 
     def result(self) -> StepResult:
-        """Waits for the step. Raises what the step raised."""
+        """Wait for the step, and return its result. Raises the step's error."""
         ...
 
 
 class Runner(Protocol):
-    """Runs the model. `launch` returns as soon as the device has its orders; steps finish in the order of launching."""
+    """Runs the model. `launch` returns when the work is queued on the device; steps finish in launch order."""
 
     def launch(self, plan: StepPlan) -> PendingStep: ...

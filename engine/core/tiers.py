@@ -1,12 +1,12 @@
-"""The engine's view of memory behind its pool: slower, larger, maybe older than the process.
+"""The engine's view of the tiers behind its block pool: the host's memory and a disk, which may outlive the process.
 
 `kv_transfer` implements it.
 
     store(blocks) ......... Stored          the pool's blocks are read in between: nobody may write them
     restore(blocks) ....... Restored        the pool's blocks are written in between: nobody may use them
 
-Exactly one event follows each call. None says "failed": what could not be stored is not found later, and of what could
-not be restored the engine computes the rest itself.
+Exactly one event follows each call. There is no failure event: a block that could not be stored is not found later, and
+the engine computes the blocks that could not be restored.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class TierRead(msgspec.Struct, frozen=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Nobody reads the blocks any more, whether they were kept or not."""
+    """The end of a store, whether the blocks were kept or not: the tiers no longer read the pool's blocks."""
 
     copy_id: CopyId
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """Nobody writes the blocks any more; the first `num_blocks` of them hold what was asked for."""
+    """The end of a restore: the tiers no longer write the pool's blocks, and the first `num_blocks` are filled."""
 
     copy_id: CopyId
     num_blocks: int
@@ -72,14 +72,14 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierWatcher(Protocol):
-    """Hears what can be restored, and what no longer can. A block is in one tier at most."""
+    """Called with the blocks that became restorable and those that no longer are. A block is in one tier at most."""
 
     def kept(self, block_hash: BlockHash, tier: Tier) -> None: ...
     def lost(self, block_hash: BlockHash, tier: Tier) -> None: ...
 
 
 class KVTiers(Protocol):
-    """All calls return at once, and none raises for what memory or disks do. One thread calls them.
+    """The tiers of one engine. One thread calls them. Calls return at once, and none raises for a failing disk.
 
     A block is known by the hash of its prefix (`prefix.py`), in which the salt is.
     """
@@ -91,29 +91,29 @@ class KVTiers(Protocol):
         ...
 
     def tier_of(self, block_hash: BlockHash) -> Tier | None:
-        """Out of which tier it could be restored now."""
+        """Return the tier from which a block could be restored now; None if there is none."""
         ...
 
     def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
-        """All that could be restored out of it now."""
+        """Return the blocks that could be restored from a tier now."""
         ...
 
     def watch(self, watcher: TierWatcher) -> None:
-        """Tells it, from now on, in the thread that calls the tiers."""
+        """Call `watcher` with every change from now on, in the thread that calls the tiers."""
         ...
 
     def knows(self, block_hash: BlockHash) -> bool:
-        """It is kept, or on its way."""
+        """Return whether the block is kept, or is being stored."""
         ...
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """A prefix was used: its blocks are to stay, the first the longest. Unknown ones are ignored."""
+        """Note the use of a prefix: its blocks are evicted later, the first one last. Unknown ones are ignored."""
         ...
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId: ...
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        """Fills the blocks with what `find` has found just now."""
+        """Fill the pool's blocks with those that `find` has just found."""
         ...
 
     def poll(self) -> list[TierEvent]:

@@ -1,4 +1,4 @@
-"""A model's folder in the form that Hugging Face gave it: config.json and its kin, typed and checked.
+"""A model's folder in Hugging Face's format: config.json and similar files, typed and checked.
 
 `model_config.ModelConfig` is all of it, `config_reader` makes it; the other modules read a part each, `checkpoint` the
 headers of the weights. None of them imports torch, and none knows an architecture: those are `engine.models`.

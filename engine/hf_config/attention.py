@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class WindowRule:
-    """The keys that tell a family's layers with a `sliding_window`. Others may be there and mean nothing."""
+    """The keys that define a family's layers with a `sliding_window`. Other keys are ignored."""
 
     switched: bool = False  # nowhere, unless `use_sliding_window`
     listed: bool = False  # where `layer_types` names the layer's kind, if that is given

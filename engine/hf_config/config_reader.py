@@ -196,7 +196,7 @@ def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
 
 
 def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
-    """Over what is computed and with which weights; not over paths, file layout, or keys that change no result."""
+    """Hash the computation and the weights; not paths, file layout, or keys that change no result."""
     plain = {name: _plain(value) for name, value in computed.items()}
     weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
     text = json.dumps([plain, weights], sort_keys=True)

@@ -30,7 +30,7 @@ class UnsupportedArchitecture(UnsupportedModel):
 
 
 class MaxModelLenTooLong(ModelError):
-    """More positions were asked for than the model can tell apart."""
+    """More positions were requested than the model has."""
 
     def __init__(self, given: int, limit: int) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Typed access to what config.json and its kin say."""
+"""Typed access to config.json and similar files."""
 
 from __future__ import annotations
 

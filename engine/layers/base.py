@@ -5,9 +5,9 @@
 A layer's attribute path is its name in the checkpoint (`model.layers.0.self_attn.q_norm.weight`). Where several
 checkpoint tensors share one parameter (q, k and v in one matrix), the layer says so by offering several slots.
 
-Models are made whole, and know nothing of ranks. `divide` then makes of each layer what one rank holds of it, before
-memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor. Mixtures must know
-whose rows they are given: experts may serve other ranks' rows.
+Models are constructed whole, without knowledge of ranks. Then `divide` reduces each layer to the part of one rank,
+before memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor. Mixtures must
+know whose rows they are given: experts may serve other ranks' rows.
 
 Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls. Importing this
 module loads no torch, as model files begin with it.
@@ -114,7 +114,7 @@ class Slot:
     """The place of one checkpoint tensor: `rows` of it go to rows of a parameter, from `start` on, every `step`-th.
 
     With `item`, rows of that item of a stack [items, rows, ...]. A slot whose share is empty is for a tensor that lies
-    on other ranks: the checkpoint must have it, and nobody reads it here.
+    on other ranks: the checkpoint must have it, and it is not read here.
     """
 
     __slots__ = ("item", "name", "parameter", "shares", "start", "step")
@@ -141,7 +141,7 @@ class Slot:
 
     @classmethod
     def elsewhere(cls, name: str, shape: Sequence[int], parameter: Parameter) -> Slot:
-        """Return the slot of a checkpoint tensor of this shape that other ranks hold, in what is `parameter` there."""
+        """Return the slot of a checkpoint tensor of this shape that other ranks hold, in their `parameter`."""
         slot = cls(name, parameter)
         slot.shares = tuple(Share(0, 0, size) for size in shape)
         return slot

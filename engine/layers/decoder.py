@@ -152,7 +152,7 @@ class CausalLM(Layer):
 
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:
-    """Return what is equal for layers that run the same kernels over the same shapes."""
+    """Return a key that is equal for layers that run the same kernels over the same shapes."""
     window = layer.window if isinstance(layer, SelfAttention) else None
     shapes = tuple(parameter.shape for _, parameter in layer.parameters())
     return type(layer), window, shapes, tuple(_kernels_of(child) for _, child in layer.children())

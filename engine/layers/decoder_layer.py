@@ -57,4 +57,4 @@ class DecoderLayer(Layer, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, step: LayerStep) -> None:
-        """Add to the residual stream of `step` what each block makes of it."""
+        """Add the output of each block to the residual stream of `step`."""

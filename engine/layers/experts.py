@@ -102,7 +102,7 @@ class Experts(Layer):
         return self._packed.multiply(hidden, expert_ids, weights, add_to)
 
     def finish(self) -> None:
-        adds_bias = self.shape.width.start == 0  # added once, whoever has the rest of the width
+        adds_bias = self.shape.width.start == 0  # added once, by the rank with the first part of the width
         self._packed = self.method.pack(
             {name: parameter.data for name, parameter in self.weights.items()},
             gate_up_bias=_data(self.gate_up_bias),

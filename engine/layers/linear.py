@@ -93,7 +93,7 @@ class Linear(Layer):
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Multiply, with what stands right before and behind the product: see `LinearWeight.multiply`.
+        """Multiply, fused with the operations before and after the product: see `LinearWeight.multiply`.
 
         A layer whose columns are divided adds the first rank's `add_to` only, which need not be what is returned. Its
         results are sums, so it takes no activation.

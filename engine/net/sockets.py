@@ -3,8 +3,8 @@
 An endpoint is host:port. An IPv6 address stands in brackets, as in URLs (RFC 3986).
 
 A machine or a link that is lost closes no connection. So both ends send pings, which libzmq's own thread answers
-however busy Python is in that process. A connection over which nothing has come for `silence_s` is ended, as if the
-other end had closed it.
+however busy Python is in that process. A connection over which nothing has come for `heartbeat_timeout_s` is ended, as
+if the other end had closed it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import zmq
 
-SILENCE_S = 1.8  # by default: a lost engine is noticed in less than 2 s
-SHORTEST_SILENCE_S = 0.5  # threads of a busy machine may wait that long for their turn
-PINGS_PER_SILENCE = 5
+HEARTBEAT_TIMEOUT_S = 1.8  # by default: a lost engine is noticed in less than 2 s
+MIN_HEARTBEAT_TIMEOUT_S = 0.5  # threads of a busy machine may wait that long for their turn
+PINGS_PER_TIMEOUT = 5
 MAX_SOCKETS = 1 << 14  # of a context: a connection takes three, and libzmq's own limit is 1023
 
 
-def enable_heartbeat(socket: zmq.Socket[Any], silence_s: float) -> None:
+def enable_heartbeat(socket: zmq.Socket[Any], heartbeat_timeout_s: float) -> None:
     """Make `socket` send pings and end silent connections. Call it before the socket binds or connects."""
-    silence_ms = round(silence_s * 1000)
-    ping_ms = silence_ms // PINGS_PER_SILENCE
+    timeout_ms = round(heartbeat_timeout_s * 1000)
+    ping_ms = timeout_ms // PINGS_PER_TIMEOUT
     socket.setsockopt(zmq.HEARTBEAT_IVL, ping_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms - ping_ms)  # libzmq counts from an unanswered ping on
-    socket.setsockopt(zmq.TCP_MAXRT, silence_ms)  # where so much is unsent that no ping goes out any more
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms - ping_ms)  # libzmq counts from an unanswered ping on
+    socket.setsockopt(zmq.TCP_MAXRT, timeout_ms)  # where so much is unsent that no ping goes out any more
 
 
 def is_ipv6(host: str) -> bool:

@@ -1,1 +1,1 @@
-"""The engine without a server: `LLM` for scripts, and what measures an engine by itself."""
+"""The engine without a server: `LLM` for scripts, and benchmarks of a single engine."""

@@ -13,7 +13,7 @@ _TAKEN = {"self", "messages", "tools", "add_generation_prompt", "continue_final_
 
 
 class InvalidArgument(TypeError):
-    """An argument is of a kind that is not taken, or asks for what Baton does not do. `name` is the argument's."""
+    """Argument `name` has an unsupported type or value."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name} {message}")
@@ -56,9 +56,9 @@ def template_variables(given: Any) -> Mapping[str, Any]:
 
 
 def one_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
-    """A `SamplingParams` for each prompt, as it would come over the wire.
+    """Return a `SamplingParams` for each prompt, validated as a message's would be.
 
-    Raises `InvalidSamplingParams`, and `InvalidPrompt` where they are not as many.
+    Raises `InvalidSamplingParams`, and `InvalidPrompt` if there are not as many as prompts.
     """
     if isinstance(given, SamplingParams):
         return [as_decoded(given)] * num_prompts

@@ -27,7 +27,7 @@ _STARTUP_TIMEOUT_S = 600.0
 
 
 class StartupFailed(RuntimeError):
-    """A process that should have started an engine ended, or took too long. The message has its last words."""
+    """A process that should have started an engine ended, or took too long. The message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def throughput(
     engine_args: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """All prompts at once: requests and tokens per second."""
+    """Run all prompts at once; return requests and tokens per second."""
     llm = _make_llm(model, engine_args)
     _run(llm, _prompts(llm, replace(batch, num_prompts=1, seed=batch.seed + 1)), min(batch.output_len, 8))
     elapsed_s = _run(llm, _prompts(llm, batch), batch.output_len, progress)
@@ -72,7 +72,7 @@ def latency(
     num_iters: int = 10,
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Seconds of one batch, first prompt token to last output token. The prefix cache is off by default."""
+    """Measure the seconds of one batch, prompts included. The prefix cache is off by default."""
     llm = _make_llm(model, {"enable_prefix_caching": False, **(engine_args or {})})
     prompts = _prompts(llm, batch)
     for _ in range(num_iters_warmup):
@@ -115,7 +115,7 @@ def startup(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By percent, interpolated linearly between neighbours. `values` must not be empty."""
+    """Return percentiles by percent, interpolated linearly. `values` must not be empty."""
     ordered = sorted(values)
     found = {}
     for percent in PERCENTILES:
@@ -139,7 +139,7 @@ def _prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
 
 
 def _run(llm: LLM, prompts: list[list[int]], output_len: int, progress: bool = False) -> float:
-    """Seconds that the batch takes. No token ends a request early."""
+    """Return the seconds that the batch takes. No token ends a request early."""
     params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=output_len, detokenize=False)
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=progress)
@@ -161,7 +161,7 @@ def _start_once(args: Mapping[str, Any], cold: bool) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """One start in this process: engine arguments as JSON in, seconds as JSON out."""
+    """Start one engine in this process: the first argument is engine arguments in JSON, the output seconds in JSON."""
     start = time.perf_counter()
     args = json.loads(sys.argv[1])
     llm = _make_llm(args.pop("model"), args)

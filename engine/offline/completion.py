@@ -1,6 +1,6 @@
-"""Makes one continuation, as users see it, out of what the engine says token by token.
+"""Builds one continuation, as users see it, from the engine's outputs.
 
-A bar shows how many prompts are finished, and how fast tokens come in and go out.
+A progress bar shows finished prompts, and the rates of prompt and output tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RequestOutput:
 
 
 class Continuation:
-    """Collects the tokens of one engine request: text, stop strings, logprobs, and why it ended.
+    """Collects the tokens of one engine request: text, stop strings, logprobs, and the finish reason.
 
     Without a tokenizer, or with `detokenize=False`, the text stays empty.
     """
@@ -76,7 +76,7 @@ class Continuation:
             self._text = TextStream(tokenizer, params, prompt_token_ids)
 
     def take(self, step: EngineOutput) -> None:
-        """Adds what one step gave. `output.finish_reason` is set once the engine or a stop string ended it."""
+        """Add the output of one step. `output.finish_reason` is set once the engine or a stop string ended it."""
         output = self.output
         num_tokens, stop = len(step.token_ids), None
         if self._text is not None:
@@ -103,7 +103,7 @@ class Continuation:
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token itself first, then the most likely ones, best first."""
+    """Return log probabilities by token: the token itself first, then the most likely ones, best first."""
     ranks = (entry.rank, *range(1, len(entry.token_ids)))
     found: dict[int, Logprob] = {}
     for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
@@ -112,7 +112,7 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int,
 
 
 class PromptsBar:
-    """Counts every token, and tells the bar a few times a second: an update takes longer than a token's bookkeeping."""
+    """Counts every token, but updates the bar only a few times a second: an update is slow."""
 
     def __init__(self, progress: Progress, num_prompts: int) -> None:
         self._progress = progress
@@ -122,7 +122,7 @@ class PromptsBar:
         self._tokens_in = self._tokens_out = self._finished = 0
 
     def advance(self, num_tokens: int, output: RequestOutput) -> None:
-        """So many tokens of a prompt's output are there."""
+        """Count `num_tokens` more tokens of a prompt's output."""
         self._tokens_out += num_tokens
         if output.finished:
             self._finished += 1
@@ -137,7 +137,7 @@ class PromptsBar:
 
 @contextmanager
 def prompts_bar(num_prompts: int) -> Iterator[PromptsBar]:
-    """Drawn on stderr, from the beginning to the end."""
+    """Draw the bar on stderr while the context is open."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -35,7 +35,7 @@ from .spread import OfflineCore
 
 
 class GenerationFailed(RuntimeError):
-    """The engine could not serve a request. `kind` says in which way; `request_id` which one."""
+    """The engine could not serve request `request_id`; `kind` classifies the error."""
 
     def __init__(self, request_id: str, error: EngineError) -> None:
         super().__init__(f"prompt {request_id}: {error.text}")
@@ -44,7 +44,7 @@ class GenerationFailed(RuntimeError):
 
 
 class LLM:
-    """A model in this process, and in others that it starts: `tensor_parallel_size` x `data_parallel_size` in all.
+    """A model in this process and others that it starts: `tensor_parallel_size` x `data_parallel_size` in all.
 
     `engine_args` are those of `EngineConfig` (`dtype`, `load_format`, `max_model_len`, `max_num_seqs`, `seed`,
     `enable_prefix_caching`, ...). Uses every core of the process unless `num_threads` or OMP_NUM_THREADS say less.
@@ -77,7 +77,7 @@ class LLM:
         self._random = random.Random(config.seed)  # seeds of requests that bring none: two runs of a script agree
 
     def close(self) -> None:
-        """Ends the engine and its processes; nothing can be generated afterwards."""
+        """End the engine and its processes; nothing can be generated afterwards."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class LLM:
         self.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidPrompt` with `skip_tokenizer_init`."""
+        """Return the tokenizer. Raises `InvalidPrompt` with `skip_tokenizer_init`."""
         return self._prompts.tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -110,7 +110,7 @@ class LLM:
         use_tqdm: bool = True,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Continues every prompt; answers in their order.
+        """Generate continuations of every prompt, in the prompts' order.
 
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
         optional `"cache_salt"`. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
@@ -135,9 +135,9 @@ class LLM:
         special_tokens_in_messages: bool = False,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, through the checkpoint's chat template.
+        """Answer one conversation or a list of them, through the checkpoint's chat template.
 
-        `chat_template_kwargs` are further names that the template may read, like `enable_thinking`. What is given here
+        `chat_template_kwargs` are further names that the template may read, like `enable_thinking`. Text of messages
         never becomes control tokens, whatever it spells, unless `special_tokens_in_messages` is set.
         Raises `ChatTemplateError` (`InvalidMessages` for messages) and what `generate` raises.
         """
@@ -217,12 +217,12 @@ class LLM:
         self._finish_steps()
 
     def _finish_steps(self) -> None:
-        """Requests are over before the last steps are, and other ranks may wait for this one to step with them."""
+        """Run the steps that are left after the last request: other ranks may wait for this one to step with them."""
         while self._core.has_work():
             self._step()
 
     def _step(self) -> list[EngineOutput]:
-        """A whole step. What breaks into it all the same, as a second Ctrl-C does, ends the engine."""
+        """Run a whole step. An interruption in spite of `SignalsAfter`, as by a second Ctrl-C, ends the engine."""
         with SignalsAfter():
             try:
                 return self._core.step()
@@ -256,7 +256,7 @@ class LLM:
 
 @dataclass
 class _Request:
-    """One prompt on its way: `n` engine requests, `n` continuations."""
+    """One prompt being served: `n` engine requests, `n` continuations."""
 
     output: RequestOutput
     params: SamplingParams
@@ -289,9 +289,10 @@ _HELD = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalsAfter:
-    """Ctrl-C and SIGTERM, where Python handles them, wait for the end of this context: a handler that raises in the
-    middle of a step would lose a plan whose results the scheduler then expects for ever. A second one comes through at
-    once, for whoever would not wait.
+    """Delays Ctrl-C and SIGTERM, where Python handles them, until the end of this context.
+
+    A handler that raises in the middle of a step would lose a plan whose results the scheduler then expects for ever.
+    A second signal is not delayed.
 
     It does nothing in threads other than the main one, which Python never interrupts.
     """

@@ -3,7 +3,7 @@
     this process: rank 0 ──stdin──> python -m baton.engine.offline.local_members: rank 1
                                     python -m baton.engine.offline.local_members: rank 2 ...
 
-A member ends when its group does, and at the latest when its stdin does: with this process, however that ends.
+A member ends with its group, and at the latest when its stdin closes: with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..config import EngineConfig, InvalidEngineConfig
 from ..core.engine import EngineCore
 from ..parallel.groups import GroupFailed
 from ..parallel.member import Member
-from .spread import OfflineCore, RequestDesk, SpreadCore, serve_requests
+from .spread import FrontendSockets, OfflineCore, SpreadCore, serve_requests
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,18 @@ _FAILED = 1
 
 
 class _Order(msgspec.Struct):
-    """The order that a member gets at its start, as one line of JSON."""
+    """The arguments of a member process, as one line of JSON on its stdin."""
 
     engine_args: dict[str, Any]
     rank: int
     rendezvous: str
-    desk: str  # where requests come from; "" where there is one data-parallel rank
+    frontend: str  # where requests come from; "" where there is one data-parallel rank
 
 
 class LocalMembers:
-    """Starts members 1 and up of a group; this process is the member 0 that `member` describes.
+    """Starts the other members of a group. This process is member 0, as `member` describes it.
 
-    Raises `InvalidEngineConfig` where the machine has fewer GPUs than there are ranks.
+    Raises `InvalidEngineConfig` if the machine has fewer GPUs than there are ranks.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -54,9 +54,9 @@ class LocalMembers:
         self._closing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._failure: str | None = None
-        self._desk = RequestDesk() if config.data_parallel_size > 1 else None
+        self._frontend = FrontendSockets() if config.data_parallel_size > 1 else None
         order = _Order(
-            config.model_dump(), 0, self._rendezvous.address, "" if self._desk is None else self._desk.address
+            config.model_dump(), 0, self._rendezvous.address, "" if self._frontend is None else self._frontend.address
         )
         self.member = _member(order, config)
         try:
@@ -67,20 +67,20 @@ class LocalMembers:
             raise
 
     def spread(self, core: EngineCore) -> OfflineCore:
-        """All data-parallel ranks as one, of which `core` is rank 0. Waits for the others; raises `GroupFailed`."""
-        if self._desk is None:
+        """Return all data-parallel ranks as one engine, `core` being rank 0. Raises `GroupFailed`."""
+        if self._frontend is None:
             return core
         num_ranks = self.member.data_parallel_size
-        self._desk.wait_ready(num_ranks - 1, self.check)
-        return SpreadCore(core, self._desk, num_ranks, self.check)
+        self._frontend.wait_ready(num_ranks - 1, self.check)
+        return SpreadCore(core, self._frontend, num_ranks, self.check)
 
     def check(self) -> None:
-        """Raises `GroupFailed` where a member's process has ended."""
+        """Raise `GroupFailed` if a member's process has ended."""
         if self._failure is not None:
             raise GroupFailed(self._failure)
 
     def close(self) -> None:
-        """Waits for the members to end, and ends those that do not."""
+        """Wait for the members to end, and kill those that do not."""
         self._closing = True
         for process in self._processes.values():
             with contextlib.suppress(BrokenPipeError):
@@ -91,13 +91,13 @@ class LocalMembers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._desk is not None:
-            self._desk.close()
+        if self._frontend is not None:
+            self._frontend.close()
 
     def _start(self, order: _Order) -> None:
         process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE)
         self._processes[order.rank] = process
-        with contextlib.suppress(BrokenPipeError):  # the watch tells what has become of it
+        with contextlib.suppress(BrokenPipeError):  # the watch reports its end
             _stdin(process).write(msgspec.json.encode(order) + b"\n")
             _stdin(process).flush()
         watch = threading.Thread(target=self._watch, args=(order.rank, process), daemon=True)
@@ -157,7 +157,7 @@ def _main() -> None:
         if member.tp_rank > 0:
             follow(config, member)
         else:
-            serve_requests(build_engine(config, member=member).core, order.desk, member.dp_rank)
+            serve_requests(build_engine(config, member=member).core, order.frontend, member.dp_rank)
     except GroupFailed as error:
         logger.error("rank %d ends: %s", order.rank, error)
         code = _FAILED

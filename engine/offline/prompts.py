@@ -30,7 +30,7 @@ class ReadPrompt:
 
 
 def as_list(prompts: Any) -> Sequence[Any]:
-    """A list of prompts; one prompt alone becomes a list of one. A list of integers is one prompt."""
+    """Return a list of prompts; a single prompt becomes a list of one. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = _listed(prompts)
@@ -40,7 +40,7 @@ def as_list(prompts: Any) -> Sequence[Any]:
 
 
 def as_conversations(messages: Any) -> Sequence[Messages]:
-    """A list of conversations; one alone, a list of messages, becomes a list of one. Raises `InvalidMessages`."""
+    """Return a list of conversations; a single one becomes a list of one. Raises `InvalidMessages`."""
     single = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
     conversations = [messages] if single else messages
     for given in (conversations, *(conversations if isinstance(conversations, list | tuple) else ())):
@@ -95,7 +95,7 @@ class PromptReader:
 
 
 def _listed(given: Any) -> Sequence[Any] | None:
-    """A list, tuple or the like; an array or a tensor as a list; None for anything else."""
+    """Return a list, tuple or similar as it is, an array or tensor as a list, and None for anything else."""
     value = given.tolist() if hasattr(given, "__array__") else given
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
     return value if is_list else None

@@ -1,7 +1,7 @@
-"""Load without an end in sight: does an engine stay within its memory, answer everything, and give back all it took?
+"""A soak test: an engine under load for hours must answer every request, keep to its memory, and free all of it.
 
-Requests of every length and with every sampling feature come and go, some are aborted, some share prefixes. More are
-open than the engine has rows or blocks for, so it preempts. After the last one everything must be free again.
+Requests have all lengths and sampling features, some are aborted, some share prefixes. More are open than the engine
+has rows or blocks for, so it preempts. After the last one everything must be free again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRESS_S = 10.0
 
 
 class SoakFailed(RuntimeError):
-    """The engine broke a promise: a request got an error, memory was not given back, or a kernel was compiled late."""
+    """The engine failed the test: a request got an error, memory was not freed, or a kernel was compiled late."""
 
 
 def soak(
@@ -37,7 +37,7 @@ def soak(
     progress: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Runs random requests for `seconds`, then lets the open ones end. Returns what was done, in counts and bytes.
+    """Run random requests for `seconds`, then let the open ones end. Returns counts and bytes.
 
     `clock` is read once a step.
 
@@ -47,12 +47,12 @@ def soak(
     config = EngineConfig.from_args({"model": model, **(engine_args or {})})
     engine = build_engine(config)
     load = _Load(engine, config, seed)
-    start = told = clock()
+    start = reported_s = clock()
     while (now := clock()) - start < seconds:
         load.keep_open(int(OPEN_PER_ROW * engine.steps.max_num_seqs))
         load.step()
-        if progress and now - told > PROGRESS_S:
-            told = now
+        if progress and now - reported_s > PROGRESS_S:
+            reported_s = now
             print(f"{now - start:.0f} s: {load.summary()}", flush=True)
     while load.open:
         load.step()
@@ -65,7 +65,7 @@ def soak(
 
 
 class _Load:
-    """The client's side: which requests are open, and what came of the others."""
+    """The client's side: the open requests, and counts of the others."""
 
     def __init__(self, engine: Engine, config: EngineConfig, seed: int) -> None:
         self.open: set[str] = set()
@@ -86,7 +86,7 @@ class _Load:
             self._engine.core.abort(self._random.choice(sorted(self.open)))
 
     def step(self) -> None:
-        """Raises `SoakFailed` where a request is answered with an error."""
+        """Run one step. Raises `SoakFailed` if a request is answered with an error."""
         for output in self._engine.core.step():
             self._counts["output_tokens"] += len(output.token_ids)
             if output.finish_reason is None:
@@ -126,7 +126,7 @@ class _Load:
         )
 
     def _length(self, longest: int) -> int:
-        """As many short ones as long ones, by order of magnitude."""
+        """Return a random length, every order of magnitude equally often."""
         return min(longest, int(math.exp(self._random.uniform(0, math.log(longest + 1)))))
 
     def _sampling(self, output_len: int, vocab_size: int) -> SamplingParams:

@@ -23,7 +23,7 @@ from ..core.messages import EngineOutput, EngineRequest
 from ..parallel.watch import inproc_pair
 
 _READY = b""  # a rank's first message
-_POLL_MS = 200  # so often whoever waits looks whether the others still live
+_POLL_MS = 200  # how often a wait checks that the other ranks are alive
 
 
 class _Add(msgspec.Struct, tag=True):
@@ -34,12 +34,12 @@ class _Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
-class RequestDesk:
-    """The sockets of the process that takes the requests."""
+class FrontendSockets:
+    """The front end's sockets, through which data-parallel ranks get requests and return outputs."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # for this user only
-        self.address = f"ipc://{self._folder / 'desk'}"
+        self.address = f"ipc://{self._folder / 'frontend'}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
@@ -50,7 +50,7 @@ class RequestDesk:
         self._decode = msgspec.msgpack.Decoder(list[EngineOutput]).decode
 
     def wait_ready(self, num_ranks: int, check: Callable[[], None]) -> None:
-        """Wait until that many other ranks serve; none can register afterwards. `check` raises where one never will."""
+        """Wait until `num_ranks` other ranks serve; none can register later. `check` raises if one has failed."""
         ready: set[bytes] = set()
         while len(ready) < num_ranks:
             check()
@@ -59,16 +59,16 @@ class RequestDesk:
         self._remove_folder()  # a process that is killed leaves none behind
 
     def ring(self) -> None:
-        """Ends a `receive` that waits. For one other thread."""
+        """End a waiting `receive`. One other thread may call it."""
         with contextlib.suppress(zmq.Again):  # it rings already
             self._ringer.send(b"", zmq.NOBLOCK)
 
     def send(self, rank: int, message: _Add | _Abort) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # to a rank that has gone, which `check` tells
+        with contextlib.suppress(zmq.ZMQError):  # to a rank that has gone: `check` raises
             self._socket.send_multipart([str(rank).encode(), self._encode(message)], zmq.NOBLOCK)
 
     def receive(self, *, wait: bool) -> list[EngineOutput]:
-        """Return the messages that have arrived; with `wait`, wait for one, for the bell, or for a while."""
+        """Return the outputs that have arrived. With `wait`, wait shortly for one, or for `ring`."""
         outputs: list[EngineOutput] = []
         if wait:
             zmq.select([self._socket, self._bell], [], [], _POLL_MS / 1000)
@@ -96,16 +96,16 @@ class OfflineCore(Protocol):
 
 
 class SpreadCore:
-    """Several engines that look like one: a request goes to the rank that has the fewest."""
+    """Several data-parallel ranks behind the interface of one engine: a request goes to the least loaded rank."""
 
-    def __init__(self, core: EngineCore, desk: RequestDesk, num_ranks: int, check: Callable[[], None]) -> None:
-        """`core` is rank 0, the others are at the desk. `check` raises where one of them has gone."""
+    def __init__(self, core: EngineCore, frontend: FrontendSockets, num_ranks: int, check: Callable[[], None]) -> None:
+        """`core` is rank 0; the other ranks are connected to `frontend`. `check` raises where one of them has gone."""
         self._core = core
-        self._desk = desk
+        self._frontend = frontend
         self._check = check
         self._ranks: dict[str, int] = {}  # of every request that is not over
         self._load = Counter(dict.fromkeys(range(num_ranks), 0))
-        core.when_woken(desk.ring)
+        core.when_woken(frontend.ring)
 
     def add(self, request: EngineRequest) -> None:
         rank = min(self._load, key=lambda rank: (self._load[rank], rank))
@@ -114,30 +114,30 @@ class SpreadCore:
         if rank == 0:
             self._core.add(request)
         else:
-            self._desk.send(rank, _Add(request))
+            self._frontend.send(rank, _Add(request))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, which is answered with ABORT. Unknown ids are ignored."""
+        """End a request, which is answered with ABORT. Unknown ids are ignored."""
         rank = self._ranks.get(request_id)
         if rank == 0:
             self._core.abort(request_id)
         elif rank is not None:
-            self._desk.send(rank, _Abort(request_id))
+            self._frontend.send(rank, _Abort(request_id))
 
     def has_work(self) -> bool:
-        """Also while other ranks wait for rank 0 to step with them."""
+        """Return whether a step is needed; also True while other ranks wait for rank 0 to step with them."""
         return self._core.has_work() or bool(self._ranks)
 
     def step(self) -> list[EngineOutput]:
-        """Return the outputs of the ranks, waited for where rank 0 has nothing to do.
+        """Return the outputs of all ranks; wait for them if rank 0 has nothing to do.
 
-        Raises what rank 0's step and `check` raise.
+        Raises the errors of rank 0's step and of `check`.
         """
         outputs = self._core.step() if self._core.has_work() else []
         wait = bool(self._ranks) and not outputs and not self._core.has_work()
         if wait:
             self._check()
-        outputs += self._desk.receive(wait=wait)
+        outputs += self._frontend.receive(wait=wait)
         for output in outputs:
             if output.finish_reason is not None:
                 self._load[self._ranks.pop(output.request_id)] -= 1
@@ -145,7 +145,10 @@ class SpreadCore:
 
 
 def serve_requests(core: EngineCore, address: str, rank: int) -> NoReturn:
-    """Is data-parallel rank `rank` of the desk at `address` for the rest of the process. Raises what a step raises."""
+    """Serve requests of the front end at `address` as data-parallel rank `rank`, until the process ends.
+
+    Raises the error of a step.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.set_hwm(0)

@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class TorchGroup(Group):
-    """gloo and NCCL both reduce every element at one place and hand the result round, so all ranks get equal bits."""
+    """A group of torch.distributed. gloo and NCCL reduce every element at one place, so all ranks get equal bits."""
 
     def __init__(self, tensors: Any, integers: Any) -> None:
-        """Use two process groups: `tensors` carries device tensors, `integers` what the members agree on."""
+        """Use two process groups: `tensors` for device tensors, `integers` for `agree`."""
         self.rank = tensors.rank()
         self.size = tensors.size()
         self._tensors = tensors
@@ -77,7 +77,7 @@ class TorchGroup(Group):
             raise CollectiveFailed(f"rank {self.rank} of {self.size} waits for others in vain: {error}") from error
 
     def close(self) -> None:
-        """NCCL ends its kernels at once, but itself only when no captured step holds on to it any more.
+        """Close the group. NCCL ends its kernels at once, but itself only when no captured step refers to it.
 
         So it is not waited for here: whoever closes may be the one that has to give up those steps.
         """
@@ -95,7 +95,7 @@ class TorchGroup(Group):
 
 
 def _in_order(options: Any) -> Any:
-    """For the current stream rather than one of the library's own."""
+    """Order the operation in the current stream, rather than in one of the library's own."""
     options.asyncOp = False
     return options
 
@@ -109,7 +109,7 @@ def connect_groups(
     timeout_s: float = 60.0,
     peer_memory: bool = True,
 ) -> ParallelGroups:
-    """The groups of a member, once all of its fellows are there.
+    """Return the groups of a member, once all other members are there.
 
     Where experts are `spread` over all ranks, data-parallel ranks work together. A rank that keeps a collective of
     tensors waiting for `timeout_s` has failed, unless that is inside a captured step: there it is waited for. GPUs of
@@ -185,7 +185,7 @@ class _Connector:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=patience_s)
         options._devices = [self._network]
-        return self._meeting.accompany(lambda: dist.ProcessGroupGloo(self._store(name), rank, size, options))
+        return self._meeting.run_watched(lambda: dist.ProcessGroupGloo(self._store(name), rank, size, options))
 
     def _store(self, name: str) -> dist.Store:
         return dist.PrefixStore(name, self._meeting.store)

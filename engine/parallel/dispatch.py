@@ -1,4 +1,4 @@
-"""Tokens on their way to the ranks that have their experts, and what those gave on its way back.
+"""Dispatch of tokens to the ranks that hold their experts, and combination of the results.
 
     hidden, expert ids, weights ──prepare──> tokens that this rank's experts serve ──experts──> partial sums
     the rank's own tokens <──────finalize── sums over the ranks of its column <──────────────────────┘
@@ -31,10 +31,10 @@ from .symmetric import SymmetricGroup
 
 
 @dataclass(frozen=True)
-class Trip:
-    """The routes of tokens that were sent one by one, for the way back."""
+class DispatchHandle:
+    """The routes of tokens that were sent one by one, with which `finalize` sends their results back."""
 
-    sent: list[int]  # to each rank
+    sent: list[int]  # tokens to each rank
     received: list[int]
     first: int  # token of this rank that was the first to be sent
     parts: Tensor  # [n, most ranks of a token] int64: the rows of what comes back that make up each token
@@ -48,25 +48,25 @@ class Served:
     expert_ids: Tensor  # [N, top_k] int32: places on this rank; -1 for experts elsewhere
     weights: Tensor  # [N, top_k] float32
     num_own: int  # tokens that `finalize` gives back
-    trip: Trip | None = None
+    handle: DispatchHandle | None = None
     visits: Tensor | None = None  # as `p2p.dispatch` gives it, where that brought the tokens
 
 
 class ExpertDispatch(abc.ABC):
-    """One way. A class that lacks a method cannot be constructed. All ranks call both at the same times."""
+    """One method of dispatch. All ranks call `prepare` and `finalize` in the same order."""
 
     is_local = False  # whether the tokens served are the rank's own, so that their sum may be added up in place
 
     @abc.abstractmethod
     def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
-        """Brings the tokens that this rank's experts serve, given its own, which all ranks of a column have: T of them.
+        """Collect the tokens that this rank's experts serve. Its own T tokens are those of all ranks of its column.
 
-        `of_ranks`: T of each data-parallel rank; None: the same everywhere.
+        `of_ranks` is T of each data-parallel rank; None: the same everywhere.
         """
 
     @abc.abstractmethod
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
-        """The sum [T, hidden_size] for this rank's own tokens, of what all its experts gave: `partial` [N, ...]."""
+        """Sum the experts' results `partial` [N, ...] of all ranks into [T, hidden_size] for this rank's own tokens."""
 
 
 class Replicated(ExpertDispatch):
@@ -102,13 +102,13 @@ class GatherScatter(ExpertDispatch):
 
 
 class OverPeers(ExpertDispatch):
-    """`GatherScatter` for steps of one size on all ranks, to the bit, which leaves out rows that a rank has no use for.
+    """`GatherScatter` over peer memory, with equal bits, for steps of one size. Rows that a rank ignores are not sent.
 
-    Each way goes through the memory of peers where that was measured to be faster, and else as `GatherScatter` has it.
+    Each direction uses peer memory where that was measured to be faster, and collectives elsewhere.
     """
 
     def __init__(self, groups: ParallelGroups, placement: ExpertPlacement, group: SymmetricGroup) -> None:
-        """`group` is the data-parallel one."""
+        """Use the peer memory of the data-parallel `group`."""
         self._otherwise = GatherScatter(groups, placement)
         self._group = group
         slots, column = placement.slots, groups.tp.size
@@ -152,18 +152,18 @@ class AllToAll(ExpertDispatch):
         came = RoutedTokens(hidden[token], there, weights[token]).through(
             lambda packed: self._ep.all_to_all(packed, sent, received)
         )
-        trip = Trip(sent, received, first, _parts(goes, places.shape[1]))
-        return Served(came.hidden, came.expert_ids.contiguous(), came.weights.contiguous(), num_own, trip)
+        handle = DispatchHandle(sent, received, first, _parts(goes, places.shape[1]))
+        return Served(came.hidden, came.expert_ids.contiguous(), came.weights.contiguous(), num_own, handle)
 
     def finalize(self, partial: Tensor, served: Served) -> Tensor:
-        trip = served.trip
-        assert trip is not None, "tokens that this dispatch has not prepared"
-        back = self._ep.all_to_all(partial, trip.received, trip.sent)
+        handle = served.handle
+        assert handle is not None, "tokens that this dispatch has not prepared"
+        back = self._ep.all_to_all(partial, handle.received, handle.sent)
         back = torch.cat((back, back.new_zeros(1, back.shape[1])))  # for the ranks that a token has not been to
         total = back.new_zeros(served.num_own, back.shape[1])
-        own = total[trip.first : trip.first + len(trip.parts)]
+        own = total[handle.first : handle.first + len(handle.parts)]
         summed = torch.zeros(own.shape, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
-        for rows in trip.parts.unbind(1):  # in the order of the ranks: the same bits every time
+        for rows in handle.parts.unbind(1):  # in the order of the ranks: the same bits every time
             summed += back[rows]
         own.copy_(summed)
         return total
@@ -182,14 +182,14 @@ def _parts(goes: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Dispatches:
-    """The ways of one layer."""
+    """The dispatch methods of one layer."""
 
     captured: ExpertDispatch  # for steps of which all ranks run the same size
     eager: ExpertDispatch
 
     @classmethod
     def of(cls, groups: ParallelGroups, placement: ExpertPlacement, backend: str) -> Dispatches:
-        """`backend` is one of `groups.ALL2ALL_BACKENDS`, and says how eager steps go."""
+        """Choose the methods. `backend`, one of `groups.ALL2ALL_BACKENDS`, is that of eager steps."""
         if groups.dp.size == 1:
             return cls(*[Replicated(groups, placement)] * 2)
         gather = GatherScatter(groups, placement)

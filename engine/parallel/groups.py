@@ -1,6 +1,6 @@
 """Collective operations of a group, and the groups that a member belongs to.
 
-Results have equal bits on every rank: all of them draw the same tokens without being told which.
+Results have equal bits on every rank, so that all ranks draw the same tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ALL2ALL_BACKENDS = ("allgather_reducescatter", "all_to_all")  # how tokens reach
 class Group(abc.ABC):
     """Ranks 0 to `size` - 1. Every member calls the same methods in the same order, with tensors of like shapes.
 
-    Where the group is of GPUs, collectives of tensors go into the current stream and may be captured. Those of integers
-    and the end of the group are for the CPU. Everything raises `CollectiveFailed` once a member has gone.
+    In a group of GPUs, collectives of tensors are launched in the current stream and may be captured; collectives of
+    integers and closing run on the CPU. Everything raises `CollectiveFailed` once a member has gone.
     """
 
     rank: int
@@ -29,41 +29,41 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of everyone's `x`, in place; `x`."""
+        """Sum `x` over all ranks, in place. Returns `x`."""
 
     @abc.abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Everyone's `x` [n, ...], one after the other in rank order: [size * n, ...]."""
+        """Concatenate all ranks' `x` [n, ...] in rank order: [size * n, ...]."""
 
     @abc.abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The sum of everyone's `x` [size * n, ...], of which rank r gets the r-th part: [n, ...]."""
+        """Sum `x` [size * n, ...] over all ranks; rank r gets the r-th part: [n, ...]."""
 
     @abc.abstractmethod
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """`sent[i]` rows of `x` go to rank i; gives `received[i]` rows from each, in rank order."""
+        """Send `sent[i]` rows of `x` to rank i, and return `received[i]` rows from each, in rank order."""
 
     @abc.abstractmethod
     def agree(self, values: Sequence[int]) -> list[int]:
-        """The maximum over all ranks of each of a few integers; of negated ones, so, the minimum. On the CPU."""
+        """Return the element-wise maximum of all ranks' integers, on the CPU. Negate them for the minimum."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leaves the group, and ends whatever of it still runs. Nothing may be called afterwards."""
+        """Leave the group, and end its running collectives. Nothing may be called afterwards."""
 
     def wait_closed(self, timeout_s: float) -> None:  # noqa: B027 (most groups end at once)
-        """Behind `close`: until nothing of it is left, which captured steps hold up. Warns where it takes longer."""
+        """Wait, after `close`, until the group has ended, which captured steps may delay. Warns on a timeout."""
 
     def warm_up(self, dtype: torch.dtype) -> None:  # noqa: B027 (most groups launch no kernels of ours)
         """Launch every kernel that collectives of this dtype may use, whatever their size. Called before ready."""
 
     def stub(self, rank: int) -> Group:
-        """Return a group that looks like this one to its `rank`, but waits for nobody: results only have its shapes."""
+        """Return a group that looks like this one to its `rank`, but waits for no other: only shapes are right."""
         return StubGroup(rank, self.size)
 
 
 class _Alone(Group):
-    """A group of one, which has nobody to wait for."""
+    """A group of one."""
 
     rank, size = 0, 1
 
@@ -142,11 +142,11 @@ class ParallelGroups:
 
     @property
     def widest(self) -> Group:
-        """All ranks that this one ever waits for."""
+        """The group of all ranks that this one ever waits for."""
         return self.ep if self.ep.size > 1 else self.tp
 
     def stubs(self) -> list[ParallelGroups]:
-        """Return groups that wait for nobody, for profile runs in which only the launched kernels matter.
+        """Return groups that wait for no other process, for profile runs in which only the launched kernels matter.
 
         There is one for each kind of rank: the first adds to the residual stream, the others do not.
         """
@@ -179,4 +179,4 @@ class GroupFailed(RuntimeError):
 
 
 class CollectiveFailed(GroupFailed):
-    """The others did not do their part of a collective: why is known to whoever knows what has become of them."""
+    """A collective failed because another rank did not take part; the watch of the ranks knows the reason."""

@@ -1,4 +1,4 @@
-"""Measures what a plan takes from the rank that schedules to one that follows, on this machine.
+"""Measures how long a plan takes from the rank that schedules to one that follows, on this machine.
 
     python -m baton.engine.parallel.measure_plans [--requests N] [--steps N] [--every-ms MS]
 
@@ -29,7 +29,7 @@ START_TIMEOUT_S = 60.0
 
 
 def decode_plan(step: int, num_requests: int) -> StepPlan:
-    """Every request decodes a token; each in its turn takes a block."""
+    """Return a plan in which every request decodes a token and takes a block in its turn."""
     chunks = [
         Chunk(row, CONTEXT_TOKENS + step, 1, True, [step + row] if (step + row) % BLOCK_TOKENS == 0 else [])
         for row in range(num_requests)
@@ -38,7 +38,7 @@ def decode_plan(step: int, num_requests: int) -> StepPlan:
 
 
 def measure(num_requests: int, num_steps: int, every_s: float) -> list[float]:
-    """Seconds of each plan."""
+    """Return the seconds of each plan."""
     rendezvous = Rendezvous()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -59,7 +59,7 @@ def measure(num_requests: int, num_steps: int, every_s: float) -> list[float]:
 
 
 def _follow(member: Member, pipe: Connection) -> None:
-    """When each plan was there, by the clock that all processes of a machine share."""
+    """Return the arrival time of each plan, on the clock that all processes of a machine share."""
     receiver, received = PlanReceiver(*_joined(member), ALL_ALONE), []
     while receiver.receive() is not None:
         received.append(time.monotonic())

@@ -1,11 +1,11 @@
-"""A rank's sockets to some others of its group: what it says goes to all of them, and arrives in order.
+"""A rank's sockets to some others of its group: each message goes to all of them, and messages arrive in order.
 
     rank 0   PULL <──────── PUSH   rank 1      each binds one, and connects to that of every other one: once
              PUSH ────────> PULL
 
-A rank takes another one for gone where a connection ends that it has made itself, and closes the groups, which ends
-whatever collective waits there. Who else comes to its own port, such as a health check or a scanner, is nobody's loss;
-and what is said there without the word that ranks give each other at their rendezvous is dropped.
+A rank is lost when a connection to it, made by this rank, ends; then this rank closes the groups, which ends any
+collective that waits there. Other connections to its own port, as of a health check or a scanner, do not matter:
+messages without the key that ranks exchange at their rendezvous are dropped.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Mesh:
         *,
         grace_s: float = _GRACE_S,
     ) -> None:
-        """Returns when all `others`, which have links of the same `name`, are connected, both ways.
+        """Connect to all `others`, which use the same `name`, in both directions.
 
         `grace_s`: none where the others never end by themselves. Raises `GroupFailed`.
         """
         self._name, self._meeting, self._groups, self._grace_s = name, rendezvous, groups, grace_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._addresses = Addresses(member)
-        self._word = secrets.token_hex(8).encode()
+        self._key = secrets.token_hex(8).encode()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
         self._pull.maxmsgsize = _MAX_BYTES
-        self._peers: dict[zmq.Socket[bytes], tuple[str, bytes]] = {}  # with their names and words
+        self._peers: dict[zmq.Socket[bytes], tuple[str, bytes]] = {}  # names and keys of peers
         self._num_dropped = 0
-        self.loss: str | None = None  # who has gone
+        self.loss: str | None = None  # the name of a rank that has gone
         self._ended = threading.Event()  # a rank has said that it ends
         self._bell, self._ringer = inproc_pair(self._context)
         self._watch = Watch(self._context, self._lose)
@@ -79,25 +79,25 @@ class Mesh:
             self._poller.register(socket, zmq.POLLIN)
 
     def send(self, message: bytes) -> None:
-        """To all; returns at once. Raises `GroupFailed` where one has gone."""
+        """Send to all and return at once. Raises `GroupFailed` if one has gone."""
         self.check()
-        for socket, (name, word) in self._peers.items():
+        for socket, (name, key) in self._peers.items():
             try:
-                socket.send_multipart([word, message], zmq.NOBLOCK)
+                socket.send_multipart([key, message], zmq.NOBLOCK)
             except zmq.Again:
                 raise GroupFailed(f"{name} takes nothing any more") from None
 
     def receive(self) -> bytes | None:
-        """The next message, waited for at no cost; None: another rank, or this one, ends as it should.
+        """Wait for the next message, without polling. Returns None when another rank, or this one, ends regularly.
 
-        Raises `GroupFailed` where one has gone.
+        Raises `GroupFailed` if a rank has gone.
         """
         while True:
             if self._pull not in dict(self._poller.poll()):
                 self.check()
                 return None
-            word, *message = self._pull.recv_multipart()
-            if word != self._word or len(message) != 1:
+            key, *message = self._pull.recv_multipart()
+            if key != self._key or len(message) != 1:
                 self._drop()
             elif message[0] == _END:
                 self._ended.set()
@@ -106,32 +106,32 @@ class Mesh:
                 return message[0]
 
     def check(self) -> None:
-        """Raises `GroupFailed` where a rank has gone."""
+        """Raise `GroupFailed` if a rank has gone."""
         if self.loss is None:
             return
         try:
             reason = self._meeting.failure(_REASON_S)
-        except GroupFailed:  # who kept the rendezvous has gone
+        except GroupFailed:  # the process that kept the rendezvous has gone
             reason = None
         raise GroupFailed(reason or f"{self.loss} has gone")
 
     def close(self, *, well: bool, receiver: threading.Thread | None = None) -> None:
-        """Tells the others that this rank ends, or, where it does not end well, nothing: they see it.
+        """Tell the other ranks that this one ends; not after a failure: they notice that.
 
-        `receiver`: the thread that receives, if that is another one: it ends first. Closing once is enough.
+        `receiver` is the thread that receives, if that is another one: it ends first. A second call does nothing.
         """
         if self._context.closed:
             return
-        known = self._ended.is_set()  # to all: whoever ended first has told everyone
+        known = self._ended.is_set()  # to all: the rank that ended first has told the others
         self._ended.set()
         self._watch.close()
         if receiver is not None:
             self._ring()
             receiver.join()
         if well and not known and self.loss is None:
-            for socket, (_, word) in self._peers.items():
-                with contextlib.suppress(zmq.Again):  # one that takes nothing any more is told by the disconnection
-                    socket.send_multipart([word, _END], zmq.NOBLOCK)
+            for socket, (_, key) in self._peers.items():
+                with contextlib.suppress(zmq.Again):  # a rank that reads no more notices the disconnection
+                    socket.send_multipart([key, _END], zmq.NOBLOCK)
         self._give_back(linger=_LINGER_MS if well else 0)
 
     def _give_back(self, *, linger: int) -> None:
@@ -140,12 +140,12 @@ class Mesh:
 
     def _connect(self, member: Member, others: Sequence[int]) -> None:
         address = self._addresses.bind(self._pull, [self._meeting.get(f"here/{rank}") for rank in others])
-        self._meeting.put(f"{self._name}/{member.rank}", f"{self._word.decode()} {address}")
+        self._meeting.put(f"{self._name}/{member.rank}", f"{self._key.decode()} {address}")
         for rank in others:
-            word, _, address = self._meeting.get(f"{self._name}/{rank}").partition(" ")
+            key, _, address = self._meeting.get(f"{self._name}/{rank}").partition(" ")
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(_MAX_UNREAD)
-            self._peers[socket] = f"rank {rank}", word.encode()
+            self._peers[socket] = f"rank {rank}", key.encode()
             self._watch.add(socket, f"rank {rank}")
             connect(socket, address, member)
         self._watch.wait_connected(member.start_timeout_s, self._meeting.check)
@@ -157,10 +157,10 @@ class Mesh:
     def _drop(self) -> None:
         self._num_dropped += 1
         if self._num_dropped == 1:
-            logger.warning("somebody who is not of this group talks to its port for %s: it is not heard", self._name)
+            logger.warning("messages to the port for %s from outside of the group are ignored", self._name)
 
     def _lose(self, name: str) -> None:
-        """A rank that has ended as it should goes as well, right behind its last message."""
+        """Note a lost connection, unless it follows a rank's regular end, which that rank's last message reports."""
         if self._ended.wait(self._grace_s):
             return
         logger.error("%s has gone: the group ends", name)
@@ -169,15 +169,15 @@ class Mesh:
         self._ring()
 
     def _ring(self) -> None:
-        """Ends a `receive` that waits, and all later ones. For the watch, while there is one."""
+        """End a waiting `receive`, and all later ones. Only the watch calls it, while there is one."""
         self._ringer.send(b"", zmq.NOBLOCK)
 
 
 _MAX_UNIX_PATH = 100
-# Never, in effect. ZMQ's own never (-1) throws away what had arrived before a loss, and tells nobody that a connection
-# could not be made; this it tells, and the watch ends who waits.
+# Never, in effect. With ZMQ's own value for never (-1), messages that arrived before a loss are dropped, and a
+# connection that cannot be made is not reported; with this one it is, and the watch ends the wait.
 _NOT_SOON_MS = 3_600_000
-_CONNECT_MS = 10_000  # to a machine, and as long for its word that it is a member
+_CONNECT_MS = 10_000  # to a machine, and as long for its handshake
 
 
 class Addresses:
@@ -189,7 +189,7 @@ class Addresses:
         self._num_paths = 0
 
     def bind(self, socket: zmq.Socket[Any], hosts: Iterable[str]) -> str:
-        """Binds a socket that members at `hosts` connect to, and gives its address. Raises `GroupFailed`."""
+        """Bind a socket that members at `hosts` connect to, and return its address. Raises `GroupFailed`."""
         member = self._member
         if all(host == member.host for host in hosts):
             path = self._new_path()
@@ -207,7 +207,7 @@ class Addresses:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def remove(self) -> None:
-        """Nobody finds them any more; who is connected stays so. A process that is killed behind it leaves no files."""
+        """Remove the sockets' files, so that a process killed later leaves none. Existing connections stay."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -220,7 +220,7 @@ class Addresses:
 
 
 def connect(socket: zmq.Socket[Any], address: str, member: Member) -> None:
-    """To what another member has bound; once: what came after a loss would seem to follow what came before it.
+    """Connect to another member's address, without reconnecting: after a loss, messages would be missing unnoticed.
 
     Where nobody answers, `Watch.wait_connected` says so at once.
     """

@@ -1,4 +1,4 @@
-"""Placement of experts on ranks, and a better one, given how many tokens went to each.
+"""Placement of experts on ranks, and its rebalancing by the number of tokens that went to each.
 
     physical expert   0 1 2 | 3 4 5 | 6 7 8          rank r has `slots` of them, from r * slots on
     logical expert    0 1 2 | 3 4 5 | 6 7 0          busy ones have replicas; tokens take turns
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertMove:
-    """The weights at one place go to another: numbers of physical experts."""
+    """A copy of weights from one physical expert's place to another's."""
 
     source: int
     target: int
@@ -30,7 +30,7 @@ class ExpertPlacement:
 
     @classmethod
     def initial(cls, num_experts: int, num_redundant: int, num_ranks: int) -> ExpertPlacement:
-        """In order, the first `num_redundant` once more at the end. The sum must divide by `num_ranks`."""
+        """Place experts in order, and the first `num_redundant` again at the end. `num_ranks` must divide the sum."""
         slots, rest = divmod(num_experts + num_redundant, num_ranks)
         assert not rest, f"{num_experts} + {num_redundant} experts do not divide by {num_ranks}"
         assert slots <= num_experts, "more replicas than ranks"
@@ -42,7 +42,7 @@ class ExpertPlacement:
 
     @property
     def slots(self) -> int:
-        """Experts on each rank."""
+        """The number of experts on each rank."""
         return len(self.held[0])
 
     @property
@@ -51,32 +51,32 @@ class ExpertPlacement:
 
     @property
     def most_replicas(self) -> int:
-        """That one expert can have, under any plan: one on each rank, and no other expert without a place."""
+        """The most replicas that one expert can have: one on each rank, and every other expert has a place."""
         return min(self.num_ranks, 1 + self.num_ranks * self.slots - self.num_experts)
 
     def places(self, rank: int) -> range:
-        """The physical experts of a rank."""
+        """Return the physical experts of a rank."""
         return range(rank * self.slots, (rank + 1) * self.slots)
 
     def replicas(self) -> list[list[int]]:
-        """The physical experts of each logical one."""
+        """Return the physical experts of each logical one."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for place, expert in enumerate(expert for rank in self.held for expert in rank):
             found[expert].append(place)
         return found
 
     def rank_loads(self, loads: Sequence[int]) -> list[float]:
-        """Tokens that each rank serves where so many go to each expert."""
+        """Return the tokens that each rank serves, given the tokens of each expert."""
         replicas = self.replicas()
         return [sum(loads[expert] / len(replicas[expert]) for expert in rank) for rank in self.held]
 
     def imbalance(self, loads: Sequence[int]) -> float:
-        """The load of the busiest rank over the mean, 1 at best: all ranks wait for the busiest. 0 without loads."""
+        """Return the load of the busiest rank over the mean, 1 at best: all wait for the busiest. 0 without loads."""
         of_ranks = self.rank_loads(loads)
         return max(of_ranks) * self.num_ranks / sum(of_ranks) if any(loads) else 0.0
 
     def balanced(self, loads: Sequence[int]) -> ExpertPlacement:
-        """One under which the ranks' loads would have been nearly equal, with as little moved as comes easily.
+        """Return a placement under which these loads would be nearly equal, with few experts moved.
 
         Greedy: the busiest expert gets another replica until all places are taken; then the busiest replica goes to the
         rank with the least to do.
@@ -99,7 +99,7 @@ class ExpertPlacement:
         return counts
 
     def _pack(self, loads: Sequence[int], counts: Sequence[int]) -> list[set[int]]:
-        """The experts of each rank. Where an expert finds no rank without it, the rank takes one that is not there."""
+        """Assign experts to ranks. Where every free rank has an expert already, it gets another that it lacks."""
         share = [load / count for load, count in zip(loads, counts, strict=True)]
         order = sorted(range(self.num_experts), key=lambda expert: (-share[expert], expert))
         bins: list[set[int]] = [set() for _ in self.held]
@@ -114,7 +114,7 @@ class ExpertPlacement:
         return bins
 
     def _in_old_places(self, bins: list[set[int]]) -> list[tuple[int, ...]]:
-        """Each rank takes the bin that has most of what it holds already, and keeps that where it is."""
+        """Give each rank the bin that shares the most experts with it, and keep those in their places."""
         chosen: dict[int, set[int]] = {}
         overlaps = sorted(
             (-len(its.intersection(old)), rank, number)

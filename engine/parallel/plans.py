@@ -1,4 +1,4 @@
-"""Steps on their way from the rank that schedules to those that follow.
+"""Transport of step plans from the rank that schedules to the ranks that follow.
 
     EngineCore ──StepPlan──> LeadingRunner ─┬─> its own runner
                                             ├──Mesh──> follow_plans: another rank's runner
@@ -25,7 +25,7 @@ _NAME = "plans"
 
 
 class PlanSender:
-    """The scheduling rank's end."""
+    """The sending side, on the rank that schedules."""
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
         """Returns when all followers are connected. Raises `GroupFailed`."""
@@ -34,7 +34,7 @@ class PlanSender:
 
     @property
     def loss(self) -> str | None:
-        """The follower that has gone."""
+        """The name of a follower that has gone; None while all are there."""
         return self._mesh.loss
 
     def send(self, plan: StepPlan) -> None:
@@ -46,21 +46,21 @@ class PlanSender:
         self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
-        """Tells the followers that there are no more plans, or, where it does not end well, nothing: they see it."""
+        """Tell the followers that there are no more plans; not after a failure: they notice that."""
         self._mesh.close(well=well)
 
 
 class PlanReceiver:
-    """A follower's end."""
+    """The receiving side, on a rank that follows."""
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
-        """Raises `GroupFailed` where nobody sends plans."""
+        """Connect to the rank that schedules. Raises `GroupFailed` if there is none."""
         self._leader = member.tp_ranks[0]
         self._mesh = Mesh(_NAME, member, rendezvous, groups, [self._leader])
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
     def receive(self) -> StepPlan | None:
-        """The next plan, waited for at no cost; None: there are no more. Raises `GroupFailed`: the leader has gone."""
+        """Wait for the next plan, without polling. None: there are no more. Raises `GroupFailed` without a leader."""
         message = self._mesh.receive()
         if message is None:
             return None
@@ -70,7 +70,7 @@ class PlanReceiver:
             raise GroupFailed(f"rank {self._leader} sent what is no plan: {error}") from error
 
     def close(self) -> None:
-        """Before the leader ends, that is a loss to it."""
+        """Close the connection; the leader notes a loss if it has not ended yet."""
         self._mesh.close(well=False)
 
 
@@ -96,7 +96,7 @@ class _LeadingStep:
         self._sender = sender
 
     def result(self) -> StepResult:
-        """Raises `GroupFailed` where a follower went during the step: what it computed then means nothing."""
+        """Return the result. Raises `GroupFailed` if a follower went during the step: the result means nothing then."""
         try:
             result = self._step.result()
         except RuntimeError as error:
@@ -106,7 +106,7 @@ class _LeadingStep:
 
 
 def _cause(sender: PlanSender, error: RuntimeError) -> RuntimeError:
-    """A collective fails a moment before the watch knows that the other end has gone."""
+    """Return the cause of a failed collective: the watch notices a lost rank a moment after the collective fails."""
     deadline = time.monotonic() + 1.0
     while sender.loss is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -118,7 +118,7 @@ def _cause(sender: PlanSender, error: RuntimeError) -> RuntimeError:
 
 
 def follow_plans(runner: Runner, receiver: PlanReceiver, *, depth: int) -> None:
-    """Runs what comes until there is no more, at most `depth` steps ahead of what is finished."""
+    """Run plans until there are no more, at most `depth` steps ahead of the finished ones."""
     pending: deque[PendingStep] = deque()
     while (plan := receiver.receive()) is not None:
         pending.append(runner.launch(plan))

@@ -1,11 +1,11 @@
-"""A member's ties to its group: where it meets the others, the groups, the way of the plans, and wakes.
+"""A member's connections to its group: the rendezvous, the collectives, the transport of plans, and wakes.
 
-Of data-parallel ranks, one that gets work wakes the others, over a mesh of the ranks that schedule:
+A data-parallel rank that gets work wakes the others, over a mesh of the ranks that schedule:
 
     dp 0 ── wave 7 ──> dp 1, dp 2, ...
 
-When one goes, the groups are closed, so that nobody waits for it. What a GPU has computed from then on means nothing,
-and is not handed out (`WatchedRunner`).
+When a rank goes, the groups are closed, so that no other waits for it. What a GPU has computed from then on means
+nothing, and is not handed out (`WatchedRunner`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RankGroup:
             self.rendezvous = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
 
     def join(self, device: torch.device) -> None:
-        """Returns when all members are there, and connected. Raises `GroupFailed`."""
+        """Connect to all members. Raises `GroupFailed`."""
         if self.rendezvous is None:
             return
         self.groups = connect_groups(
@@ -88,32 +88,32 @@ class RankGroup:
         return lockstep
 
     def leading(self, runner: Runner) -> Runner:
-        """`runner`, and with it those of the ranks that follow; without results once a rank of the group has gone."""
+        """Return `runner` extended to the ranks that follow. Its results raise once a rank of the group has gone."""
         if self._sender is not None:
             runner = LeadingRunner(runner, self._sender)
         return runner if self._dp_wake is None else WatchedRunner(runner, self._dp_wake)
 
     def follow(self, runner: Runner, *, depth: int) -> None:
-        """Runs the steps of the rank that schedules until it ends. Raises `GroupFailed` where it does not end well."""
+        """Run the steps of the rank that schedules until it ends. Raises `GroupFailed` if it fails."""
         assert self._receiver is not None, "only a rank that does not schedule follows"
         follow_plans(runner, self._receiver, depth=depth)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other members of a failure within, Ctrl-C too; where one of them failed first, raise that."""
+    def reporting_failure(self) -> Iterator[None]:
+        """Report a failure in the context, Ctrl-C included, to the other members; raise theirs if it came first."""
         try:
             yield
         except BaseException as error:
-            cause = self._tell(error)
+            cause = self._report_failure(error)
             self.close(well=False)
             if cause is None or not isinstance(error, CollectiveFailed):
                 raise
             raise GroupFailed(cause) from error
 
     def close(self, *, well: bool = True) -> None:
-        """Ends the ties, and on the rank that schedules the group. Once is enough.
+        """Close the connections, and on the rank that schedules the whole group. A second call does nothing.
 
-        `well`: or else the others learn that this rank is lost to them, and wait for it no longer.
+        With `well=False` the others learn that this rank is lost, and stop waiting for it.
         """
         if self._sender is not None:
             self._sender.close(well=well)
@@ -124,8 +124,8 @@ class RankGroup:
         self.groups.close()
         self._sender = self._receiver = self._dp_wake = None
 
-    def _tell(self, error: BaseException) -> str | None:
-        """Return the failure elsewhere that caused this one; None where this came first."""
+    def _report_failure(self, error: BaseException) -> str | None:
+        """Report a failure. Returns the one elsewhere that caused it; None if this one came first."""
         if self.rendezvous is None:
             return None
         try:
@@ -142,37 +142,37 @@ class RankGroup:
 
 
 def _wake_nobody(wave: int) -> None:
-    """There is one data-parallel rank."""
+    """Do nothing: there is one data-parallel rank."""
 
 
 class DPWake:
     """One rank's end. `wake_others` is for one thread; wakes arrive on a thread of its own."""
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
-        """Returns when all ranks are connected. Raises `GroupFailed`."""
+        """Connect to all other ranks. Raises `GroupFailed`."""
         others = [rank for rank in member.dp_ranks if rank != member.rank]
         self._mesh = Mesh("waves", member, rendezvous, groups, others)
         self._thread: threading.Thread | None = None
 
     def listen(self, on_wake: Callable[[int], None]) -> None:
-        """Have `on_wake` called with the waves that others begin, from now on."""
+        """Have `on_wake` called with the number of each wave that another rank begins, from now on."""
         self._thread = threading.Thread(target=self._run, args=(on_wake,), name="baton-dp-wake", daemon=True)
         self._thread.start()
 
     def wake_others(self, wave: int) -> None:
-        """Returns at once. Raises `GroupFailed` where a rank has gone."""
+        """Send a wake and return at once. Raises `GroupFailed` if a rank has gone."""
         self._mesh.send(_WAVE.pack(wave))
 
     def check(self) -> None:
-        """Raises `GroupFailed` where a rank has gone."""
+        """Raise `GroupFailed` if a rank has gone."""
         self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
-        """Tells the others that this rank ends, or, where it does not end well, nothing: they see it. Once will do."""
+        """Tell the other ranks that this one ends; not after a failure: they notice that. Later calls do nothing."""
         self._mesh.close(well=well, receiver=self._thread)
 
     def _run(self, on_wake: Callable[[int], None]) -> None:
-        with contextlib.suppress(GroupFailed):  # which the next step tells
+        with contextlib.suppress(GroupFailed):  # the next step raises it
             while (message := self._mesh.receive()) is not None:
                 if len(message) == _WAVE.size:
                     on_wake(*_WAVE.unpack(message))
@@ -181,9 +181,9 @@ class DPWake:
 
 
 class WatchedRunner:
-    """A runner that gives no results once another data-parallel rank has gone. Implements `core.step.Runner`.
+    """A runner whose results raise once another data-parallel rank has gone. Implements `core.step.Runner`.
 
-    A step that waited for that rank has come back all the same, when the groups were closed.
+    Closing the groups ends a step that waited for that rank, but its result means nothing.
     """
 
     def __init__(self, runner: Runner, dp_wake: DPWake) -> None:
@@ -200,7 +200,7 @@ class _WatchedStep:
         self._dp_wake = dp_wake
 
     def result(self) -> StepResult:
-        """Raises `GroupFailed` where a rank went during the step."""
+        """Return the step's result. Raises `GroupFailed` if a rank went during the step."""
         result = self._step.result()
         self._dp_wake.check()
         return result

@@ -1,4 +1,4 @@
-"""The rendezvous of a group: members find each other there, and read why one of them could not come.
+"""The rendezvous of a group: members exchange addresses there, and the reason why one of them failed.
 
 Addresses are exchanged under names; a failure is written down for the others, who see it while they wait. What is kept
 here is neither encrypted nor guarded: it belongs on a network that the cluster has to itself, as do the collectives.
@@ -27,41 +27,41 @@ T = TypeVar("T")
 
 
 class Rendezvous:
-    """The place itself, held open by one process of the group (or by whoever starts it) for as long as it lives."""
+    """The server side, kept open by one process of the group, or by the process that starts it."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        """On a free port, reached under `host`."""
+        """Listen on a free port of `host`."""
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = endpoint(host, self._store.port)
 
     def fail(self, rank: int, reason: str) -> None:
-        """Tells whoever waits here that member `rank` does not come."""
+        """Tell waiting members that member `rank` does not come."""
         _write_failure(self._store, rank, reason)
 
 
 class RendezvousClient:
-    """A member's connection to its group's rendezvous. Raises `GroupFailed` where nobody answers there.
+    """A member's connection to its group's rendezvous. Raises `GroupFailed` if there is no answer.
 
-    `store` is for torch's groups: a connection of their own, so that what they wait for there holds up nobody here.
+    `store` is a second connection for torch's groups, so that their waits do not block this one.
     """
 
     def __init__(self, address: str, rank: int, *, timeout_s: float) -> None:
-        """`timeout_s`: for what others put there. The rendezvous itself answers at once, or is lost."""
+        """Connect. `timeout_s` is for values that others put; the rendezvous itself answers at once, or is lost."""
         try:
             host, port = split_endpoint(address)
         except ValueError as error:
             raise GroupFailed(f"rendezvous: {error}") from None
         self.rank = rank
         self._timeout_s = timeout_s
-        self._silent = ""  # why nobody is asked any more
+        self._silent = ""  # the reason why it is no longer asked
         patience_s = min(timeout_s, ANSWER_S)
 
         def connect() -> dist.TCPStore:
             return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience_s))
 
         try:
-            self._store = _soon(connect, 2 * patience_s)
-            self.store = _soon(connect, 2 * patience_s)
+            self._store = _with_timeout(connect, 2 * patience_s)
+            self.store = _with_timeout(connect, 2 * patience_s)
         except (RuntimeError, dist.DistError, TimeoutError) as error:
             why = str(error) or f"no answer within {2 * patience_s:g} s"
             raise GroupFailed(f"rank {rank} finds no rendezvous at {address}: {why}") from error
@@ -81,10 +81,10 @@ class RendezvousClient:
                 raise GroupFailed(f"rank {self.rank} waited {self._timeout_s:g} s for {name!r} of its group")
             time.sleep(_POLL_S)
 
-    def accompany(self, work: Callable[[], T]) -> T:
-        """Run `work`, which waits for other members inside of torch, and give it up where one of them fails.
+    def run_watched(self, work: Callable[[], T]) -> T:
+        """Run `work`, which waits for other members inside torch, and give it up if one of them fails.
 
-        It runs on another thread. Raises `GroupFailed`, and what it raises.
+        It runs on another thread. Raises `GroupFailed`, and any error of `work`.
         """
         given = _begun(work)
         while not wait([given], _LOOK_S).done:
@@ -92,15 +92,15 @@ class RendezvousClient:
         return given.result()
 
     def fail(self, reason: str) -> None:
-        """Tells the others that this member does not go on."""
+        """Tell the other members that this one has failed."""
         self._ask(lambda: _write_failure(self._store, self.rank, reason))
 
     def failure(self, patience_s: float | None = None) -> str | None:
-        """Return which member failed first, and why; None: none is known of. `patience_s`: by default `ANSWER_S`."""
+        """Return the first failed member with its reason, or None. `patience_s` is `ANSWER_S` by default."""
         return self._ask(lambda: self._read(_FAILURE), patience_s)
 
     def check(self) -> None:
-        """Raises `GroupFailed` where a member has failed."""
+        """Raise `GroupFailed` if a member has failed."""
         if (failure := self.failure()) is not None:
             raise GroupFailed(failure)
 
@@ -108,12 +108,12 @@ class RendezvousClient:
         return self._store.get(name).decode() if self._store.check([name]) else None
 
     def _ask(self, question: Callable[[], T], patience_s: float | None = None) -> T:
-        """The answer. Torch would wait for it as long as a connection seems to stand."""
+        """Return the answer in time: torch itself would wait for as long as the connection seems to stand."""
         patience_s = patience_s or ANSWER_S
         if self._silent:
             raise GroupFailed(self._silent)
         try:
-            return _soon(question, patience_s)
+            return _with_timeout(question, patience_s)
         except TimeoutError:
             self._silent = f"rank {self.rank} lost its group's rendezvous: no answer within {patience_s:g} s"
             raise GroupFailed(self._silent) from None
@@ -122,7 +122,7 @@ class RendezvousClient:
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:
-    """On a thread of its own, which is left behind where it never comes back."""
+    """Start `work` on a thread of its own, which is abandoned if it never returns."""
     given: Future[T] = Future()
 
     def run() -> None:
@@ -135,8 +135,8 @@ def _begun(work: Callable[[], T]) -> Future[T]:
     return given
 
 
-def _soon(work: Callable[[], T], patience_s: float) -> T:
-    """Return what `work` returns. Raises what it raises, and `TimeoutError`."""
+def _with_timeout(work: Callable[[], T], patience_s: float) -> T:
+    """Return the result of `work`. Raises its error, or `TimeoutError`."""
     return _begun(work).result(patience_s)
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SymmetricGroup(Group):
-    """A group that uses the memory of peers where that is faster (see `kernels.p2p`), and else goes its own way."""
+    """A group that uses peer memory where that is faster (see `kernels.p2p`), and its own collectives elsewhere."""
 
     def __init__(self, group: Group, memory: PeerMemory) -> None:
         self.rank, self.size = group.rank, group.size
@@ -50,7 +50,7 @@ class SymmetricGroup(Group):
         p2p.warm_up(self.memory, dtype)
 
     def stub(self, rank: int) -> Group:
-        """Kernels over the memory of peers are launched all the same, and so recorded with those of the layers."""
+        """Return a stub whose peer-memory kernels are launched, and so recorded with those of the layers."""
         memory = PeerMemory.without_peers(rank, self.size, self.memory.ended.device)
         return SymmetricGroup(self._group.stub(rank), memory)
 
@@ -63,16 +63,16 @@ class SymmetricGroup(Group):
 
 
 def with_peer_memory(name: str, group: Group, rendezvous: RendezvousClient, device: torch.device) -> Group:
-    """`group` over its members' memory; or as it was, where they cannot reach that, said in one line of log.
+    """Return `group` with peer memory, or `group` itself, with a line in the log, where members cannot reach it.
 
-    All members call it. Raises `GroupFailed` where one of them does not.
+    All members call it. Raises `GroupFailed` if one of them does not.
     """
     exchanges = 0
 
-    def exchange(words: str) -> list[str]:
+    def exchange(report: str) -> list[str]:
         nonlocal exchanges
         exchanges += 1
-        rendezvous.put(f"{name}/memory/{exchanges}/{group.rank}", words)
+        rendezvous.put(f"{name}/memory/{exchanges}/{group.rank}", report)
         return [rendezvous.get(f"{name}/memory/{exchanges}/{rank}") for rank in range(group.size)]
 
     try:

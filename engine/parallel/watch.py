@@ -14,33 +14,33 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .groups import CollectiveFailed, GroupFailed
 
-_HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 _LOOK_MS = 50
-_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # whoever connects tries once
+_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # the connecting end tries once
 
 
 class Watch:
-    """Learns that who is at the other end of one of some sockets has gone, and says so once.
+    """Reports, once, that the other end of one of several sockets has gone.
 
-    Of sockets that connect: of one that is bound, libzmq does not tell which of its connections has ended, and anybody
-    may knock there.
+    Only sockets that connect can be watched: of a bound socket, libzmq does not report which connection has ended, and
+    any process may connect to it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], on_loss: Callable[[str], None]) -> None:
-        """`on_loss` is called on a thread of this watch, with the name of who has gone."""
+        """Watch no socket yet. `on_loss` is called on a thread of this watch, with the name of the lost end."""
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._on_loss = on_loss
         self._bell, self._ringer = inproc_pair(context)
         self._thread = threading.Thread(target=self._run, name="baton-group-watch", daemon=True)
 
     def add(self, socket: zmq.Socket[bytes], name: str) -> None:
-        """Watches a socket, with `name` at its other end. Comes before it connects: nothing may be missed."""
+        """Watch a socket whose other end is `name`. Call it before the socket connects, so that no event is missed."""
         self._monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_ENDS))] = name
 
     def wait_connected(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Comes before `start`. `check` raises where waiting has become pointless. Raises `GroupFailed`.
+        """Wait for all connections, before `start`. `check` raises if waiting is pointless. Raises `GroupFailed`.
 
-        A rank that does not answer, or not any more, may have failed itself, and be about to say why.
+        A rank that does not answer may have failed itself, and be about to report the reason.
         """
         deadline = time.monotonic() + timeout_s
         missing = dict(self._monitors)
@@ -60,8 +60,8 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """The sockets' context closes them afterwards."""
-        with contextlib.suppress(zmq.Again):  # nobody listens: the watch has said what it had to, or never began
+        """End the thread. The sockets' context closes them afterwards."""
+        with contextlib.suppress(zmq.Again):  # no receiver: the thread has ended, or never began
             self._ringer.send(b"", zmq.NOBLOCK)
         if self._thread.is_alive():
             self._thread.join()
@@ -95,13 +95,13 @@ def _no_member(name: str, address: str) -> CollectiveFailed:
 
 
 def beat(socket: zmq.Socket[Any]) -> None:
-    """A machine that goes says nothing."""
+    """Send heartbeats: a machine that is lost closes no connection."""
     socket.heartbeat_ivl = _HEARTBEAT_MS
-    socket.heartbeat_timeout = _SILENCE_MS
+    socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
 def inproc_pair(context: zmq.Context[Any]) -> Sequence[zmq.Socket[bytes]]:
-    """Two ends, the second of which may be used by another thread."""
+    """Return two connected sockets, the second of which may be used by another thread."""
     ends = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     address = f"inproc://{id(ends[0])}"
     ends[0].bind(address)

@@ -1,4 +1,4 @@
-"""The device of this process, and what the start-up on one kind of device implements."""
+"""The device of this process, and the interface of start-up on one kind of device."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
             timeout_s=config.distributed_timeout_seconds,
             peer_memory=not config.disable_custom_all_reduce,
         )
-        with membership.telling():
+        with membership.reporting_failure():
             with phases("join"):
                 membership.join(device)
             for name, reason in config.ignored_on(device.type).items():

@@ -183,15 +183,15 @@ def capture_warnings() -> Iterator[list[str]]:
     """Collect xgrammar's warnings on standard error, in a list that is filled at the end."""
     warnings: list[str] = []
     before = os.dup(2)
-    with tempfile.TemporaryFile() as heard:
-        os.dup2(heard.fileno(), 2)
+    with tempfile.TemporaryFile() as stderr:
+        os.dup2(stderr.fileno(), 2)
         try:
             yield warnings
         finally:
             os.dup2(before, 2)
             os.close(before)
-            heard.seek(0)
-            warnings += _WARNING.findall(heard.read().decode(errors="replace"))
+            stderr.seek(0)
+            warnings += _WARNING.findall(stderr.read().decode(errors="replace"))
 
 
 if __name__ == "__main__":

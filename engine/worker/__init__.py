@@ -1,9 +1,9 @@
 """The runner: one step of a plan on one device. It obeys plans and decides nothing.
 
 runner.py      the order of a step, the same on every device
-tables.py      what each request keeps on the device, one row each, from its first plan to its last
-inputs.py      what one step feeds to the model
-shapes.py      which sizes of steps are captured, and which of them serves a step
+tables.py      the state of each request on the device, one row each, from its first plan to its last
+inputs.py      the inputs of one step
+shapes.py      the captured sizes of steps, and the choice of one for a step
 sampling.py    logits processors and log probabilities
 outputs.py     sampled tokens on their way to the scheduler
 warmup.py      steps that are run before the engine is ready

@@ -1,7 +1,7 @@
 """Moves experts between ranks while serving, to where the tokens of the last steps would have been shared out evenly.
 
-All ranks do this before the same step (`GroupStep.reviews_experts`), with the same numbers, so that each works out for
-itself what goes where. Weights are written over in place: captured steps go on with what they find.
+All ranks do this before the same step (`GroupStep.reviews_experts`), with the same numbers, so that each computes
+the same moves. Weights are overwritten in place: captured steps use the new ones.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ExpertBalancer:
         self.last = ExpertReview(imbalance=sum(before) / len(before), num_moves=num_moves)
 
     def _take_loads(self) -> list[list[int]]:
-        """Tokens that went to each expert of each layer, from all ranks; counting begins anew."""
+        """Return the tokens of each expert of each layer, from all ranks, and reset the counts."""
         loads = torch.stack([layer.table.loads for layer in self._layers])
         self.forget()
         counts: list[list[int]] = self._groups.dp.all_reduce(loads).tolist()  # of a column all have counted the same
@@ -89,7 +89,7 @@ class ExpertBalancer:
 
 
 class ReviewingRunner:
-    """A runner before whose steps experts are reviewed where the plan says so. Implements `core.step.Runner`."""
+    """A runner that reviews experts before a step if the plan asks for it. Implements `core.step.Runner`."""
 
     def __init__(
         self, runner: Runner, balancer: ExpertBalancer, in_order: Callable[[], AbstractContextManager[object]]

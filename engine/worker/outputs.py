@@ -123,7 +123,7 @@ class LaunchedStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Wait for this step and no later one; its KV is in its blocks then. Raises what the device raised."""
+        """Wait for this step and no later one; its KV is in its blocks then. Raises the device's error."""
         if self._result is None:
             self._page.filled.synchronize()
             self._result = StepResult(self._step, self._read())

@@ -50,7 +50,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size of step, and what applies changes to the tables. Called before the first plan."""
+        """Capture every size of step, and the kernels that change tables. Called before the first plan."""
         with self.backend.in_order():
             self.captured.capture_all()
             self.writes.capture()
@@ -85,7 +85,7 @@ class ModelRunner:
     def _shape(self, batch: Batch, group: GroupStep | None) -> tuple[StepShape, RankRows | None]:
         """Return the smallest captured shape that serves this step on all ranks that run it, else the step's own.
 
-        In the second case each rank runs eagerly, and is told how many rows the others have.
+        In the second case each rank runs eagerly, and gets the numbers of rows of the others.
         """
         sizes = [batch.size] if group is None else group.sizes
         shape = self.captured.fitting(sizes, batch.alone)

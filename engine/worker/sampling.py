@@ -1,4 +1,4 @@
-"""Logits processors and log probabilities: what rows ask for beyond temperature, top-k, top-p and min-p."""
+"""Logits processors and log probabilities: options of rows beyond temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Draws(Protocol):
 
 
 class LogitsProcessors:
-    """Remembers by row what requests ask for. Steps in which no row asks for anything pay nothing."""
+    """Keeps the options of requests by row. Steps without such options cost nothing."""
 
     def __init__(self, tables: RowTables, limits: StepLimits, vocab_size: int) -> None:
         self._tokens = tables.tokens.tensor
@@ -50,7 +50,7 @@ class LogitsProcessors:
         self._prompt_lens: dict[int, int] = {}  # of the rows with prompt logprobs
 
     def start(self, start: RowStart) -> None:
-        """A request takes a row."""
+        """Keep the options of a request that takes a row."""
         row, params = start.row, start.sampling
         self._sampling.start(
             row, params, seed=start.seed, prompt_len=len(start.prompt_token_ids), stop_token_ids=start.stop_token_ids
@@ -62,7 +62,7 @@ class LogitsProcessors:
             self._prompt_lens[row] = len(start.prompt_token_ids)
 
     def free(self, row: int) -> None:
-        """The request of a row is over."""
+        """Forget the options of a row whose request is over."""
         self._sampling.free(row)
         for asked in (self._num_logprobs, self._num_prompt_logprobs, self._prompt_lens):
             asked.pop(row, None)

@@ -41,11 +41,11 @@ class TableWrites(Protocol):
         ...
 
     def flush(self) -> None:
-        """Apply what was added, before the work that is launched next."""
+        """Apply the added changes, before the work that is launched next."""
         ...
 
     def capture(self) -> None:
-        """Record what `flush` launches. Called before the first step that anyone waits for."""
+        """Record the kernel of `flush`. Called before the first request's step."""
         ...
 
 
@@ -96,7 +96,7 @@ class RowTables:
         )
 
     def start(self, start: RowStart) -> None:
-        """Write what a request brings into its row."""
+        """Write a request's data into its row."""
         row, prompt_len, add = start.row, len(start.prompt_token_ids), self._writes.add
         add(self.tokens.address(row), start.prompt_token_ids)
         add(self.tokens.address(row, prompt_len), start.output_token_ids)

@@ -187,7 +187,7 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of what `work` holds on a GPU, less what it leaves behind: libraries keep some for good."""
+    """Return the peak memory of `work` on a GPU, less what it keeps: libraries never free some."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()

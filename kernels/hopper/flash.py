@@ -7,7 +7,7 @@ The two consumers take turns to issue their products, so that the softmax of one
 each issues the scores of the next tile of keys together with the weighted values of the one before.
 
 Programs stay: the producer takes the next tile of queries from the plan's queue when it is through with one, longest
-first, and tells the consumers what it is by mail that travels with the queries.
+first, and passes the consumers its `tile_info`, which travels with the queries.
 
 Annotations are read by Triton: this module evaluates them.
 """
@@ -26,8 +26,8 @@ from .rings import SLAB, Ring, Value, async_load, barrier, clear_tail, new_barri
 ROWS = gl.constexpr(64)  # of one consumer
 STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 QUERY_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # [tokens, heads, SLAB]
-MAIL = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-FIRST_HEAD = TABLE_ROW  # word of the mail: consumers need the first head of a tile, not its block table
+TILE_INFO = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FIRST_HEAD = TABLE_ROW  # a word of `tile_info`: consumers need the first head of a tile, not its block table
 
 
 @aggregate
@@ -79,7 +79,7 @@ class Partial:
 class Pipe:
     """The rings and barriers between the producer and the two consumers."""
 
-    mail: gl.shared_memory_descriptor  # [4] int32: what the tile of queries is; arrives with the queries
+    tile_info: gl.shared_memory_descriptor  # [4] int32: describes the tile of queries; arrives with them
     queries: Ring  # one tile: the slabs of consumer 0, the slabs of consumer 1
     keys: Ring
     values: Ring
@@ -118,7 +118,7 @@ class FlashOutput:
 @gluon.jit
 def new_pipe(dtype: gl.constexpr, shape):
     pipe = Pipe(
-        gl.allocate_shared_memory(gl.int32, [4], MAIL),
+        gl.allocate_shared_memory(gl.int32, [4], TILE_INFO),
         new_ring(dtype, 1, ROWS, 2 * shape.KEY_SLABS * SLAB, 2),
         new_ring(dtype, STAGES, shape.KEYS, shape.KEY_SLABS * SLAB, 2),
         new_ring(dtype, STAGES, shape.KEYS, shape.VALUE, 2),
@@ -152,7 +152,7 @@ def send_queries(pipe, turn, queries, item, first_head, shape):
     word = gl.arange(0, 4, WORDS)
     token = gl.load(item + FIRST_TOKEN)
     pipe.queries.await_free(turn)
-    pipe.mail.store(gl.where(word == FIRST_HEAD, first_head, gl.load(item + word)))
+    pipe.tile_info.store(gl.where(word == FIRST_HEAD, first_head, gl.load(item + word)))
     barrier()
     pipe.queries.expect(turn)
     for half in gl.static_range(2):
@@ -170,7 +170,7 @@ def send_queries(pipe, turn, queries, item, first_head, shape):
 def send_end(pipe, turn, queue):
     """Signal the consumers that no queries follow. The last program to leave resets the queue for the next layer."""
     pipe.queries.await_free(turn)
-    pipe.mail.store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])))
+    pipe.tile_info.store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])))
     barrier()
     mbarrier.arrive(pipe.queries.barrier(turn))
     if gl.atomic_add(queue + 1, 1) == gl.num_programs(0) - 1:
@@ -194,7 +194,7 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
     dim = gl.arange(0, shape.VALUE, gl.SliceLayout(0, STORE))
     turn = 0
     n = 0
-    token, count, first_position, first_head = _open_mail(pipe, turn)
+    token, count, first_position, first_head = _read_tile_info(pipe, turn)
     while count > 0:
         position = first_position + HALF * shape.TOKENS + row // shape.PACK
         top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -245,15 +245,15 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
             mask=gl.expand_dims(tile_token < count, 1),
         )
         turn += 1
-        token, count, first_position, first_head = _open_mail(pipe, turn)
+        token, count, first_position, first_head = _read_tile_info(pipe, turn)
 
 
 @gluon.jit
-def _open_mail(pipe, turn):
+def _read_tile_info(pipe, turn):
     """Wait for queries; return (token, count, first position, first head) of their tile. Count 0: there are no more."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     pipe.queries.await_full(turn)
-    words = pipe.mail.load(WORDS)
+    words = pipe.tile_info.load(WORDS)
     word = gl.arange(0, 4, WORDS)
     return (
         gl.sum(gl.where(word == FIRST_TOKEN, words, 0), 0),

@@ -26,7 +26,7 @@ COMPILE_TIMEOUT_S = 300
 
 
 class NativeBuildError(RuntimeError):
-    """The C++ kernels cannot be built here. The message says what is missing."""
+    """The C++ kernels cannot be built here. The message names the missing part."""
 
 
 def library_path() -> Path:

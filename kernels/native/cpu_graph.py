@@ -3,12 +3,12 @@
     recording = record(run, workspace)      notes the calls that it asks for; nothing is computed
     recording.graph.replay()                makes them, one after another; and again
 
-Arguments are addresses. What lies there is the caller's to keep and to change; what `run` allocated lies in the
-workspace, and `recording.answer` holds what comes out.
+Arguments are addresses. The caller keeps and changes the memory there; memory that `run` allocates is in the workspace,
+and `recording.answer` holds the outputs.
 
-A run of so many rows serves fewer, too. `record(run, workspace, sizes)` is told which numbers of rows there are, all
-different, and `replay(*sizes)` how many of each there are this time. Calls that take `ROWS` compute no more than these;
-others compute all that were recorded, of which the rest is ignored.
+A recorded run serves fewer rows, too. `record(run, workspace, sizes)` gets the recorded numbers of rows, all different,
+and `replay(*sizes)` the numbers of this time. Calls that take `ROWS` compute no more than these; others compute all
+recorded rows, and the rest is ignored.
 """
 
 from __future__ import annotations

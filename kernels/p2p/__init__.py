@@ -96,7 +96,7 @@ def dispatch(tokens: RoutedTokens, table: ExpertMap, places: RankSlots, memory: 
 def combine(partial: Tensor, visits: Tensor, memory: PeerMemory) -> Tensor:
     """Return `reduce_scatter` of partial [size * T, hidden_size], to the bit, with rows that were not dispatched as 0.
 
-    Only the rows that `dispatch` brought are sent back, and read: `visits` is what it said of them. Raises `ValueError`
+    Only the rows that `dispatch` brought are sent back, and read: `visits` is its record of them. Raises `ValueError`
     as `all_reduce` does.
     """
     from . import gpu

@@ -1,7 +1,7 @@
 """Device memory that processes of one machine share, by CUDA IPC handles.
 
-Through ctypes, since torch shares what lies in its allocator only, with counters in files beside it. A process need not
-see the device (`CUDA_VISIBLE_DEVICES`) whose memory it opens.
+It uses ctypes, since torch shares only memory of its own allocator, with counters in files beside it. A process need
+not see the device (`CUDA_VISIBLE_DEVICES`) whose memory it opens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ENABLE_PEER_ACCESS = 1
 
 
 class DriverError(Exception):
-    """A call to the driver failed: its name and the driver's word for why."""
+    """A call to the driver failed: its name and the driver's error."""
 
 
 class _Handle(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Measures which way of each collective is best for which size on the GPUs of this machine, and writes `tuned/`.
+"""Measures which algorithm of each collective is best for which size on this machine's GPUs, and writes `tuned/`.
 
     python -m baton.kernels.p2p.measure [OP ...] [--ranks N] [--out DIR]
 

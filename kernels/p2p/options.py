@@ -65,7 +65,7 @@ def options_of_any_size(op: Op, memory: PeerMemory) -> list[tuned.Options]:
 
 
 def tuning_key(op: Op, ranks: int, num_bytes: int) -> tuned.Key:
-    """Return the tuning key; `num_bytes`: of what a rank gives."""
+    """Return the tuning key; `num_bytes` is the size of a rank's input."""
     return {"op": op.value, "ranks": str(ranks), "bytes": num_bytes}
 
 

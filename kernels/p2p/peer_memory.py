@@ -32,9 +32,9 @@ ROOM_BYTES = 16 << 20  # of a turn
 EMPTY = -0x8000  # the bits of -0.0, in bfloat16 as in float16
 
 _TURNS = 2
-_PROOF_BYTES = 8
+_CHECK_BYTES = 8
 
-Exchange = Callable[[str], Sequence[str]]  # takes what this rank says, gives what all said, in rank order
+Exchange = Callable[[str], Sequence[str]]  # takes this rank's report, returns all ranks' reports in rank order
 
 
 class PeerAccessError(Exception):
@@ -53,7 +53,7 @@ class PeerMemory:
         room_bytes: int = ROOM_BYTES,
         keeps: object = None,
     ) -> None:
-        """`addresses`: where the memory of each rank is for this process, all of it EMPTY. `keeps`: what owns it."""
+        """`addresses` are those of each rank's memory in this process, all of it EMPTY. `keeps` owns the memory."""
         self.rank = rank
         self.size = len(addresses)
         self.room_bytes = room_bytes
@@ -115,7 +115,7 @@ class _Mapping:
     def __init__(self, rank: int, size: int, room_bytes: int) -> None:
         self._rank = rank
         self._size = size
-        self._proofs_at = total_bytes(room_bytes)
+        self._checks_at = total_bytes(room_bytes)
         self._memory: dict[int, DeviceMemory] = {}  # by rank
 
     @property
@@ -128,8 +128,8 @@ class _Mapping:
             raise PeerAccessError("the ranks are on several machines")
         handles = _together(exchange, self._allocate)
         _together(exchange, lambda: self._open(handles))
-        _together(exchange, self._write_proofs)
-        _together(exchange, self._check_proofs)
+        _together(exchange, self._write_check_values)
+        _together(exchange, self._verify_check_values)
 
     def free(self) -> None:
         """Close the others' memory, then free this rank's own."""
@@ -142,9 +142,9 @@ class _Mapping:
         self._memory.clear()
 
     def _allocate(self) -> str:
-        own = DeviceMemory.allocate(self._proofs_at + self._size * _PROOF_BYTES)
+        own = DeviceMemory.allocate(self._checks_at + self._size * _CHECK_BYTES)
         self._memory[self._rank] = own
-        own.fill(EMPTY, self._proofs_at // 2)
+        own.fill(EMPTY, self._checks_at // 2)
         return own.handle().hex()
 
     def _open(self, handles: Sequence[str]) -> str:
@@ -153,36 +153,34 @@ class _Mapping:
                 self._memory[rank] = DeviceMemory.open(bytes.fromhex(handle))
         return ""
 
-    def _write_proofs(self) -> str:
+    def _write_check_values(self) -> str:
         for rank, memory in self._memory.items():
-            memory.write(self._proofs_at + self._rank * _PROOF_BYTES, self._proof(self._rank, rank))
+            memory.write(self._checks_at + self._rank * _CHECK_BYTES, self._check_value(self._rank, rank))
         return ""
 
-    def _check_proofs(self) -> str:
+    def _verify_check_values(self) -> str:
         """Check that what each rank wrote has arrived: some machines map a peer's memory and lose writes to it."""
         own = self._memory[self._rank]
         for rank in range(self._size):
-            if own.read(self._proofs_at + rank * _PROOF_BYTES, _PROOF_BYTES) != self._proof(rank, self._rank):
+            if own.read(self._checks_at + rank * _CHECK_BYTES, _CHECK_BYTES) != self._check_value(rank, self._rank):
                 raise DriverError(f"what rank {rank} wrote to its memory did not arrive")
         return ""
 
-    def _proof(self, writer: int, reader: int) -> bytes:
-        return (1 + writer * self._size + reader).to_bytes(_PROOF_BYTES, "little")
+    def _check_value(self, writer: int, reader: int) -> bytes:
+        return (1 + writer * self._size + reader).to_bytes(_CHECK_BYTES, "little")
 
 
 def _together(exchange: Exchange, work: Callable[[], str]) -> list[str]:
-    """Run `work` on each rank and return all results. Raises `PeerAccessError` on all ranks where the driver refused
-    one.
-    """
+    """Run `work` on each rank and return all results. If the driver refuses one, all raise `PeerAccessError`."""
     try:
-        said = f"+{work()}"
+        own = f"+{work()}"
     except DriverError as error:
-        said = f"-{error}"
-    told = exchange(said)
-    for rank, words in enumerate(told):
-        if words.startswith("-"):
-            raise PeerAccessError(f"rank {rank}: {words[1:]}")
-    return [words[1:] for words in told]
+        own = f"-{error}"
+    reports = exchange(own)
+    for rank, report in enumerate(reports):
+        if report.startswith("-"):
+            raise PeerAccessError(f"rank {rank}: {report[1:]}")
+    return [report[1:] for report in reports]
 
 
 def _machine() -> str:

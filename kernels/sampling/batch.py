@@ -82,7 +82,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Everything but the logits `[R, V]`, all on their device. `kernels.sampling.sample` says what each field does."""
+    """Everything but the logits `[R, V]`, all on their device. `kernels.sampling.sample` explains each field."""
 
     seeds: Tensor  # [R] int64, not negative
     positions: Tensor  # [R] int64: absolute index of the token that is drawn, i.e. how many tokens precede it

@@ -1,4 +1,4 @@
-"""Kernels around the model in Triton. They are small: what counts is that they are few and never wait for the CPU."""
+"""Kernels around the model in Triton. They are small, so they must be few and never wait for the CPU."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def _store_tokens(
             stored &= tl.load(samples + seq, mask=mask, other=0) != 0
             tl.store(starts + seq, seq_len, mask=mask)
         token = tl.load(drawn + entry, mask=stored, other=0).to(tl.int32)
-        # Who drew no token is told so; a step that is ordered already reads its row, and needs a token there.
+        # Rows that drew no token are reported; a step that is launched already reads the row, and needs a token there.
         tl.store(tokens + row.to(tl.int64) * tokens_stride + seq_len, tl.maximum(token, 0), mask=stored)
         tl.store(page + seq, token, mask=stored)
     if not AGAIN:

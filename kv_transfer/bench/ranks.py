@@ -136,7 +136,7 @@ class _Rank:
         if spec.size > 1:
             read_socket = GroupSocket(spec.size, "127.0.0.1", spec.key)
             tell_address(read_socket.address)
-        self._news = threading.Event()
+        self._event = threading.Event()
         make = StampedConnector if spec.stamped else TransferConnector
         self._connector = make(
             region,
@@ -144,13 +144,13 @@ class _Rank:
             epoch=1,
             host="127.0.0.1",
             key=spec.key,
-            wake=self._on_news,
+            wake=self._on_event,
             read_socket=read_socket,
         )
 
-    def _on_news(self) -> None:
-        self._stamp(HandoffStage.TOLD)
-        self._news.set()
+    def _on_event(self) -> None:
+        self._stamp(HandoffStage.ENGINE_NOTIFIED)
+        self._event.set()
 
     def _stamp(self, stage: HandoffStage) -> None:
         if isinstance(self._connector, StampedConnector):
@@ -190,9 +190,9 @@ class _Rank:
             for ticket, target in zip(tickets, targets, strict=True)
         }
         while waiting:
-            if not self._news.wait(ANSWER_TIMEOUT_S):
+            if not self._event.wait(ANSWER_TIMEOUT_S):
                 raise BenchFailed(f"nothing was received within {ANSWER_TIMEOUT_S:g} s")
-            self._news.clear()
+            self._event.clear()
             for event in self._connector.poll():
                 if not isinstance(event, Received):
                     raise BenchFailed(f"a hand-off failed: {event}")

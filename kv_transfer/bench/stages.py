@@ -33,7 +33,7 @@ class HandoffStage(enum.StrEnum):
     READ_POSTED = "read posted"
     READ_DONE = "read seen done"
     GRANT_HERE = "grant here"
-    TOLD = "engine told"
+    ENGINE_NOTIFIED = "engine notified"
     ANSWERED = "engine has it"
 
 

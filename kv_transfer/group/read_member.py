@@ -1,6 +1,6 @@
-"""Another rank's part in its group's reads: a servant that reads with a `RankReader` when rank 0 orders it to.
+"""Another rank's part in its group's reads: a handler that carries out rank 0's read orders with a `RankReader`.
 
-    rank 0's TpReadGroup ──orders──> MemberThread: socket ── ReadServant ── RankReader ── transport
+    rank 0's TpReadGroup ──orders──> MemberThread: socket ── ReadHandler ── RankReader ── transport
                          <──reports──
 
 Without orders, reads and readers it sleeps.
@@ -43,7 +43,7 @@ from .read_messages import (
 from .rpc import GroupMember, MemberThread
 
 
-class ReadServant:
+class ReadHandler:
     """Carries out rank 0's orders about reads with `reader`. It has no clock of its own."""
 
     def __init__(self, reader: RankReader, clock: Callable[[], float]) -> None:
@@ -60,7 +60,7 @@ class ReadServant:
         reader = self._reader
         return ReadDetails(reader.region.num_blocks, reader.transport_name, reader.memory, reader.staged)
 
-    def obey(self, order: Order) -> Iterator[msgspec.Struct]:
+    def handle(self, order: Order) -> Iterator[msgspec.Struct]:
         match order:
             case AddPeer():
                 yield from self._add_peer(order)
@@ -140,7 +140,7 @@ def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Call
     """Join rank 0's reads over a connection to it."""
     fingerprint = reader.region.layout.fingerprint
     return GroupMember(
-        ReadServant(reader, clock), READS, rank=reader.rank, fingerprint=fingerprint, channel=channel, leader=leader
+        ReadHandler(reader, clock), READS, rank=reader.rank, fingerprint=fingerprint, channel=channel, leader=leader
     )
 
 

@@ -87,7 +87,7 @@ class StartRead(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class MakeProgress(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Ask a rank to serve peers that read its memory, for `seconds`, and to say that it is alive."""
+    """Ask a rank to serve peers that read its memory, for `seconds`, and to answer with `Alive`."""
 
     seconds: Annotated[float, Meta(ge=0, le=3600.0)]
 

@@ -95,7 +95,7 @@ class RemoteRank:
         del self._checks[check]
 
     def progress(self) -> None:
-        """Ask the rank to serve its readers and to say that it is alive, twice a second at most."""
+        """Ask the rank to serve its readers and to answer with `Alive`, twice a second at most."""
         if self._clock() < self._ask_alive_at:
             return
         if self._unanswered == MAX_UNANSWERED:
@@ -105,7 +105,7 @@ class RemoteRank:
         self._send(MakeProgress(SERVE_FOR_S))
 
     def watch(self) -> None:
-        """Make sure that every answer the rank owes will come, or `RankLost` is raised."""
+        """Ask for a sign of life while answers are pending, so that the loss of the rank raises `RankLost`."""
         if self._reads or self._checks or PeerState.CONNECTING in self._peers.values():
             self.progress()
 

@@ -8,8 +8,8 @@
       <------------------------------ GiveUp    the rank cannot go on, and why
 
 A *service* is one use of a group: reads, copies to staging slots, tiers. Each has a socket and messages of its own.
-A connection keeps the order of messages and loses none while it lasts; one that breaks is the end of the group. Bytes
-come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
+A connection keeps the order of messages and loses none while it lasts; a broken one ends the group. Bytes come from
+other processes: decoding returns a valid message or raises `MalformedMessage`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RANKS = 1024
 JOIN_TIMEOUT_S = 50.0
-GROUP_SILENCE_S = 10.0  # a connection within a group that breaks is the end of all its ranks
+GROUP_HEARTBEAT_TIMEOUT_S = 10.0  # a connection within a group that breaks is the end of all its ranks
 IDLE_S = 60.0
 
 Rank = Annotated[int, Meta(ge=1, lt=MAX_RANKS)]
@@ -47,7 +47,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class GiveUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The rank cannot go on. Sent before `Join` if it could not even begin."""
+    """The rank has failed. Sent in place of `Join` if it could not start."""
 
     rank: Rank
     reason: Reason
@@ -66,7 +66,7 @@ class Service(NamedTuple):
 
     @classmethod
     def of(cls, orders: Any, reports: Any, details: Any = None) -> Self:
-        """`orders` and `reports` are unions of tagged structs; `details` is what a rank tells when it joins."""
+        """Make the decoders. `orders` and `reports` are unions of tagged structs; a rank that joins sends `details`."""
         return cls(
             codec.decoder(Ping | orders, "order to a rank"),
             codec.decoder(Join | GiveUp | reports, "report of a rank"),
@@ -75,14 +75,14 @@ class Service(NamedTuple):
 
 
 class GroupSocket:
-    """The socket at which the other ranks of a group reach rank 0. Bound when made: `address` can be told early.
+    """The socket at which the other ranks of a group reach rank 0. The constructor binds it.
 
     Without a `key` any process may join: for tests only.
     """
 
     def __init__(self, size: int, host: str, key: ClusterKey | None) -> None:
         self.size = size
-        self.channel = ZmqChannel(host, key, silence_s=GROUP_SILENCE_S)
+        self.channel = ZmqChannel(host, key, heartbeat_timeout_s=GROUP_HEARTBEAT_TIMEOUT_S)
         self.address = self.channel.address
         self._closed = False
 
@@ -116,7 +116,7 @@ class GroupLeader:
         self._clock = clock
         self._routes: dict[int, Route] = {}
         self._ranks: dict[Route, int] = {}
-        self.details: dict[int, Any] = {}  # by rank, as told in `Join`
+        self.details: dict[int, Any] = {}  # by rank, from `Join`
 
     @property
     def ranks(self) -> list[int]:
@@ -165,7 +165,7 @@ class GroupLeader:
         return reports
 
     def _take_join(self, route: Route, data: bytes) -> None:
-        """Drops what is neither a `Join` nor a `GiveUp`: a rank that leaves again at once will be missed."""
+        """Take a `Join` or `GiveUp`, and drop anything else: a rank that leaves at once is noticed later."""
         try:
             message = self._service.decode_report(data)
             details = self._service.decode_details(message.details) if isinstance(message, Join) else None
@@ -191,52 +191,52 @@ class GroupLeader:
             )
 
 
-class Servant(Protocol):
+class OrderHandler(Protocol):
     """Carries out the orders of one service on another rank. One thread uses it."""
 
     def details(self) -> Any:
-        """Return what rank 0 is told when this rank joins."""
+        """Return the details that rank 0 gets when this rank joins."""
         ...
 
-    def obey(self, order: Any) -> Iterable[msgspec.Struct]:
-        """Carry out an order; yields what to report. Raises `MalformedMessage` for an order that makes no sense."""
+    def handle(self, order: Any) -> Iterable[msgspec.Struct]:
+        """Carry out an order and yield reports. Raises `MalformedMessage` for an invalid order."""
         ...
 
     def advance(self) -> tuple[Iterable[msgspec.Struct], float]:
-        """Go on with what orders have begun. Returns what to report, and the seconds until the next call."""
+        """Continue the work of earlier orders. Returns reports, and the seconds until the next call."""
         ...
 
     def close(self) -> None: ...
 
 
 class GroupMember:
-    """Another rank's end of the connection to rank 0: passes orders to `servant` and sends its reports.
+    """Another rank's end of the connection to rank 0: passes orders to `handler` and sends its reports.
 
-    No thread and no sleeping. `pump` raises what the servant raises, and `RankLost`.
+    No thread and no sleeping. `pump` raises what the handler raises, and `RankLost`.
     """
 
     def __init__(
-        self, servant: Servant, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
+        self, handler: OrderHandler, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
     ) -> None:
         """Joins: from now on rank 0 may send orders."""
-        self._servant, self._service = servant, service
+        self._handler, self._service = handler, service
         self._channel, self._leader = channel, leader
-        self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(servant.details()))))
+        self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(handler.details()))))
 
     def pump(self) -> float:
         """Do one round of everything. Returns after how many seconds to call again, unless an order comes."""
         for _, data in self._channel.receive():
             order = self._service.decode_order(data)
             if not isinstance(order, Ping):
-                for report in self._servant.obey(order):
+                for report in self._handler.handle(order):
                     self._report(report)
-        reports, pause_s = self._servant.advance()
+        reports, pause_s = self._handler.advance()
         for report in reports:
             self._report(report)
         return pause_s
 
     def close(self) -> None:
-        self._servant.close()
+        self._handler.close()
 
     def _report(self, report: msgspec.Struct) -> None:
         """A broken connection is for rank 0 to notice. A report is never dropped: rank 0 would wait for it."""
@@ -261,7 +261,7 @@ class MemberThread:
         Raises `TransportError` for an address that is none.
         """
         self._begin, self._rank = begin, rank
-        self._channel = ZmqChannel(None, key, silence_s=GROUP_SILENCE_S)
+        self._channel = ZmqChannel(None, key, heartbeat_timeout_s=GROUP_HEARTBEAT_TIMEOUT_S)
         try:
             self._leader = self._channel.connect(leader)
         except TransportError:
@@ -271,18 +271,18 @@ class MemberThread:
         self._thread = ChannelThread(name, self._channel, self._run)
 
     def open(self, timeout_s: float) -> Self:
-        """Start the thread and wait until it has joined. Raises what `begin` raises; rank 0 is not told."""
+        """Start the thread and wait until it has joined. Raises the error of `begin`, which rank 0 does not get."""
         self._is_waited_for = True
         self._thread.open(timeout_s)
         return self
 
     def start(self) -> Self:
-        """Start the thread and do not wait. Rank 0 is told what `begin` raises."""
+        """Start the thread and do not wait. Rank 0 gets the error of `begin`."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """End the thread after what is under way; a second call does nothing."""
+        """End the thread after its current work; a second call does nothing."""
         self._thread.close()
 
     def _run(self, ready: Callable[[], None]) -> None:

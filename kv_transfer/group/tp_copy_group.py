@@ -1,6 +1,6 @@
 """Rank 0's view of a group whose ranks copy their shares of blocks together: to staging slots, or to tiers.
 
-    rank 0's thread:  order ──> every other rank's MemberThread: Servant.obey
+    rank 0's thread:  order ──> every other rank's MemberThread: OrderHandler.handle
                       copies its own share
                       answers <── one report of each
 

@@ -1,7 +1,7 @@
 """One reader of blocks, made of all ranks of a tensor-parallel group.
 
     HandoffCoordinator ──> TpReadGroup ──┬──> RankReader                       rank 0's own
-                                         ├──> RemoteRank ──orders, reports──   rank 1: ReadServant ──> RankReader
+                                         ├──> RemoteRank ──orders, reports──   rank 1: ReadHandler ──> RankReader
                                          └──> ...
 
 Rank 0 keeps the protocol with other engines. A block has the same id on every rank; each rank reads its own heads of
@@ -75,7 +75,7 @@ class TpReadGroup:
         return worst(rank.peer_state(peer) for rank in self._ranks)
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the way in which rank 0 reads the peer: the others are placed alike."""
+        """Return the lane over which rank 0 reads the peer; other ranks use the same kind."""
         return self._own.lane(peer)
 
     @property
@@ -112,7 +112,7 @@ class TpReadGroup:
         return True
 
     def digest(self, blocks: Sequence[int]) -> CheckHandle:
-        """Begin to digest blocks of ours; `checked` tells the result."""
+        """Begin to digest blocks of ours; `checked` returns the result."""
         check = next(self._handles)
         for rank in self._others:
             rank.digest(check, blocks)
@@ -120,7 +120,7 @@ class TpReadGroup:
         return check
 
     def compare(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> CheckHandle:
-        """Begin to compare blocks of ours with digests of the peer's ranks; `checked` tells the result."""
+        """Begin to compare blocks of ours with digests of the peer's ranks; `checked` returns the result."""
         check = next(self._handles)
         for rank in self._others:
             rank.compare(check, peer, blocks, by_rank)
@@ -128,7 +128,7 @@ class TpReadGroup:
         return check
 
     def checked(self, check: CheckHandle) -> list[CheckReport] | None:
-        """Return what each rank found, once: the handle is forgotten then. None: some have not answered yet."""
+        """Return each rank's result, once: the handle is forgotten then. None: some have not answered yet."""
         reports = [report for rank in self._others if (report := rank.report_of(check)) is not None]
         if len(reports) < len(self._others):
             return None
@@ -142,7 +142,7 @@ class TpReadGroup:
             rank.progress()
 
     def pump(self) -> None:
-        """Take in what the other ranks have reported."""
+        """Process the reports of the other ranks."""
         if self._leader is None:
             return
         by_rank = {rank.rank: rank for rank in self._others}

@@ -95,7 +95,7 @@ class HandoffCoordinator:
     # ------------------------------------------------------------------ the engine's calls
 
     def offer(self, key: LeaseKey, block_ids: Sequence[int], num_ready: int) -> None:
-        """Offer blocks of which the first `num_ready` are written; `advance` tells of the others."""
+        """Offer blocks of which the first `num_ready` are written; `advance` counts the others."""
         self.leases.offer(key, len(block_ids), self._clock(), num_ready)
         self._digest_check.offered(key.offer, block_ids)
         self._digest_if_complete(key.offer)

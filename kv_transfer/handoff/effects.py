@@ -68,7 +68,7 @@ class Effects:
                     self._digest_check.compare(self._receives[action.receive], action.digests)
 
     def emit(self, event: ConnectorEvent) -> None:
-        """Tell the engine, and forget what was kept for a transfer that has ended."""
+        """Pass an event to the engine, and forget the state of a transfer that has ended."""
         match event:
             case Received():
                 self._digest_check.forget(event.transfer_id)

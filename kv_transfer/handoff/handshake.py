@@ -1,8 +1,8 @@
-"""Handshakes: what two engines must agree on before one reads the other's blocks, and the holder's answers.
+"""Handshakes: the terms that two engines must agree on before one reads the other's blocks, and the holder's answers.
 
-A handshake tells a reader how to reach the holder's memory. It also makes the holder serve the reader for a while: over
-some lanes, such as TCP, a read goes on only while the holder makes progress. A reader that begins a handshake is about
-to read, or reads without a grant that would tell the holder so (`peers.py`).
+A handshake gives a reader the address of the holder's memory. It also makes the holder serve the reader for a while:
+over some lanes, such as TCP, a read continues only while the holder makes progress. A reader that begins a handshake is
+about to read, or is reading without a grant, so that the holder does not know of it otherwise (`peers.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVE_AFTER_HANDSHAKE_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairingTerms:
-    """One engine's side of what both must agree on. Every handshake and every ticket carries it."""
+    """One engine's terms. Every handshake and every ticket carries them."""
 
     key: EngineKey
     fingerprint: str

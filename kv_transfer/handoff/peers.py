@@ -77,7 +77,7 @@ class Peers:
         return sum(peer.status is PeerStatus.READY for peer in self._peers.values())
 
     def lanes(self, reads: BlockReads) -> list[PeerLane]:
-        """Return the ways in which peers that are ready are read, and what `reads` know of the time that it takes."""
+        """Return the lanes of ready peers, with their measured read times from `reads`."""
         ready = {
             peer.memory: peer.key.engine_id
             for peer in self._peers.values()

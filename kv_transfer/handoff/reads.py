@@ -145,7 +145,7 @@ class BlockReads:
         return {entry.peer for entry in self._entries.values() if entry.ended_early}
 
     def pace(self, peer: PeerHandle) -> ReadPace:
-        """Return what is known of the time that reads of a connected peer take."""
+        """Return the measured read times of a connected peer."""
         if peer not in self._paces:
             lane = self._group.lane(peer)
             rate = None if lane is None else lane.bytes_per_s
@@ -153,7 +153,7 @@ class BlockReads:
         return self._paces[peer]
 
     def forget_paces(self, kept: Collection[PeerHandle]) -> None:
-        """Forget what is known of peers that are not among those."""
+        """Forget the measurements of all other peers."""
         self._paces = {peer: pace for peer, pace in self._paces.items() if peer in kept}
 
     def start(self, receive: TransferId, peer: PeerHandle, num_blocks: int) -> None:
@@ -175,7 +175,7 @@ class BlockReads:
             entry.ended_early = True
 
     def poll(self, now: float) -> list[ReadEvent]:
-        """Go on with all reads. Returns what has happened."""
+        """Continue all reads. Returns events."""
         events: list[ReadEvent] = []
         for entry in list(self._entries.values()):
             events += self._advance(entry, now)
@@ -228,7 +228,7 @@ class BlockReads:
         return reason
 
     def _measure(self, entry: _BlockRead, began_at: float) -> None:
-        """Note the time of a piece that has been read, and of what has come of a long one."""
+        """Note the time of a finished piece, and of parts of a long one."""
         pace, now = self.pace(entry.peer), self._clock()
         num_blocks, goes_on = pace.num_blocks - entry.blocks_before, bool(entry.running or entry.waiting)
         if goes_on and (num_blocks <= 0 or now - began_at < MEASURED_S):

@@ -85,7 +85,7 @@ class LeaseRow:
 
     next_state: LeaseState
     reply: LeaseReply | None = None
-    ended: OfferOutcome | None = None  # the engine is told
+    ended: OfferOutcome | None = None  # reported to the engine
     counted: bool = False  # as a stale message: it changes nothing
 
 
@@ -195,7 +195,7 @@ class LeaseTable:
         self._leases[key.offer] = Lease(key, num_blocks, ready, expires_at=now + self.lease_s)
 
     def advance(self, offer: TransferId, num_ready: int, now: float) -> list[Action]:
-        """Note that so many of the blocks are written. An offer that nobody has claimed is kept `lease_s` from now."""
+        """Note how many blocks are written. An offer that nobody has claimed is kept `lease_s` from now."""
         lease = self._leases.get(offer)
         if lease is not None and lease.state is not LeaseState.ASKED_BACK:
             lease.num_ready = max(lease.num_ready, num_ready)

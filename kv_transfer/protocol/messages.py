@@ -255,7 +255,7 @@ class SendToHolder(msgspec.Struct, frozen=True):
 
 
 class Emit(msgspec.Struct, frozen=True):
-    """Tell the engine an event."""
+    """Pass an event to the engine."""
 
     event: ConnectorEvent
 
@@ -272,7 +272,7 @@ class ReadBlocks(msgspec.Struct, frozen=True):
 
 
 class StopReading(msgspec.Struct, frozen=True):
-    """Begin nothing further for a receive; `read_released` once nothing can write any more."""
+    """Begin no further read for a receive; `read_released` follows once nothing can write any more."""
 
     receive: TransferId
 

@@ -215,7 +215,7 @@ class Receive:
         kind = Claim if self.granted_until is None else Renew
         return kind(self.ticket.lease, self.key, self.last_number)
 
-    def ask_soon(self, now: float, retry_s: float) -> None:
+    def schedule_retry(self, now: float, retry_s: float) -> None:
         """Ask again soon if blocks or digests are still to come: the holder's messages may be lost."""
         if self.grows or self.lacks_digests:
             self.ask_at = min(self.ask_at, now + retry_s)
@@ -249,7 +249,7 @@ class Receive:
         """Return whether these digests are the ones that were asked for."""
         return self.lacks_digests and digests.first == self.first_unverified and digests.count <= self.num_unverified
 
-    def what_took_too_long(self, connect_s: float) -> str:
+    def timeout_reason(self, connect_s: float) -> str:
         holder = f"{self.ticket.lease.holder.engine_id} at {self.ticket.kv_address}"
         if self.state is ReceiveState.RESERVED:
             return f"no connection to {holder} within {connect_s:g} s"

@@ -126,7 +126,7 @@ class ReceiveTable:
         return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
 
     def peer_cut_off(self, holder: EngineKey, reason: str) -> list[Action]:
-        """Fail receives of a holder that may be alive. It is told when the connection is there again."""
+        """Fail receives of a holder that may be alive. It gets the messages when the connection is restored."""
         return self._on_all(self._of(holder), ReceiveEvent.CUT_OFF, reason)
 
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
@@ -140,7 +140,7 @@ class ReceiveTable:
         actions: list[Action] = []
         for receive in self._active():
             if now >= receive.deadline:
-                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.what_took_too_long(self.timeouts.connect_s))
+                actions += self._on(receive, ReceiveEvent.OVERDUE, receive.timeout_reason(self.timeouts.connect_s))
             elif receive.state is ReceiveState.READING and now >= receive.ask_at:
                 actions += self._on(receive, ReceiveEvent.ASK_DUE, now=now)
         return actions
@@ -152,7 +152,7 @@ class ReceiveTable:
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
-        known.ask_soon(now, self.timeouts.retry_s)
+        known.schedule_retry(now, self.timeouts.retry_s)
         actions = self._on(known, ReceiveEvent.READ_FINISHED, now=now)
         return actions + self._commit_if_all_is_there(known)
 
@@ -171,7 +171,7 @@ class ReceiveTable:
         assert known.digests is not None, "they were compared"
         known.num_unverified -= known.digests.count
         known.digests = None
-        known.ask_soon(now, self.timeouts.retry_s)
+        known.schedule_retry(now, self.timeouts.retry_s)
         return self._on(known, ReceiveEvent.MATCHED) + self._commit_if_all_is_there(known)
 
     def corrupt(self, receive: TransferId, reason: str) -> list[Action]:
@@ -195,7 +195,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ events into the table
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
-        """Note what a message says. Returns its event in the table, and the reason of a failure."""
+        """Apply a message. Returns its event in the table, and the reason of a failure."""
         pulling = receive is not None and receive.state is ReceiveState.READING
         match message:
             case ClaimRefused():
@@ -226,7 +226,7 @@ class ReceiveTable:
         if receive.granted_until is None or until > receive.granted_until:
             receive.granted_until = receive.deadline = until
             receive.ask_at = max(now, sent_at + message.lease_s * self.timeouts.renew_at)
-        receive.ask_soon(now, self.timeouts.retry_s)
+        receive.schedule_retry(now, self.timeouts.retry_s)
         return True
 
     def _commit_if_all_is_there(self, receive: Receive) -> list[Action]:
@@ -253,7 +253,7 @@ class ReceiveTable:
         return [SendToHolder(message.lease.holder, AbortRead(message.lease, message.reader))]
 
     def _on(self, receive: Receive, event: ReceiveEvent, reason: str = "", now: float = 0.0) -> list[Action]:
-        """Do what the table says. `reason` tells why the receive failed, if it did."""
+        """Apply a transition of the table. `reason` is that of a failure."""
         row = RECEIVE_TABLE[receive.state, event]
         self.stale_messages += row.counted
         receive.state = row.next_state

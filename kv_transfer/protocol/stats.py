@@ -8,7 +8,7 @@ from baton.engine.core.pace import Line
 
 
 class PeerLane(msgspec.Struct, frozen=True, kw_only=True):
-    """The way in which an engine reads a peer's memory."""
+    """The lane over which an engine reads a peer's memory."""
 
     engine_id: str  # of the peer
     transport: str

@@ -1,7 +1,7 @@
 """Staging slots of a group of ranks: each rank copies its share between its blocks and its slots.
 
     rank 0     HostBufferConnector ── CopyThread ── GroupBlockCopier ──┬── BlockCopier                 of rank 0
-                                                                       └── TpCopyGroup ──orders──> CopyServant
+                                                                       └── TpCopyGroup ──orders──> CopyHandler
                                                                                             ── BlockCopier   of rank 1
 
 Blocks and slots have the same numbers on every rank, and a copy is over when it is so on every rank. Each rank
@@ -51,7 +51,7 @@ class StagingSlots(NamedTuple):
     """Memory of the host that stands in for blocks which the transport cannot register."""
 
     memory: HostMemory
-    region: KVRegion  # the slots as blocks of the same layout; peers are told of it
+    region: KVRegion  # the slots as blocks of the same layout, for peers
 
 
 def take_staging_slots(region: KVRegion, buffer_bytes: int) -> StagingSlots:
@@ -93,7 +93,7 @@ class GroupBlockCopier:
             self._group.answers(Copied)
 
 
-class CopyServant:
+class CopyHandler:
     """Copies another rank's share when rank 0 orders it to."""
 
     def __init__(self, region: KVRegion, memory: HostMemory) -> None:
@@ -103,7 +103,7 @@ class CopyServant:
     def details(self) -> None:
         return None
 
-    def obey(self, order: Copy) -> Iterator[Copied]:
+    def handle(self, order: Copy) -> Iterator[Copied]:
         pairs = self._checked(order.pairs)
         if order.is_down:
             self._copier.down(pairs)
@@ -163,8 +163,8 @@ def follow_connector(
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(settings.cpu_affinity, region.device)
-        servant, fingerprint = CopyServant(region, slots.memory), region.layout.fingerprint
-        return GroupMember(servant, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+        handler, fingerprint = CopyHandler(region, slots.memory), region.layout.fingerprint
+        return GroupMember(handler, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     try:
         copier = MemberThread(begin, rank=rank, leader=copies, key=key, name="baton-copies").start()

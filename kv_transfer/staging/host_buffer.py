@@ -1,9 +1,9 @@
-"""Hand-offs by way of the host's memory, for blocks whose own memory the transport cannot register.
+"""Hand-offs through staging slots in the host's memory, for blocks that the transport cannot register.
 
     holder   block ──copy──> slot ══════READ══════> slot ──copy──> block   reader
                              registered memory of the host
 
-Peers are told of the *staging slots*, blocks of the same layout in the host's memory, and leases are for slots. An
+Peers see only the *staging slots*, blocks of the same layout in the host's memory, and leases are for slots. An
 offer grows as its blocks are copied, so no step waits for the copies and no slot is read before it is filled. A
 reader's blocks are filled after its receive was committed. A read that was given up can write into slots only: the
 engine has its blocks back at once, and the slots are kept until the read is over.
@@ -163,7 +163,7 @@ class HostBufferConnector(GrowingConnector):
             self._copy_socket.close()
 
     def _take(self, event: ConnectorEvent, own: TransferId) -> None:
-        """Pass on what happened to slots as what happens to blocks."""
+        """Convert events of slots to events of blocks."""
         match event:
             case OfferEnded():
                 self._offers.ended(own, event.outcome)

@@ -124,7 +124,7 @@ class StagedReceives:
         self._copies.up(pairs, lambda: self._copied(own, receive, event))
 
     def failed(self, own: TransferId, reason: str) -> None:
-        """Tell the engine that a receive has failed; its blocks have not been touched."""
+        """Report a failed receive to the engine; its blocks have not been written."""
         self._emit(ReceiveFailed(own, reason))
         self._emit(BlocksReleased(own))
         self._wake()  # a receive that is refused at once has no other event that wakes the step loop

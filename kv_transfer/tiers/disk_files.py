@@ -52,7 +52,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class TierRefused(TransferError):
-    """A setting of tiers cannot be used; the text says what was found and what to change."""
+    """A setting of tiers cannot be used; the message has the finding and the remedy."""
 
 
 class DiskFull(TransferError):

@@ -1,7 +1,7 @@
 """Tiers of a group of ranks: each keeps its share of a block, in the slot of the same number.
 
     rank 0     TierStore ── TierIndex ──moves──> TierGroup ──┬── TierWorker            memory and files of rank 0
-                                                             └── TpCopyGroup ──moves──> TierServant ── TierWorker
+                                                             └── TpCopyGroup ──moves──> TierHandler ── TierWorker
                                                                                                    of rank 1
 
 Only rank 0 has the index. A block is stored, or restored, when it is so on every rank, and lost when it is on any.
@@ -137,7 +137,7 @@ class TierGroup:
         return report, kept
 
 
-class TierServant:
+class TierHandler:
     """Opens another rank's tiers and moves its share of blocks when rank 0 orders it to."""
 
     def __init__(self, region: KVRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
@@ -148,7 +148,7 @@ class TierServant:
     def details(self) -> None:
         return None
 
-    def obey(self, order: TierOrder) -> Iterator[TierReport]:
+    def handle(self, order: TierOrder) -> Iterator[TierReport]:
         match order:
             case OpenTiers():
                 yield from self._open(order.file_set)
@@ -209,7 +209,7 @@ def follow_tiers(
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(cpu_affinity, region.device)
-        servant, fingerprint = TierServant(region, settings, name, rank, num_ranks), region.layout.fingerprint
-        return GroupMember(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+        handler, fingerprint = TierHandler(region, settings, name, rank, num_ranks), region.layout.fingerprint
+        return GroupMember(handler, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-tiers").start()

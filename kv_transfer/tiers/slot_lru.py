@@ -1,7 +1,7 @@
 """The slots of one tier in the order of their last use: which block is in which slot, and which is evicted first.
 
     absent ──put──> WRITING ──written──> KEPT ──evicted──> absent
-                       └─not written─> absent  └─spoiled─> SPOILED ──last reader done──> absent
+                       └─not written─> absent  └─corrupt─> CORRUPT ──last reader done──> absent
 
 A block that is being written or read (pinned) cannot be evicted: its slot is in use.
 """
@@ -17,28 +17,28 @@ from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import Tier, TierWatcher
 
 
-class Presence(enum.Enum):
+class SlotState(enum.Enum):
     WRITING = "writing"
     KEPT = "kept"
-    SPOILED = "spoiled"  # its bytes are wrong, and it is still being read
+    CORRUPT = "corrupt"  # its bytes are wrong, and it is still being read
 
 
-TRANSITIONS: dict[Presence, frozenset[Presence]] = {
-    Presence.WRITING: frozenset({Presence.KEPT}),
-    Presence.KEPT: frozenset({Presence.SPOILED}),
-    Presence.SPOILED: frozenset(),
+TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.WRITING: frozenset({SlotState.KEPT}),
+    SlotState.KEPT: frozenset({SlotState.CORRUPT}),
+    SlotState.CORRUPT: frozenset(),
 }
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
     slot: int
-    presence: Presence
+    state: SlotState
     pins: int = 0  # reads that have not ended
 
 
 class SlotLru:
-    """The slots of one tier. `watcher` hears when a block can be read, and when no longer."""
+    """The slots of one tier. `watcher` is called when a block becomes readable, and when it no longer is."""
 
     def __init__(
         self, tier: Tier, num_slots: int, watcher: TierWatcher, kept: Iterable[tuple[BlockHash, int]] = ()
@@ -47,7 +47,7 @@ class SlotLru:
         self.num_slots = num_slots
         self._tier = tier
         self._watcher = watcher
-        self._entries = OrderedDict((block_hash, _Entry(slot, Presence.KEPT)) for block_hash, slot in kept)
+        self._entries = OrderedDict((block_hash, _Entry(slot, SlotState.KEPT)) for block_hash, slot in kept)
         self.num_kept = len(self._entries)
         taken = {entry.slot for entry in self._entries.values()}
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
@@ -64,13 +64,13 @@ class SlotLru:
     @property
     def kept(self) -> list[BlockHash]:
         """The blocks that can be read now."""
-        kept = Presence.KEPT
-        return [block_hash for block_hash, entry in self._entries.items() if entry.presence is kept]
+        kept = SlotState.KEPT
+        return [block_hash for block_hash, entry in self._entries.items() if entry.state is kept]
 
     def keeps(self, block_hash: BlockHash) -> bool:
         """Return whether a block can be read now."""
         entry = self._entries.get(block_hash)
-        return entry is not None and entry.presence is Presence.KEPT
+        return entry is not None and entry.state is SlotState.KEPT
 
     def touch(self, block_hash: BlockHash) -> bool:
         """Make a block the last to be evicted. Returns whether it is here."""
@@ -98,12 +98,12 @@ class SlotLru:
     def put(self, block_hash: BlockHash) -> int:
         """Take a free slot for a block that will be written to it."""
         slot = self._free.pop()
-        self._entries[block_hash] = _Entry(slot, Presence.WRITING)
+        self._entries[block_hash] = _Entry(slot, SlotState.WRITING)
         return slot
 
     def written(self, block_hash: BlockHash) -> None:
         """Make a block readable: its slot has been written."""
-        self._set_presence(self._entries[block_hash], Presence.KEPT)
+        self._set_state(self._entries[block_hash], SlotState.KEPT)
         self.num_kept += 1
         self._watcher.kept(block_hash, self._tier)
 
@@ -112,7 +112,7 @@ class SlotLru:
         entry = self._entries.pop(block_hash)
         assert not entry.pins, "a block was dropped that is being read"
         self._free.append(entry.slot)
-        if entry.presence is Presence.KEPT:
+        if entry.state is SlotState.KEPT:
             self.num_kept -= 1
             self._watcher.lost(block_hash, self._tier)
         return entry.slot
@@ -120,7 +120,7 @@ class SlotLru:
     def pin(self, block_hash: BlockHash) -> int:
         """Return a block's slot, which stays unchanged until `unpin`."""
         entry = self._entries[block_hash]
-        assert entry.presence is Presence.KEPT, "only what is kept can be read"
+        assert entry.state is SlotState.KEPT, "only what is kept can be read"
         entry.pins += 1
         return entry.slot
 
@@ -128,18 +128,18 @@ class SlotLru:
         """End a read of a block."""
         entry = self._entries[block_hash]
         entry.pins -= 1
-        if entry.presence is Presence.SPOILED and not entry.pins:
+        if entry.state is SlotState.CORRUPT and not entry.pins:
             self.drop(block_hash)
 
-    def spoil(self, block_hash: BlockHash) -> None:
-        """Forget a block whose bytes are wrong. Spoiling twice does nothing."""
+    def mark_corrupt(self, block_hash: BlockHash) -> None:
+        """Forget a block whose bytes are wrong. A second call does nothing."""
         entry = self._entries.get(block_hash)
-        if entry is None or entry.presence is not Presence.KEPT:
+        if entry is None or entry.state is not SlotState.KEPT:
             return
         if not entry.pins:
             self.drop(block_hash)
             return
-        self._set_presence(entry, Presence.SPOILED)
+        self._set_state(entry, SlotState.CORRUPT)
         self.num_kept -= 1
         self._watcher.lost(block_hash, self._tier)
 
@@ -147,21 +147,21 @@ class SlotLru:
         """Forget all blocks, and accept no more. Returns how many were lost."""
         lost, self._open = self.num_kept, False
         for block_hash in list(self._entries):
-            self.spoil(block_hash)
+            self.mark_corrupt(block_hash)
         return lost
 
     def check(self) -> None:
         """Assert that every slot is free or holds one block. Walks everything; for tests."""
         used = [entry.slot for entry in self._entries.values()]
         assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot is lost or in use twice"
-        kept = sum(entry.presence is Presence.KEPT for entry in self._entries.values())
+        kept = sum(entry.state is SlotState.KEPT for entry in self._entries.values())
         assert kept == self.num_kept, "the count of kept blocks is wrong"
 
     @staticmethod
     def _idle(entries: Iterable[tuple[BlockHash, _Entry]]) -> Iterator[BlockHash]:
-        return (name for name, entry in entries if entry.presence is Presence.KEPT and not entry.pins)
+        return (name for name, entry in entries if entry.state is SlotState.KEPT and not entry.pins)
 
     @staticmethod
-    def _set_presence(entry: _Entry, presence: Presence) -> None:
-        assert presence in TRANSITIONS[entry.presence], f"{entry.presence.value} -> {presence.value}"
-        entry.presence = presence
+    def _set_state(entry: _Entry, state: SlotState) -> None:
+        assert state in TRANSITIONS[entry.state], f"{entry.state.value} -> {state.value}"
+        entry.state = state

@@ -167,13 +167,13 @@ class TierStore(IndexedTiers):
         try:
             while (job := self._next_job()) is not None:
                 self._do(mover, job)
-            self._wind_up(mover)
+            self._save_blocks(mover)
         except RankLost as error:
             logger.error("the KV tiers stopped: %s", error)
-            self._die(error)
+            self._fail(error)
         except Exception as error:
             logger.exception("the tier thread died")
-            self._die(error)
+            self._fail(error)
         mover.close()
 
     def _open_mover(self) -> TierMover:
@@ -192,7 +192,7 @@ class TierStore(IndexedTiers):
         self._finished.append((job, done))
         self._wake()
 
-    def _die(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self._failure = error
         self._wake()
 
@@ -205,7 +205,7 @@ class TierStore(IndexedTiers):
                 self._work.wait()
         return None
 
-    def _wind_up(self, mover: TierMover) -> None:
+    def _save_blocks(self, mover: TierMover) -> None:
         """Save blocks for the next process. Only this thread uses the index now."""
         deadline = time.monotonic() + SAVE_S
         while self._stores and time.monotonic() < deadline:

@@ -76,7 +76,7 @@ class TierIndex:
         return sum(slots.num_slots for slots in self._tiers.values())
 
     def watch(self, watcher: TierWatcher) -> None:
-        """Tell `watcher` of every change from now on."""
+        """Call `watcher` with every change from now on."""
         self._watchers.all.append(watcher)
 
     def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
@@ -153,7 +153,7 @@ class TierIndex:
         return True
 
     def stored(self, move: Move, loss: Loss | None) -> None:
-        """End a move down. `loss` says why it was not carried out."""
+        """End a move down. `loss` is the reason why it was not carried out."""
         slots = self._tiers[move.target]
         if loss is None and slots.is_open:
             slots.written(move.block_hash)
@@ -192,11 +192,11 @@ class TierIndex:
         return moves
 
     def restored(self, move: Move, loss: Loss | None) -> None:
-        """End a move up. `loss` says why it was not carried out."""
+        """End a move up. `loss` is the reason why it was not carried out."""
         slots = self._tiers[move.source]
         if loss is not None:
             self.losses[loss] += 1
-            slots.spoil(move.block_hash)
+            slots.mark_corrupt(move.block_hash)
         slots.unpin(move.block_hash)
 
     def close_disk(self) -> None:

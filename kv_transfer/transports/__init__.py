@@ -1,4 +1,4 @@
-"""Transports: ways of reading another engine's memory. One thread uses a transport.
+"""Transports: one-sided reads of another engine's memory. One thread uses a transport.
 
 add_peer ──> CONNECTING ──> CONNECTED ──a read fails──> BROKEN ──> remove_peer (when no read of it is left)
 read ──> RUNNING ──> DONE | FAILED ──> release (until it says that nothing can write any more)
@@ -43,7 +43,7 @@ class ReadState(enum.Enum):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """The way in which a peer's memory is read."""
+    """The lane over which a peer's memory is read."""
 
     transport: str  # its name
     bytes_per_s: float | None  # of the few MB that are read when a peer is connected; None before, and if not measured
@@ -69,13 +69,13 @@ class Transport(Protocol):
         ...
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        """Begin to connect. Raises `TransportError` for metadata that make no sense."""
+        """Begin to connect. Raises `TransportError` for invalid metadata."""
         ...
 
     def peer_state(self, peer: PeerHandle) -> PeerState: ...
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the way in which a read of this peer would go now; None where it is not connected."""
+        """Return the lane of a read of this peer now; None if it is not connected."""
         ...
 
     def remove_peer(self, peer: PeerHandle) -> None:

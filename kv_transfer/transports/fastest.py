@@ -6,7 +6,7 @@
     add_peer: both connect and measure a few MB ──> CONNECTED once either is, and stays so while either is
     read:     over the faster ──fails──> over the other, once, counted ──fails──> FAILED
 
-The name is the network's: both ends must have that in common, and either may lack the direct way.
+The name is the network's: both ends must have that in common, and either may lack the direct transport.
 `open_transport` makes all of it as the settings say.
 """
 
@@ -51,8 +51,8 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Way:
-    """One transport to a peer."""
+class _Route:
+    """A peer as one of the two transports reads it."""
 
     transport: Transport
     peer: PeerHandle
@@ -70,20 +70,20 @@ class _Way:
 @dataclasses.dataclass(slots=True)
 class _Peer:
     name: str
-    ways: list[_Way]  # the direct one first, so that it comes first among equals
+    routes: list[_Route]  # the direct one first, so that it comes first among equals
     is_told: bool = False  # the lane is in the log
 
-    def best(self) -> _Way | None:
+    def best(self) -> _Route | None:
         """Return the fastest of those that are connected."""
-        connected = [way for way in self.ways if way.state is PeerState.CONNECTED]
-        return max(connected, key=lambda way: way.rate, default=None)
+        connected = [route for route in self.routes if route.state is PeerState.CONNECTED]
+        return max(connected, key=lambda route: route.rate, default=None)
 
 
 @dataclasses.dataclass(slots=True)
 class _Read:
     peer: _Peer
     ranges: Ranges
-    way: _Way
+    route: _Route
     handle: ReadHandle
     is_second: bool = False
     letting_go: list[tuple[Transport, ReadHandle]] = dataclasses.field(default_factory=list)  # of a failed first try
@@ -102,29 +102,29 @@ class FastestTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self.num_fallbacks = 0  # reads that failed over the fastest way and were begun again over the other
+        self.num_fallbacks = 0  # reads that failed over the fastest route and were begun again over the other
 
     def metadata(self) -> bytes:
         return self._metadata
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = _decode_metadata(metadata)
-        ways = [_Way(self._network, self._network.add_peer(known.network))]
+        routes = [_Route(self._network, self._network.add_peer(known.network))]
         if self._direct is not None and known.direct is not None:
             try:
-                ways.insert(0, _Way(self._direct, self._direct.add_peer(known.direct)))
+                routes.insert(0, _Route(self._direct, self._direct.add_peer(known.direct)))
             except TransportError as error:
                 logger.info("%s is read over %s, not %s: %s", known.name, self.name, self._direct.name, error)
         handle = next(self._ids)
-        self._peers[handle] = _Peer(known.name, ways)
+        self._peers[handle] = _Peer(known.name, routes)
         return handle
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
-        states = [way.state for way in known.ways]
+        states = [route.state for route in known.routes]
         if not known.is_told and PeerState.CONNECTED in states and PeerState.CONNECTING not in states:
             known.is_told = True
-            self._tell_lane(known)
+            self._log_lane(known)
         if PeerState.CONNECTED in states:
             return PeerState.CONNECTED
         return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
@@ -133,15 +133,15 @@ class FastestTransport:
         return self._lane_of(self._peers[peer])
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        for way in self._peers.pop(peer).ways:
-            way.transport.remove_peer(way.peer)
+        for route in self._peers.pop(peer).routes:
+            route.transport.remove_peer(route.peer)
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
-        way = known.best()
-        if way is None:
+        route = known.best()
+        if route is None:
             raise TransportError(f"the connection to {known.name} is broken")
-        entry = self._begin(known, ranges, way)
+        entry = self._begin(known, ranges, route)
         read = next(self._ids)
         self._reads[read] = entry
         return read
@@ -149,7 +149,7 @@ class FastestTransport:
     def poll(self, read: ReadHandle) -> ReadState:
         entry = self._reads[read]
         entry.letting_go = [part for part in entry.letting_go if not part[0].release(part[1])]
-        state = entry.way.transport.poll(entry.handle)
+        state = entry.route.transport.poll(entry.handle)
         if state is ReadState.FAILED and not entry.is_second and self._begin_again(entry):
             return self.poll(read)
         if state is ReadState.DONE and entry.letting_go:
@@ -159,7 +159,7 @@ class FastestTransport:
     def release(self, read: ReadHandle) -> bool:
         entry = self._reads[read]
         entry.letting_go = [part for part in entry.letting_go if not part[0].release(part[1])]
-        if entry.letting_go or not entry.way.transport.release(entry.handle):
+        if entry.letting_go or not entry.route.transport.release(entry.handle):
             return False
         del self._reads[read]
         return True
@@ -174,20 +174,20 @@ class FastestTransport:
             self._direct.close()
         self._network.close()
 
-    def _begin(self, peer: _Peer, ranges: Ranges, way: _Way) -> _Read:
-        """Begin a read; where its way refuses it, over the other. Raises `TransportError`."""
+    def _begin(self, peer: _Peer, ranges: Ranges, route: _Route) -> _Read:
+        """Begin a read; if its transport refuses it, over the other one. Raises `TransportError`."""
         try:
-            return _Read(peer, ranges, way, way.transport.read(way.peer, ranges))
+            return _Read(peer, ranges, route, route.transport.read(route.peer, ranges))
         except TransportError as error:
-            other = self._other(peer, way)
+            other = self._other(peer, route)
             if other is None:
                 raise
-            self._note_fallback(peer, way, other, str(error))
+            self._note_fallback(peer, route, other, str(error))
         return _Read(peer, ranges, other, other.transport.read(other.peer, ranges), is_second=True)
 
     def _begin_again(self, entry: _Read) -> bool:
-        """Begin a read that has failed anew, over the other way. False: there is none that works."""
-        other = self._other(entry.peer, entry.way)
+        """Begin a failed read again over the other transport. Returns False if there is none that works."""
+        other = self._other(entry.peer, entry.route)
         if other is None:
             return False
         try:
@@ -195,28 +195,28 @@ class FastestTransport:
         except TransportError as error:
             logger.warning("%s: nor can it be read over %s: %s", entry.peer.name, other.transport.name, error)
             return False
-        self._note_fallback(entry.peer, entry.way, other, "the read failed")
-        entry.letting_go.append((entry.way.transport, entry.handle))
-        entry.way, entry.handle, entry.is_second = other, handle, True
+        self._note_fallback(entry.peer, entry.route, other, "the read failed")
+        entry.letting_go.append((entry.route.transport, entry.handle))
+        entry.route, entry.handle, entry.is_second = other, handle, True
         return True
 
     @staticmethod
-    def _other(peer: _Peer, way: _Way) -> _Way | None:
-        return next((each for each in peer.ways if each is not way and each.state is PeerState.CONNECTED), None)
+    def _other(peer: _Peer, route: _Route) -> _Route | None:
+        return next((each for each in peer.routes if each is not route and each.state is PeerState.CONNECTED), None)
 
-    def _note_fallback(self, peer: _Peer, way: _Way, other: _Way, reason: str) -> None:
+    def _note_fallback(self, peer: _Peer, route: _Route, other: _Route, reason: str) -> None:
         self.num_fallbacks += 1
-        logger.warning("%s: over %s instead of %s: %s", peer.name, other.transport.name, way.transport.name, reason)
+        logger.warning("%s: over %s instead of %s: %s", peer.name, other.transport.name, route.transport.name, reason)
 
     def _lane_of(self, peer: _Peer) -> Lane | None:
-        way = peer.best()
-        if way is None:
+        route = peer.best()
+        if route is None:
             return None
-        rate = way.rate
-        return Lane(way.transport.name, rate or None, self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S)
+        rate = route.rate
+        return Lane(route.transport.name, rate or None, self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S)
 
-    def _tell_lane(self, peer: _Peer) -> None:
-        rates = ", ".join(f"{way.transport.name} {_shown(way)}" for way in peer.ways)
+    def _log_lane(self, peer: _Peer) -> None:
+        rates = ", ".join(f"{route.transport.name} {_shown(route)}" for route in peer.routes)
         lane = self._lane_of(peer)
         if lane is None:
             return
@@ -226,10 +226,10 @@ class FastestTransport:
             logger.info("memory of %s is read over %s (%s)", peer.name, lane.transport, rates)
 
 
-def _shown(way: _Way) -> str:
-    if way.state is not PeerState.CONNECTED:
+def _shown(route: _Route) -> str:
+    if route.state is not PeerState.CONNECTED:
         return "does not work"
-    return f"{way.rate / 1e9:.1f} GB/s" if way.rate else "not measured"
+    return f"{route.rate / 1e9:.1f} GB/s" if route.rate else "not measured"
 
 
 def open_transport(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
@@ -254,7 +254,7 @@ def _network(settings: TransferSettings, region: KVRegion, agent_name: str) -> T
 
 
 def _direct(region: KVRegion, agent_name: str) -> Transport | None:
-    """Return the way between GPUs of one machine; None for memory that cannot be shared so, which is said once."""
+    """Return the transport between GPUs of one machine; None, with one log line, for memory that cannot be shared."""
     if region.device == "cpu":
         return None
     try:

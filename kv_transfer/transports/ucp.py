@@ -67,7 +67,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Ucp:
-    """The library that UCXX has loaded. Its `TransportError`s tell what was tried and what UCX answered."""
+    """The library that UCXX has loaded. Its `TransportError`s name the call and UCX's answer."""
 
     def __init__(self) -> None:
         self._ucp = ctypes.CDLL("libucp.so.0")

@@ -405,7 +405,7 @@ class FakeCluster:
     def counters(self) -> ClientCounters:
         return self.client_counters
 
-    def heard_s(self, record: EngineRecord) -> float:
+    def last_message_s(self, record: EngineRecord) -> float:
         return 0.0
 
     def listed(self) -> DirectorySnapshot:

@@ -14,7 +14,7 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats,
 from baton.engine.core.pace import StepTimes
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import SILENCE_S
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
 STEP_S = 0.0005  # as while a device computes: other threads may run
@@ -132,7 +132,7 @@ def serve_engine(
     epoch: int = 1,
     rank: int = 0,
     transfers: Callable[[], TransferStats | None] = lambda: None,
-    silence_s: float = SILENCE_S,
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     host: str = "127.0.0.1",
 ) -> tuple[EngineServer, EngineRecord]:
     server = EngineServer(
@@ -142,7 +142,7 @@ def serve_engine(
         key=key,
         host=host,
         transfers=transfers,
-        silence_s=silence_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
     )
     server.start()
     return server, make_record(address=server.address, epoch=epoch, rank=rank)

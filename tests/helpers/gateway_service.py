@@ -103,3 +103,18 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def check_refused(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> str:
+    """The error has OpenAI's shape and says what it should. Returns its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    assert error["message"]
+    return error["message"]

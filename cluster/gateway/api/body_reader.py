@@ -21,7 +21,9 @@ from .prepare import Preparer
 from .protocol import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeAnswer,
     DetokenizeRequest,
+    TokenizeAnswer,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
@@ -59,7 +61,10 @@ class BodyReader:
             RequestKind.CHAT: preparer.chat,
             RequestKind.RESPONSE: partial(prepare_response, preparer),
         }
-        self._answers = {RequestKind.TOKENIZE: self._tokenize, RequestKind.DETOKENIZE: self._detokenize}
+        self._answers: dict[RequestKind, Callable[[dict[str, Any]], Awaitable[object]]] = {
+            RequestKind.TOKENIZE: self._tokenize,
+            RequestKind.DETOKENIZE: self._detokenize,
+        }
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take other settings from the next body on."""
@@ -80,7 +85,7 @@ class BodyReader:
             raise model_not_found(asked, self._model.model_id)
         return msgspec.json.encode(await self._answers[kind](data))
 
-    async def _tokenize(self, data: dict[str, Any]) -> dict[str, Any]:
+    async def _tokenize(self, data: dict[str, Any]) -> TokenizeAnswer:
         if "prompt" in data and "messages" in data:
             raise bad_request("messages", "Give either 'prompt' or 'messages'.")
         if "messages" in data:
@@ -90,13 +95,12 @@ class BodyReader:
             text = parse_request(TokenizeTextRequest, data)
             tokens = await self._preparer.tokenize(text.prompt, text.add_special_tokens)
             shows = text.return_token_strs
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": self._model.max_model_len, "tokens": tokens}
-        answer["token_strs"] = [self._model.tokenizer.token(token) for token in tokens] if shows else None
-        return answer
+        token_strs = [self._model.tokenizer.token(token) for token in tokens] if shows else None
+        return TokenizeAnswer(len(tokens), self._model.max_model_len, tokens, token_strs)
 
-    async def _detokenize(self, data: dict[str, Any]) -> dict[str, Any]:
+    async def _detokenize(self, data: dict[str, Any]) -> DetokenizeAnswer:
         request = parse_request(DetokenizeRequest, data)
-        return {"prompt": await self._preparer.detokenize(request.tokens)}
+        return DetokenizeAnswer(await self._preparer.detokenize(request.tokens))
 
 
 MAX_FIELDS = 256  # of one request

@@ -36,6 +36,7 @@ class CallDelta(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same text, under vLLM's newer name
     content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
@@ -46,6 +47,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: msgspec.Raw | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
 
 
 class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -55,6 +57,7 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of a choice, with `return_token_ids`
 
 
 class AnsweredFunctionCall(msgspec.Struct):
@@ -71,6 +74,7 @@ class AnsweredMessage(msgspec.Struct, tag_field="role", tag="assistant"):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same text, under vLLM's newer name
     tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
@@ -80,6 +84,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: msgspec.Raw | None
     finish_reason: str | None
     stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -89,6 +94,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: msgspec.Raw | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
@@ -110,9 +116,9 @@ class ChatRenderer:
         opening = b""
         if not self._begun[index]:
             self._begun[index] = True
-            opening = self._chunk([ChunkChoice(index, ChatDelta(role="assistant", content=""))])
+            opening = self._opening(index)
         gained = self._gained(index, delta)
-        if not (gained or delta.tokens or delta.finish_reason):
+        if not (gained or delta.tokens or delta.token_ids or delta.finish_reason):
             return opening
         *first, last = gained or [ChatDelta()]
         choice = ChunkChoice(
@@ -121,6 +127,7 @@ class ChatRenderer:
             HOLE if delta.tokens else None,
             self._finish_reason(index, delta),
             delta.stop_reason if delta.finish_reason else UNSET,
+            self._token_ids(delta),
         )
         before = opening + b"".join([self._chunk([ChunkChoice(index, each)]) for each in first])
         if not delta.tokens:
@@ -150,13 +157,26 @@ class ChatRenderer:
                 parts.append(chat_logprobs(self._tokenizer, delta.tokens))
             message = self._message(index, delta)  # first, because the finish reason depends on its calls
             reason = self._finish_reason(index, delta)
-            answer.append(ChatChoice(index, message, HOLE if delta.tokens else None, reason, delta.stop_reason))
+            logprobs = HOLE if delta.tokens else None
+            answer.append(ChatChoice(index, message, logprobs, reason, delta.stop_reason, self._token_ids(delta)))
         completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._tally.usage())
         if prompt is not None:
             completion.prompt_logprobs = HOLE
             parts.append(prompt_logprobs(self._tokenizer, prompt))
+        completion.prompt_token_ids = self._prompt_token_ids()
         completion.baton_timeline = self._tally.timelines()
         return at_once(fill(completion, parts), num_logprobs)
+
+    def _opening(self, index: int) -> bytes:
+        chunk = self._as_chunk([ChunkChoice(index, ChatDelta(role="assistant", content=""))])
+        chunk.prompt_token_ids = self._prompt_token_ids()
+        return sse(chunk)
+
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return self._job.prompts[0] if self._job.returns_token_ids else UNSET
+
+    def _token_ids(self, delta: ChoiceDelta) -> list[int] | UnsetType:
+        return delta.token_ids if self._job.returns_token_ids else UNSET
 
     def _chunk(self, choices: list[ChunkChoice], event_id: bytes = b"") -> bytes:
         return sse(self._as_chunk(choices), event_id)
@@ -175,7 +195,7 @@ class ChatRenderer:
     def _as_delta(self, index: int, part: OutputPart) -> ChatDelta:
         match part:
             case ReasoningPart(text):
-                return ChatDelta(reasoning_content=text)
+                return ChatDelta(reasoning_content=text, reasoning=text)
             case ContentPart(text):
                 return ChatDelta(content=text)
             case ToolCallStart(number, name):
@@ -188,7 +208,7 @@ class ChatRenderer:
         parts = self._read(index, delta)
         message = AnsweredMessage("".join(part.text for part in parts if isinstance(part, ContentPart)))
         if thought := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
-            message.reasoning_content = thought
+            message.reasoning_content = message.reasoning = thought
         calls: list[AnsweredToolCall] = []
         for part in parts:
             if isinstance(part, ToolCallStart):

@@ -25,6 +25,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: str | int | None
     prompt_logprobs: msgspec.Raw | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of a choice, with `return_token_ids`
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -52,7 +54,7 @@ class CompletionRenderer:
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         delta = self._count(index, delta)
         echoes = self._job.echoes is not None and not self._begun[index]
-        if not (delta.text or delta.tokens or delta.finish_reason or echoes):
+        if not (delta.text or delta.tokens or delta.token_ids or delta.finish_reason or echoes):
             return b""
         choice, parts = self._choice(index, delta)
         chunk = self._completion([choice], self._tally.in_chunk(self._usage))
@@ -99,6 +101,9 @@ class CompletionRenderer:
         echo = job.echoes[prompt] if job.echoes is not None else ""
         text = echo + delta.text if opens else delta.text
         choice = CompletionChoice(index, text, None, delta.finish_reason, delta.stop_reason)
+        if job.returns_token_ids:
+            choice.token_ids = delta.token_ids
+            choice.prompt_token_ids = job.prompts[prompt] if opens else UNSET
         parts: list[Pieces] = []
         positions = answer_positions(delta.tokens, len(echo))
         echoes = opens and job.echoes is not None and delta.prompt_logprobs is not None

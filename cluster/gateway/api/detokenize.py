@@ -50,6 +50,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 
     text: str = ""
     tokens: list[LocatedToken] = []  # if log probabilities were asked for
+    token_ids: list[int] = []  # those that were generated, visible or not; if they were asked for
     num_tokens: int = 0  # generated, visible or not
     num_cached_tokens: int = 0  # of the prompt; with the first output
     prompt_logprobs: Logprobs | None = None  # with the first output
@@ -83,8 +84,11 @@ class SequenceDetokenizer:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         shown: frozenset[int] = frozenset(),
+        *,
+        returns_token_ids: bool = False,
     ) -> None:
         """`shown` are special tokens whose text is kept in any case."""
+        self._returns_token_ids = returns_token_ids
         self._params = params
         self._stream = TextStream(tokenizer, params, prompt_token_ids, shown)
         self._waiting: deque[LocatedToken] = deque()
@@ -104,6 +108,7 @@ class SequenceDetokenizer:
         return ChoiceDelta(
             text=text,
             tokens=self._take_tokens(all=finish_reason is not None and stop is None),
+            token_ids=list(output.token_ids[:num_tokens]) if self._returns_token_ids else [],
             num_tokens=num_tokens,
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=output.prompt_logprobs,

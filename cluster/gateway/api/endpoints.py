@@ -229,7 +229,13 @@ class GenerationEndpoint:
     ) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the deltas of one choice."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
-        text = SequenceDetokenizer(model.tokenizer, sequence.prompt_token_ids, job.sampling, job.shown_token_ids)
+        text = SequenceDetokenizer(
+            model.tokenizer,
+            sequence.prompt_token_ids,
+            job.sampling,
+            job.shown_token_ids,
+            returns_token_ids=job.returns_token_ids,
+        )
         replay_filter = None if resumable is None else resumable.replay_filter(index)
         times = _TokenTimes(metrics, context, served.timeline)
         try:

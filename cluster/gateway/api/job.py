@@ -79,6 +79,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     echoes: list[str] | None = None  # with `echo`: each prompt's text
     shows_prompt_logprobs: bool = False  # in the field `prompt_logprobs`; `echo` may need them as well
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
+    returns_token_ids: bool = False
     parser_options: ParserOptions = ParserOptions()
     response_echo: ResponseEcho | None = None  # of `/v1/responses`
     client_field_names: dict[str, str] = {}  # an engine's field name -> the client's
@@ -102,6 +103,7 @@ class GenerationJob:
     echoes: list[str] | None = None
     shows_prompt_logprobs: bool = False
     scores_only: bool = False
+    returns_token_ids: bool = False
     parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
     response_echo: ResponseEcho | None = None
@@ -120,6 +122,7 @@ class GenerationJob:
             prepared.echoes,
             prepared.shows_prompt_logprobs,
             prepared.scores_only,
+            prepared.returns_token_ids,
             config,
             tokenizer.special_ids_of(config.marks),
             prepared.response_echo,

@@ -67,12 +67,15 @@ class ChatMessage(ReplayedModel):
     """A message. The server's own messages can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts)] = []
+    content: Annotated[
+        list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+    ] = []
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     function_call: None = None
     reasoning_content: str | None = None  # the model's template decides what becomes of it
+    reasoning: str | None = None  # another name of `reasoning_content`; the server's messages have both
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
@@ -85,11 +88,18 @@ class ChatMessage(ReplayedModel):
                 raise FieldError((field,), "is only for messages of the role 'assistant'")
         if self.role == "tool" and self.tool_call_id is None:
             raise FieldError(("tool_call_id",), "is required: the id of the call that this message answers")
-        says_something = self.tool_calls or self.reasoning_content is not None
+        if self.reasoning_content not in (None, self.reasoning) and self.reasoning is not None:
+            raise FieldError(("reasoning",), "must equal 'reasoning_content', if both are there")
+        says_something = self.tool_calls or self.thoughts is not None
         if "content" not in self.model_fields_set and not (self.role == "assistant" and says_something):
             unless = ", unless it has 'tool_calls'" if self.role == "assistant" else ""
             raise FieldError(("content",), f"is required in a message of the role {self.role!r}{unless}")
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """The model's reasoning before this message, by either of its names."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it. `developer` is OpenAI's newer name for `system`."""
@@ -100,7 +110,7 @@ class ChatMessage(ReplayedModel):
             "content": content if content or not calls else None,
         }
         optional = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
-        optional["reasoning_content"] = self.reasoning_content
+        optional["reasoning_content"] = self.thoughts
         return message | {key: value for key, value in optional.items() if value is not None}
 
 

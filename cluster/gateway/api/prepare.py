@@ -29,6 +29,7 @@ INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templ
 CHARS_A_TOKEN = 8  # more than in most texts
 CUT_TOKENS = 64  # bound on the extra tokens that cutting a text may cause
 MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: a response of them takes some 20 MB
+MAX_RETURNED_PROMPT_TOKENS = 2**20  # of all choices together: ids of some 6 MB
 COPIED = [  # fields that `SamplingParams` has under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -75,9 +76,10 @@ class Preparer:
         if not echo:
             return prepared
         decode = self._model.tokenizer.decode
+        keeps_all = request.truncate_prompt_tokens is None
         prepared.echoes = [
-            prompt if isinstance(prompt, str) else decode(prompt, request.skip_special_tokens)
-            for prompt in _separate(request.prompt)
+            given if isinstance(given, str) and keeps_all else decode(tokens, request.skip_special_tokens)
+            for given, tokens in zip(_separate(request.prompt), prompts, strict=True)
         ]
         prepared.scores_only = scores_only
         return prepared
@@ -94,7 +96,8 @@ class Preparer:
         tokenizer = self._model.tokenizer
         form = tokenizer.tool_call_format
         calls = tool_call_rules(request, form, is_told=tokenizer.lists_tools)
-        prompt = await self._chat_prompt(request)
+        keeps_all = request.truncate_prompt_tokens is None
+        prompt = await self._chat_prompt(request, keeps_all=keeps_all)
         constraint = requested_constraint(request)
         reasoning = reasoning_before(constraint, tokenizer.reasoning_after(prompt.of_template))
         names = {"logprobs": "top_logprobs", "max_tokens": field, "prompt": "messages"}
@@ -106,8 +109,9 @@ class Preparer:
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
         )
-        await self._check_beginning("messages", prompt.text, request.add_special_tokens)
-        tokens = await self._encode_chat(prompt, request.add_special_tokens)
+        if keeps_all:
+            await self._check_beginning("messages", prompt.text, request.add_special_tokens)
+        tokens = self._last_tokens(request, await self._encode_chat(prompt, request.add_special_tokens), asked or 1)
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
         prepared = self._prepared(request, key_salt, [tokens], [limit], sampling)
         prepared.parser_options = ParserOptions.of(parser_config(form, calls, reasoning))
@@ -118,7 +122,7 @@ class Preparer:
         """Return the token ids of a chat's prompt."""
         return await self._encode_chat(await self._chat_prompt(request), request.add_special_tokens)
 
-    async def _chat_prompt(self, request: ChatInput) -> ChatPrompt:
+    async def _chat_prompt(self, request: ChatInput, *, keeps_all: bool = True) -> ChatPrompt:
         if self._in_event_loop and len(request.messages) > INLINE_MESSAGES:
             raise TooLargeForEventLoop
         self._check_length("messages", len(request.messages))  # each is a token at least
@@ -138,7 +142,8 @@ class Preparer:
         }
         try:
             text = tokenizer.render_chat(**chat)
-            self._check_length("messages", tokenizer.least_tokens(text))
+            if keeps_all:
+                self._check_length("messages", tokenizer.least_tokens(text))
             if self.settings.special_tokens_in_messages:
                 return ChatPrompt(text)
             return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, **chat))
@@ -184,15 +189,27 @@ class Preparer:
         prompts = []
         for prompt in given:
             if isinstance(prompt, str):
-                self._check_length("prompt", self._model.tokenizer.least_tokens(prompt))
-                await self._check_beginning("prompt", prompt, request.add_special_tokens)
+                if request.truncate_prompt_tokens is None:
+                    self._check_length("prompt", self._model.tokenizer.least_tokens(prompt))
+                    await self._check_beginning("prompt", prompt, request.add_special_tokens)
                 prompts.append(await self.tokenize(prompt, request.add_special_tokens))
             else:
                 self._check_tokens("prompt", prompt)
                 prompts.append(prompt)
             if not prompts[-1]:
                 raise bad_request("prompt", "'prompt' must not be empty.")
-        return prompts
+        room = COMPLETION_MAX_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+        return [self._last_tokens(request, tokens, room) for tokens in prompts]
+
+    def _last_tokens(self, request: GenerationRequest, tokens: list[int], num_answer_tokens: int) -> list[int]:
+        """Return the end of a prompt that `truncate_prompt_tokens` keeps: with -1, what leaves room for the answer."""
+        kept, limit = request.truncate_prompt_tokens, self._model.max_model_len
+        if kept is None:
+            return tokens
+        if kept > limit:
+            message = f"'truncate_prompt_tokens' must be at most {limit}, this model's context length, not {kept}."
+            raise bad_request("truncate_prompt_tokens", message)
+        return tokens[-max(1, limit - num_answer_tokens if kept == -1 else kept) :]
 
     def _check_choices(self, prompts: int, n: int) -> None:
         if prompts * n > self.settings.max_choices:
@@ -264,6 +281,8 @@ class Preparer:
     ) -> PreparedRequest:
         """Return the prepared request. `key_salt` separates the cached prefixes of API keys; "" shares them."""
         _check_prompt_logprobs(sampling, prompts)
+        if request.return_token_ids:
+            _check_returned_tokens(sampling, prompts)
         for limit in limits:
             if sampling.min_tokens > limit:
                 raise bad_request("min_tokens", f"'min_tokens' must not exceed the {limit} tokens that may follow.")
@@ -282,6 +301,7 @@ class Preparer:
             is_resumable=bool(request.stream and options.resumable),
             tells_timeline=request.baton_timeline,
             shows_prompt_logprobs=request.prompt_logprobs is not None,
+            returns_token_ids=bool(request.return_token_ids),
         )
 
 
@@ -296,6 +316,16 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[
             "Ask for fewer of them, or send the prompts in several requests."
         )
         raise bad_request("prompt", message, "too_many_logprobs")
+
+
+def _check_returned_tokens(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
+    """Limit the token ids of prompts, which come with every choice."""
+    if (count := sum(map(len, prompts)) * sampling.n) > MAX_RETURNED_PROMPT_TOKENS:
+        message = (
+            f"The prompts of all choices have {count} token ids to return, more than {MAX_RETURNED_PROMPT_TOKENS}. "
+            "Leave 'return_token_ids' out, or send the prompts in several requests."
+        )
+        raise bad_request("return_token_ids", message, "too_many_values")
 
 
 def _separate(prompt: Prompt) -> list[str | list[int]]:

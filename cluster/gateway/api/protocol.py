@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
@@ -75,6 +76,12 @@ def _token_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+def _kept_tokens(value: int) -> int:
+    if value < -1 or value == 0:
+        raise ValueError(f"must be a number of tokens to keep, or -1 for as many as fit, not {value}")
+    return value
+
+
 class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -105,7 +112,10 @@ class ResponseFormat(RequestModel):
 class StructuredOutputs(RequestModel):
     """vLLM's field for constrained answers. `StructuredOutputsParams` checks which parts go together."""
 
-    json_: Annotated[str | dict[str, Any], PlainValidator(_object_or_text)] | None = Field(None, alias="json")
+    json_: (
+        Annotated[str | dict[str, Any], PlainValidator(_object_or_text, json_schema_input_type=str | dict[str, Any])]
+        | None
+    ) = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
@@ -130,7 +140,9 @@ class SamplingFields(RequestModel):
     seed: Integer | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool = False
-    stop: Annotated[FewStrings | None, BeforeValidator(_one_or_many)] = None
+    stop: Annotated[
+        FewStrings | None, BeforeValidator(_one_or_many, json_schema_input_type=str | FewStrings | None)
+    ] = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS, fail_fast=True)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
     allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)
@@ -157,13 +169,15 @@ class GenerationRequest(SamplingFields):
     max_tokens: Integer | None = None
     prompt_logprobs: Integer | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[Integer, AfterValidator(_kept_tokens)] | None = None
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`"""
 
-    prompt: Annotated[Prompt, PlainValidator(_check_prompt)]
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)]
     echo: bool | None = None
     logprobs: Integer | None = None
     add_special_tokens: bool = True
@@ -221,3 +235,18 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = None
     tokens: list[int] = Field(fail_fast=True)
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """Answer of `POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None  # with `return_token_strs`
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Answer of `POST /detokenize`."""
+
+    prompt: str

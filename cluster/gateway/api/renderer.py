@@ -134,6 +134,7 @@ def join(deltas: Iterable[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
         text="".join(delta.text for delta in deltas),
         tokens=[token for delta in deltas for token in delta.tokens],
+        token_ids=[token for delta in deltas for token in delta.token_ids],
         num_tokens=sum(delta.num_tokens for delta in deltas),
         num_cached_tokens=first.num_cached_tokens,
         prompt_logprobs=first.prompt_logprobs,

@@ -141,6 +141,13 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: 
     return prepared
 
 
+class ResponseEvent(msgspec.Struct):
+    """An event of a stream. Its other fields depend on its type, as OpenAI documents them."""
+
+    type: str  # `response.created`, `response.output_text.delta`, ...
+    sequence_number: int
+
+
 class ResponsesRenderer:
     """The `Renderer` of `/v1/responses`."""
 

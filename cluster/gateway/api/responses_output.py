@@ -43,7 +43,7 @@ class Event(NamedTuple):
 class OutputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str = ""
     annotations: tuple[()] = ()
-    logprobs: msgspec.Raw = NO_LOGPROBS
+    logprobs: msgspec.Raw = msgspec.field(default_factory=lambda: NO_LOGPROBS)
 
 
 class ReasoningTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):

@@ -106,7 +106,7 @@ Part = Annotated[
     Discriminator(lambda value: f"<{kind(value)}>"),
     object_of_type(("input_text", "output_text")),
 ]
-Parts = Annotated[list[Part], BeforeValidator(_text_part)]
+Parts = Annotated[list[Part], BeforeValidator(_text_part, json_schema_input_type=str | list[Part])]
 
 
 class InputMessage(RequestModel):
@@ -240,7 +240,9 @@ class ResponseStreamOptions(RequestModel):
 class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`"""
 
-    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_user_message)]
+    input: Annotated[
+        list[Item], Field(min_length=1), BeforeValidator(_user_message, json_schema_input_type=str | list[Item])
+    ]
     instructions: str | None = None
     tools: Annotated[
         list[

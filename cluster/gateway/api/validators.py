@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, Tag, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from ..errors import excerpt
 from .json_body import JsonPath
@@ -30,6 +32,19 @@ class RequestModel(BaseModel):
 
 class ReplayedModel(RequestModel):
     """A part of a conversation that clients store and send again: its null fields are ignored, whatever their names."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe that null fields are ignored."""
+        described = handler(schema)
+        model = handler.resolve_ref_schema(described)
+        null = {"type": "null"}
+        for name, field in model["properties"].items():
+            if name not in model.get("required", ()):
+                default = field.pop("default")
+                model["properties"][name] = {"anyOf": [field, null], "default": default}
+        model["additionalProperties"] = null
+        return described
 
     @model_validator(mode="before")
     @classmethod

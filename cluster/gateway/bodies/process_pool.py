@@ -5,7 +5,7 @@ IDLE ──order──> BUSY ──reply──> IDLE
 
 No body waits for a process that starts while another one is idle: to start takes it 1 to 2 s.
 
-The smallest waiting body is read next, so that nobody waits for all large bodies of one client. Bodies above
+The smallest waiting body is read next, so that no client waits for all large bodies of another. Bodies above
 `HEAVY_BYTES` leave one process to the others, if there are several.
 """
 
@@ -295,7 +295,7 @@ async def _received(channel: socket.socket) -> tuple[Any, int]:
 
 
 def _drop(exchange: asyncio.Task[tuple[AnswerReply | PreparedReply, int]]) -> None:
-    """Close the file of a reply that nobody waits for any more."""
+    """Close the file of a reply whose request has ended."""
     if not exchange.cancelled() and exchange.exception() is None:
         os.close(exchange.result()[1])
 
@@ -326,7 +326,7 @@ class SmallestFirstQueue:
             raise
 
     def hold_back(self, number: int) -> None:
-        """Give an idle process to nobody until `put_back`."""
+        """Reserve an idle process until `put_back`."""
         self._idle.remove(number)
 
     def put_back(self, number: int, size: int) -> None:

@@ -6,8 +6,8 @@
 
 There is one circuit for each engine's process, and one for each pair of a prefill process and a decode process that
 fetches from it. A circuit opens when enough attempts failed within a window and they were at least half of all. While
-it is half open it lets one request through, the trial; if that ends without telling anything, the next one is the
-trial. Requests that an open circuit holds back go to other engines, if there are any.
+it is half open it lets one request through, the trial; if that ends without a success or a failure, the next one is
+the trial. Requests that an open circuit holds back go to other engines, if there are any.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ IDLE_PERIODS = 10  # of window and pause, after which a circuit without events i
 
 
 class BreakerSettings(StrictModel):
-    """Circuit breaker: which failures take an engine, or a pair that hands over, out of use for a while. Times are
-    seconds.
-    """
+    """Settings of circuit breakers, which keep requests from failing engines and pairs for a while. In seconds."""
 
     failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
     window_s: float = Field(30.0, gt=0)
@@ -98,11 +96,11 @@ class Circuit:
 
     @property
     def has_trial(self) -> bool:
-        """Tell whether a half-open circuit waits for the outcome of an attempt."""
+        """Return whether a half-open circuit waits for the outcome of an attempt."""
         return self._trial is not None
 
     def sent(self, attempt: object) -> None:
-        """Note an attempt. Call `left` with it in the end, and `succeeded` or `failed` before, if it tells anything."""
+        """Note an attempt. Call `left` with it in the end, after `succeeded` or `failed` if either is known."""
         self.newest_s = self._clock()
         if self.state is CircuitState.HALF_OPEN and self._trial is None:
             self._trial = attempt
@@ -123,7 +121,7 @@ class Circuit:
         return many and self.state is CircuitState.CLOSED and self._move(CircuitEvent.FAILURES)
 
     def left(self, attempt: object) -> None:
-        """Note that an attempt has ended: it tells nothing more."""
+        """Note that an attempt has ended."""
         if self._trial is attempt:
             self._trial = None
 
@@ -164,7 +162,7 @@ class Breakers:
             circuit.reconfigure(limits)
 
     def sent(self, keys: Iterable[CircuitKey], attempt: object) -> None:
-        """Note an attempt in each circuit. Call `left` with it in the end, whatever it told meanwhile."""
+        """Note an attempt in each circuit. Call `left` with it in the end, in any case."""
         for circuit in self._known(keys):
             circuit.sent(attempt)
 

@@ -68,7 +68,7 @@ class LoadTracker:
         self._prefixes.ended(key, placement.names)
 
     def given_up(self, placement: Placement) -> None:
-        """Note that it has ended before its first token: what is cached of it is not known."""
+        """Note that it has ended before its first token: it is not known which of its blocks are cached."""
         self.read(placement)
         key = engine_key(placement.engine)
         _subtract(self._requests, key, 1)

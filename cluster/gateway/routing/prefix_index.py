@@ -65,12 +65,12 @@ class PrefixIndex:
             self._expected[key].update(names)
 
     def ended(self, key: EngineKey, names: Sequence[BlockName]) -> None:
-        """Expect them until the engine has reported them."""
+        """Keep expecting a request's blocks until the engine has reported them."""
         if names:
             self._ended.append((self._clock() + REPORT_DELAY_S, key, names))
 
     def forget(self, key: EngineKey, names: Sequence[BlockName]) -> None:
-        """Expect them no longer."""
+        """Stop expecting a request's blocks."""
         expected = self._expected[key]
         expected.subtract(names)
         for name in names:

@@ -51,7 +51,7 @@ def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
 
 
 def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dict[str, Any]:
-    """Return all ranks, with what this gateway knows of those that it reaches, and all gateways that serve."""
+    """Return all ranks, with the state of those that this gateway reaches, and all serving gateways."""
     snapshot = client.listed()
     serving = [record for record in snapshot.gateways if record.is_serving]
     views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}

@@ -30,7 +30,7 @@ class AdmissionControl:
         self.num_inflight = 0
 
     def reconfigure(self, settings: GatewaySettings) -> None:
-        """Take other limits from the next request on: those that run go on, also if they are more."""
+        """Apply other limits from the next request on; running requests continue even if they exceed them."""
         self._settings = settings
 
     @contextmanager
@@ -61,7 +61,7 @@ class AdmissionControl:
             raise engines_full(self.retry_after_s(engines))
 
     def are_full(self, engines: Sequence[EngineView], refused_by: Collection[EngineKey] = ()) -> bool:
-        """Return True if no engine that could compute a prompt has room: it has told so, or has refused a prompt."""
+        """Return True if every engine that could compute a prompt has reported a full queue, or refused a prompt."""
         bound = self._settings.queue_limits.bound
         return all(
             engine_key(view.record) in refused_by or (view.stats is not None and bound.is_reached(view.stats))
@@ -93,5 +93,5 @@ def _prompt_engines(engines: Sequence[EngineView]) -> Sequence[EngineView]:
 
 
 def clip_s(seconds: float) -> float:
-    """Round to whole seconds, within what a client can be told."""
+    """Round to whole seconds, within the limits of `Retry-After`."""
     return min(MAX_RETRY_S, max(1.0, float(math.ceil(seconds))))

@@ -1,4 +1,4 @@
-"""An attempt: a sequence in one engine. What it tells of that engine goes to the load record and the circuits."""
+"""An attempt: a sequence in one engine. Its outcome updates the load record and the circuits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Attempt:
         return self.kv_source is not None and self.kv_source.ticket == source.ticket
 
     def note_error(self, error: EngineError, *, was_scheduled: bool) -> None:
-        """Decide if device time was spent. `was_scheduled`: the engine says that it had begun."""
+        """Decide if device time was spent. `was_scheduled`: the engine has reported that it had begun."""
         waited_only = error.kind is ErrorKind.TIMED_OUT and not was_scheduled
         self.has_run = self.has_output or not (waited_only or error.kind in REFUSALS)
 
@@ -124,7 +124,7 @@ class AttemptTracker:
         rule = RETRY_POLICY[failure]
         blamed = {Blame.ENGINE: attempt.engine, Blame.HOLDER: attempt.holder or attempt.engine}.get(rule.blame)
         if blamed is not None:
-            self._on_decision(failure, time.monotonic() - max(attempt.sent_s, self._client.heard_s(blamed)))
+            self._on_decision(failure, time.monotonic() - max(attempt.sent_s, self._client.last_message_s(blamed)))
         if not rule.opens_circuit:
             return
         if failure is Failure.TIMED_OUT and (attempt.has_output or deadline.by_client):
@@ -133,7 +133,7 @@ class AttemptTracker:
         self._breakers.failed(pair or attempt.circuit)
 
     async def close(self, attempt: Attempt) -> None:
-        """End the attempt. The engine is told, unless its last output has come."""
+        """End the attempt. It is aborted in the engine, unless its last output has come."""
         self._breakers.left(attempt.circuits, attempt)
         (self._loads.ended if attempt.has_output else self._loads.given_up)(attempt.placement)
         await attempt.stream.aclose()

@@ -66,7 +66,7 @@ class EngineSelector:
 
     @property
     def are_full(self) -> bool:
-        """True if each engine has refused the sequence for lack of room, or has told that it would."""
+        """True if each engine has refused the sequence for lack of room, or has reported a full queue."""
         return self._serving.admission.are_full(self._engines(), self._history.refused)
 
     def _route(self, rung: Rung, query: RoutingQuery) -> Route | None:

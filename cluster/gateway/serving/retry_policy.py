@@ -59,7 +59,7 @@ FAILURE_OF = {
 }
 
 
-class Pays(enum.StrEnum):
+class RetryCharge(enum.StrEnum):
     """The attempts that are taken from the gateway's retry budget."""
 
     ALWAYS = "yes"
@@ -83,7 +83,7 @@ class RetryRule:
 
     rungs: tuple[Rung, ...] = ()  # in this order; none: the request is answered with an error
     blame: Blame = Blame.NOBODY
-    pays: Pays = Pays.NEVER
+    pays: RetryCharge = RetryCharge.NEVER
     counts: bool = True  # among `max_attempts`
     max_failures: int | None = None  # of this kind in one request; None: up to `max_attempts`
     opens_circuit: bool = False  # counts against the circuit of the engine, or of the pair if KV was lost
@@ -92,14 +92,14 @@ class RetryRule:
 _DOWN = (Rung.OTHER_PREFILL, Rung.RECOMPUTE, Rung.UNIFIED)
 
 RETRY_POLICY: dict[Failure, RetryRule] = {
-    Failure.ENGINE_GONE: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, opens_circuit=True),
+    Failure.ENGINE_GONE: RetryRule((*_DOWN, Rung.AGAIN), Blame.ENGINE, RetryCharge.IN_VAIN, opens_circuit=True),
     Failure.ENGINE_FAILED: RetryRule(
-        (*_DOWN, Rung.AGAIN), Blame.ENGINE, Pays.IN_VAIN, max_failures=2, opens_circuit=True
+        (*_DOWN, Rung.AGAIN), Blame.ENGINE, RetryCharge.IN_VAIN, max_failures=2, opens_circuit=True
     ),
     Failure.ENGINE_LEAVING: RetryRule((*_DOWN, Rung.AGAIN), Blame.DEPARTED, counts=False),
-    Failure.KV_LOST: RetryRule((*_DOWN, Rung.AGAIN), Blame.HOLDER, Pays.ALWAYS, opens_circuit=True),
+    Failure.KV_LOST: RetryRule((*_DOWN, Rung.AGAIN), Blame.HOLDER, RetryCharge.ALWAYS, opens_circuit=True),
     Failure.NO_READER: RetryRule((Rung.OTHER_DECODE, Rung.RECOMPUTE, Rung.UNIFIED)),
-    Failure.OVERLOADED: RetryRule((Rung.OTHER_DECODE, *_DOWN), Blame.REFUSED, Pays.ALWAYS),
+    Failure.OVERLOADED: RetryRule((Rung.OTHER_DECODE, *_DOWN), Blame.REFUSED, RetryCharge.ALWAYS),
     Failure.TIMED_OUT: RetryRule(opens_circuit=True),
     Failure.INVALID: RetryRule(),
     Failure.TOO_LONG: RetryRule(),
@@ -159,7 +159,8 @@ class AttemptHistory:
     def must_pay(self) -> bool:
         """Return True if the next attempt is taken from the retry budget."""
         pays = RETRY_POLICY[self.failures[-1]].pays
-        return pays is Pays.ALWAYS or (pays is Pays.IN_VAIN and self.was_in_vain and self._num_counted > 1)
+        was_in_vain = pays is RetryCharge.IN_VAIN and self.was_in_vain and self._num_counted > 1
+        return pays is RetryCharge.ALWAYS or was_in_vain
 
     @property
     def _num_counted(self) -> int:

@@ -4,8 +4,8 @@
                        └─ long prompts: on offer early ──> decode (awaits_first_token) fetches meanwhile ──^
                 └──> unified or decode engine does it all ───────────────────────────────── tokens ──> done
 
-`sequence_table.py` holds its states and transitions, `sequence_attempts.py` what it has at engines; `ServedSequence`
-tells which event an output is, and carries out the effects. After a failure (`retry_policy.py`) another engine gets all
+`sequence_table.py` holds its states and transitions, `sequence_attempts.py` its attempts and offer; `ServedSequence`
+classifies outputs as events, and carries out the effects. After a failure (`retry_policy.py`) another engine gets all
 tokens so far, with the same seed. Random draws depend on seed and position only, so it draws what the lost engine would
 have drawn: the stream has no gap and no repetition.
 """
@@ -180,7 +180,7 @@ class ServedSequence:
         attempt, now_s = self._attempts.newest, time.monotonic()
         attempt.note_error(error, was_scheduled=Stage.STARTED in (output.ages or {}))
         if not attempt.has_output:
-            self.timeline.heard(attempt, output.ages or {}, now_s)
+            self.timeline.note_stages(attempt, output.ages or {}, now_s)
         self.timeline.note(Stamp.FAILED, now_s, attempt.engine.engine_id)
         holder = None if attempt.holder is None else engine_key(attempt.holder)
         engine, brought_tokens = engine_key(attempt.engine), attempt.has_output
@@ -229,7 +229,7 @@ class ServedSequence:
 
     @property
     def _is_refused_by_all(self) -> bool:
-        """No engine has room: the client is told at once, and waits instead of the gateway."""
+        """Return True if no engine has room: the client is told at once, and waits instead of the gateway."""
         return self._failure is Failure.OVERLOADED and (self._may_try or self._selector.are_full)
 
     def _no_engine(self) -> ApiError:
@@ -270,7 +270,7 @@ class ServedSequence:
             self._attempts.submit_early(placement, self._request_now(), source)
 
     async def _hand_off(self, source: KVSource) -> None:
-        """Find the engine that goes on, before the first token is sent: `path` is final then."""
+        """Find the engine that continues, before the first token is sent: `path` is final then."""
         self._failure = Failure.NO_READER
         early = self._attempts.early
         if early is not None and early.fetches(source):
@@ -291,7 +291,7 @@ class ServedSequence:
 
     def _note_first_output(self, output: EngineOutput) -> None:
         attempt, now_s = self._attempts.newest, time.monotonic()
-        self.timeline.heard(attempt, output.ages or {}, now_s)
+        self.timeline.note_stages(attempt, output.ages or {}, now_s)
         if not self._tokens:
             self.timeline.note(Stamp.FIRST_TOKEN, now_s)
         elif attempt.holder is None:
@@ -299,8 +299,8 @@ class ServedSequence:
         self._attempts.note_first_output()
 
     def _keep_tokens(self, output: EngineOutput) -> EngineOutput:
-        """Keep what another engine would need. Return what the client is to get of the output."""
-        if self._tokens and output.num_cached_tokens:  # the client knows: the first output told it
+        """Keep the tokens that another engine would need. Return the output for the client."""
+        if self._tokens and output.num_cached_tokens:  # the client has this number from the first output
             output = msgspec.structs.replace(output, num_cached_tokens=0)
         self._tokens += output.token_ids
         if output.prompt_logprobs is not None:  # no other engine needs to compute them again
@@ -313,7 +313,7 @@ class ServedSequence:
     # ------------------------------------------------------------------ failures
 
     def _blame(self) -> None:
-        """Tell circuits, metrics and the log of a failed attempt."""
+        """Report a failed attempt to circuits, metrics and the log."""
         attempt, failure, again = self._attempts.newest, self._history.failures[-1], self._history.may_go_on
         self._attempts.note_failure(failure)
         logger.log(

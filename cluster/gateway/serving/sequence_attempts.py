@@ -81,12 +81,12 @@ class SequenceAttempts:
         self.offer = KVOffer(self.newest.engine, source)
 
     def withdraw_offer(self, request_id: str, generation: int) -> None:
-        """Tell the holder that no engine will fetch its KV, if there is one."""
+        """Withdraw the offer, if there is one: no engine will fetch its KV."""
         if (offer := self.offer) is not None:
             self.offer = None
             self._client.abort(offer.engine, request_id, generation)
 
-    # ------------------------------------------------------------------ what is told of an engine
+    # ------------------------------------------------------------------ reports about an engine
 
     def note_first_output(self) -> None:
         self._tracker.note_first_output(self.newest)

@@ -5,7 +5,7 @@
                     first_decode, last_token ...
     a lost attempt  ... failed, routed, prefill_queued, prefill_started, resumed ...
 
-Times are this gateway's. An engine tells how long before its message it reached a stage: durations, each by one clock.
+Times are this gateway's. An engine reports how long before its message it reached a stage: a duration by one clock.
 So a stage of an engine seems later than it was by the time that the message took, which is part of the time from
 `routed` to `prefill_queued`, or from `decode_routed` to `decode_queued`: that part is the network, there and back.
 
@@ -89,10 +89,8 @@ class Timeline:
         """Note that an attempt was submitted."""
         self.note(Stamp.ROUTED if attempt.holder is None else Stamp.DECODE_ROUTED, attempt.sent_s)
 
-    def heard(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
-        """Note the stages that an attempt's first output tells. Ages that cannot be are clipped: they come from another
-        process.
-        """
+    def note_stages(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
+        """Note the stages in an attempt's first output. Impossible ages are clipped: they come from another process."""
         engine, names = attempt.placement.engine.engine_id, PREFILL_STAMPS if attempt.holder is None else DECODE_STAMPS
         for stage, stamp in names.items():
             if (age_s := ages.get(stage)) is not None:

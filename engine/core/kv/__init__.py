@@ -1,1 +1,1 @@
-"""Blocks: who has them, who may still touch them, and their copies to other engines and tiers."""
+"""KV blocks: their owners, the steps that may still access them, and their copies to other engines and tiers."""

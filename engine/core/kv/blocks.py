@@ -1,14 +1,14 @@
-"""The pool of KV blocks: who may write where, what can be reused, what is overwritten next.
+"""The pool of KV blocks: reference counts, the prefix cache, and the order of eviction.
 
     refs[b] > 0     referenced: by that many owners (requests, held offers, quarantined receives, copies to a tier)
     refs[b] == 0    free, and a link of one doubly linked list in eviction order:
 
-        head -> worthless blocks (nobody could find their content) -> cached ones, least recently released first -> tail
+        head -> worthless blocks (no lookup finds their content) -> cached ones, least recently released first -> tail
 
 A cached block is a block with a hash. It keeps the hash while it is free, so "cached" and "free" are the same memory: a
 prefix hit takes it out of the middle of the list, an allocation takes the head and forgets its hash.
 
-Only full blocks get a hash, and nobody writes to a block that has one; so a block in several tables is never written.
+Only full blocks get a hash, and a block with a hash is never written; so a block in several tables never is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NO_BLOCK = -2  # not adjacent to any block
 
 
 class BlockPoolCorrupted(Exception):
-    """The pool's books do not add up: a bug of ours, found by a self-check."""
+    """The pool's state is inconsistent: a bug of Baton's, found by a self-check."""
 
 
 class BlockWatcher(Protocol):
-    """Hears what becomes findable, and what no longer is."""
+    """Called with the blocks that enter and leave the prefix cache."""
 
     def stored(self, block_hash: BlockHash) -> None: ...
     def evicted(self, block_hash: BlockHash) -> None: ...
@@ -44,14 +44,14 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._watchers: list[BlockWatcher] = []
         self.num_registered = 0  # blocks that became findable, ever; each has its number
-        self._news: dict[int, tuple[int, BlockHash]] | None = None  # of those not taken: number, and what they hold
+        self._new_blocks: dict[int, tuple[int, BlockHash]] | None = None  # not taken yet: number and hash of each
         # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix of a chain of hashes."""
+        """Return the blocks of the longest cached prefix of a chain of hashes."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -66,13 +66,13 @@ class BlockPool:
         return num_blocks - len(prefix) <= self.num_free - free_in_prefix
 
     def take(self, prefix: Sequence[int], num_blocks: int) -> list[int]:
-        """References the cached blocks `prefix` and as many new ones as make it a table of `num_blocks`; see `fits`."""
+        """Reference the cached blocks `prefix`, and allocate new ones up to a table of `num_blocks`; see `fits`."""
         for block in prefix:
-            self.lend(block)
+            self.reference(block)
         return [*prefix, *self.allocate(num_blocks - len(prefix), after=prefix[-1] if prefix else NO_BLOCK)]
 
     def allocate(self, count: int, after: int = NO_BLOCK) -> list[int]:
-        """`count` blocks with one reference each, in ascending runs as long as can be had, best right behind `after`.
+        """Allocate `count` blocks with one reference each, in long ascending runs, if possible right behind `after`.
 
         Adjacent ids travel as one transfer. Runs grow over worthless blocks only; cached ones go in eviction order.
         """
@@ -90,7 +90,7 @@ class BlockPool:
         return sorted(taken)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives back one reference to each, the last block first: the beginnings of prefixes survive longest."""
+        """Drop one reference to each block, the last block first: the beginnings of prefixes survive longest."""
         refs, hashes = self._refs, self._hashes
         for block in reversed(blocks):
             if refs[block] < 1:
@@ -100,39 +100,39 @@ class BlockPool:
                 self._link(block, before=self._next[self._end] if hashes[block] is None else self._end)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Makes a full block findable. Where another block has the same content already, that one stays the answer."""
+        """Add a full block to the prefix cache, unless another block with the same content is there."""
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
             for watcher in self._watchers:
                 watcher.stored(block_hash)
-            if self._news is not None:
-                self._news[block] = self.num_registered, block_hash
+            if self._new_blocks is not None:
+                self._new_blocks[block] = self.num_registered, block_hash
             self.num_registered += 1
 
-    def keep_news(self) -> None:
-        """Record what becomes findable from now on, for `take_news`."""
-        if self._news is None:
-            self._news = {}
+    def track_new_blocks(self) -> None:
+        """Record the blocks that enter the prefix cache from now on, for `take_new_block`."""
+        if self._new_blocks is None:
+            self._new_blocks = {}
 
-    def take_news(self, before: int) -> tuple[int, BlockHash] | None:
-        """The oldest block that is findable since a number less than `before`, and was not taken yet."""
-        if not self._news:
+    def take_new_block(self, before: int) -> tuple[int, BlockHash] | None:
+        """Return the oldest block not taken yet that was registered with a number below `before`."""
+        if not self._new_blocks:
             return None
-        block, (number, block_hash) = next(iter(self._news.items()))
+        block, (number, block_hash) = next(iter(self._new_blocks.items()))
         if number >= before:
             return None
-        del self._news[block]
+        del self._new_blocks[block]
         return block, block_hash
 
-    def lend(self, block: int) -> None:
-        """References a cached block, or one that is in use, once more: it stays what it is until it is released."""
+    def reference(self, block: int) -> None:
+        """Add a reference to a cached block or one in use: its content stays until that is released."""
         if self._refs[block] == 0:
             self._unlink(block)
         self._refs[block] += 1
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Tells it, from now on."""
+        """Call `watcher` with every change of the prefix cache from now on."""
         self._watchers.append(watcher)
 
     def has(self, block_hash: BlockHash) -> bool:
@@ -140,11 +140,11 @@ class BlockPool:
 
     @property
     def findable(self) -> Collection[BlockHash]:
-        """All that is, seen as it is at any time."""
+        """A live view of the hashes in the prefix cache."""
         return self._block_of.keys()
 
     def record_lookup(self, num_tokens: int, num_hits: int) -> None:
-        """Counts one request's way through the cache, in tokens."""
+        """Count one request's prefix lookup, in tokens."""
         self.prefix_queries += num_tokens
         self.prefix_hits += num_hits
 
@@ -152,7 +152,7 @@ class BlockPool:
         return self._refs[block]
 
     def check(self) -> None:
-        """Proves the books: free + referenced == total, the list holds the free blocks, hashes map one to one.
+        """Check the invariants: free + referenced == total, the list holds the free blocks, hashes map one to one.
 
         Walks everything; for tests and post-mortems. Raises `BlockPoolCorrupted`.
         """
@@ -201,8 +201,8 @@ class BlockPool:
             self._hashes[block] = None
             for watcher in self._watchers:
                 watcher.evicted(block_hash)
-            if self._news is not None:
-                self._news.pop(block, None)
+            if self._new_blocks is not None:
+                self._new_blocks.pop(block, None)
 
     def _link(self, block: int, before: int) -> None:
         previous = self._previous[before]

@@ -2,8 +2,8 @@
 
     retire(row, blocks, last_step) ── last_step settled ──> free row, released blocks
 
-A stop, an abort or a preemption takes effect at once in the books, but the device may be about to run a step that was
-planned before anyone knew. Until the newest such step is over, nobody else may write there: no request and no transfer.
+A stop, an abort or a preemption takes effect at once in the scheduler's state, but the device may be about to run a
+step that was planned before. Until the newest such step is over, no other request and no transfer may write there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .blocks import BlockPool
 
 
 class RowPool:
-    """The runner's rows. One given back is named in the next plan's `freed_rows` and may be taken in that plan."""
+    """The runner's rows. A freed row is listed in the next plan's `freed_rows`, and may be taken in that plan."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -46,14 +46,14 @@ class Fence:
 
     @property
     def closed(self) -> bool:
-        """Something is behind it, and will be free after a step that is in flight."""
+        """True while rows or blocks wait for a step in flight."""
         return bool(self._retired)
 
     def has_passed(self, step: int) -> bool:
         return step <= self._settled
 
     def retire(self, row: int, blocks: list[int], last_step: int) -> None:
-        """Frees both once step `last_step` is settled, which may be now."""
+        """Free a row and blocks once step `last_step` is settled, which may be now."""
         if self.has_passed(last_step):
             self._free(row, blocks)
         else:

@@ -32,7 +32,7 @@ class HeldBlocks:
         self._holders.update(blocks)
 
     def release(self, transfer_id: TransferId) -> bool:
-        """False where the offer is unknown."""
+        """Release the blocks of an offer. Returns False if the offer is unknown."""
         held = self._offers.pop(transfer_id, None)
         if held is None:
             return False
@@ -68,7 +68,7 @@ class Quarantine:
         self.num_blocks += len(blocks)
 
     def release(self, writer: int) -> bool:
-        """False where that is unknown."""
+        """Release the blocks of a writer that has ended. Returns False if it is unknown."""
         blocks = self._blocks.pop(writer, None)
         if blocks is None:
             return False

@@ -25,7 +25,7 @@ class PrefixLookup(NamedTuple):
         return self.hashes[len(self.blocks) :]
 
 
-class _Known(NamedTuple):
+class _CachedLookup(NamedTuple):
     """A lookup that holds until one of `decisive` is cached or evicted: the blocks found, and the first one missing."""
 
     prefix: PrefixLookup
@@ -42,7 +42,7 @@ class RequestMemory:
         self._pool = pool
         self._block_size = block_size
         self._caching = enable_prefix_caching
-        self._known: dict[Request, _Known] = {}  # of requests that have no blocks yet, the oldest lookup first
+        self._known: dict[Request, _CachedLookup] = {}  # of requests that have no blocks yet, the oldest lookup first
         pool.watch(self)
 
     def lookup(self, request: Request) -> PrefixLookup:
@@ -56,7 +56,7 @@ class RequestMemory:
         if known is not None and len(known.prefix.hashes) == len(hashes):
             return known.prefix
         prefix = PrefixLookup(hashes, self._pool.find_prefix(hashes))
-        self._known[request] = _Known(prefix, frozenset(hashes[: len(prefix.blocks) + 1]))
+        self._known[request] = _CachedLookup(prefix, frozenset(hashes[: len(prefix.blocks) + 1]))
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return prefix

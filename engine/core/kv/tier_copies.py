@@ -1,12 +1,12 @@
 """Copies of blocks in the tiers, and the requests that wait for blocks out of them.
 
-    down     a block is full ── its step is settled ──> stored: the pool lends it, so nobody overwrites it ── Stored
+    down     a block is full ── its step is settled ──> stored: a reference keeps it from being overwritten ── Stored
     up       restore ── Restored ──> the request's again, filled as far as it went
                     └─ abort, PATIENCE_S ──> quarantined ── Restored ──> released
 
 A block goes down as soon as it is full, not when it is evicted: so eviction never has to wait for a copy, and a process
-that is killed leaves behind what it had. Few blocks are on loan at a time (`LENT_SHARE`); what has to wait for its turn
-may be evicted meanwhile, and is then not stored.
+that is killed leaves its blocks behind. Few blocks are being stored at a time (`STORING_SHARE`); one that has to wait
+for its turn may be evicted meanwhile, and is then not stored.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .held_blocks import Quarantine
 
 logger = logging.getLogger(__name__)
 
-LENT_SHARE = 16  # one block in so many may be on loan
+STORING_SHARE = 16  # one block in so many may be referenced by stores
 BATCH_BLOCKS = 32  # of one store: a restore waits for no longer than that
 PATIENCE_S = 10.0  # a request computes what takes longer; nothing is asked of the tiers until they answer
 
 
 class Restoration(NamedTuple):
-    """A restore is over: behind what the request had already, so many tokens are there.
+    """The end of a restore, which has added `num_tokens` to those that the request had in the pool.
 
-    One that took too long has cost the request all of its blocks.
+    After one that took too long the request has no blocks at all.
     """
 
     request: Request
@@ -51,7 +51,7 @@ class _Restore(NamedTuple):
 
 
 class TierCopies:
-    """Works without tiers, too: then nothing is stored and nothing found."""
+    """The copies between an engine's pool and its tiers. Without tiers nothing is stored and nothing found."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class TierCopies:
         self._log: BlockLog | None = None
         self._hits = self._misses = self._restored = self._given_up = 0  # blocks
         if tiers is not None:
-            pool.keep_news()
+            pool.track_new_blocks()
 
     @property
     def exists(self) -> bool:
         return self._tiers is not None
 
     def block_log(self) -> BlockLog:
-        """Keeps account of what is where, from the first call on; always the same log."""
+        """Return the log of block places. It is kept from the first call on, and is always the same object."""
         if self._log is None:
             self._log = BlockLog(self._pool.findable, self._tiers)
             self._pool.watch(self._log)
@@ -94,25 +94,25 @@ class TierCopies:
 
     @property
     def num_restoring(self) -> int:
-        """Requests that wait for blocks."""
+        """The number of requests that wait for blocks."""
         return len(self._copy_of)
 
     @property
-    def any_lent(self) -> bool:
-        """Copies read blocks that may have no other owner."""
+    def any_referenced(self) -> bool:
+        """True while stores reference blocks, which may have no other owner."""
         return self._num_lent > 0
 
     # ------------------------------------------------------------------ down
 
     def planned(self, step: int) -> None:
-        """Step `step` is on its way."""
+        """Note that step `step` has been launched."""
         if self._tiers is not None:
             self._restore_cost.planned(step, self._clock())
 
     def settled(self, step: int, newest_planned: int, num_tokens: int) -> None:
-        """Step `step` of so many tokens is over: stores what is full. Steps up to `newest_planned` may still write.
+        """Note the end of a step of `num_tokens`, and store full blocks. Steps up to `newest_planned` may still write.
 
-        For engines with tiers.
+        Called only in engines with tiers.
         """
         self._restore_cost.settled(step, num_tokens, self._clock())
         self._unsettled.append((newest_planned, self._pool.num_registered))
@@ -122,21 +122,21 @@ class TierCopies:
 
     def _store(self) -> None:
         assert self._tiers is not None
-        most = max(1, self._pool.num_blocks // LENT_SHARE)
+        most = max(1, self._pool.num_blocks // STORING_SHARE)
         while (room := min(BATCH_BLOCKS, most - self._num_lent)) > 0 and (batch := self._next_batch(room)):
             blocks = [block for block, _ in batch]
             self._lent[self._tiers.store([block_hash for _, block_hash in batch], blocks)] = blocks
             self._num_lent += len(blocks)
 
     def _next_batch(self, most: int) -> list[tuple[int, BlockHash]]:
-        """Full blocks that are in no tier, lent by the pool."""
+        """Return full blocks that are in no tier, each with a reference added."""
         assert self._tiers is not None
         batch: list[tuple[int, BlockHash]] = []
-        while len(batch) < most and (news := self._pool.take_news(before=self._num_written)):
-            block, block_hash = news
+        while len(batch) < most and (new_block := self._pool.take_new_block(before=self._num_written)):
+            block, block_hash = new_block
             if not self._tiers.knows(block_hash):
-                self._pool.lend(block)
-                batch.append(news)
+                self._pool.reference(block)
+                batch.append(new_block)
         return batch
 
     # ------------------------------------------------------------------ up
@@ -160,11 +160,11 @@ class TierCopies:
         return Counter(tier for block_hash in hashes if (tier := self._tiers.tier_of(block_hash)) is not None)
 
     def is_coming(self, block_hash: BlockHash) -> bool:
-        """Another request has it restored: whoever waits finds it in the pool."""
+        """Return whether a restore of another request will bring this block into the pool."""
         return block_hash in self._coming
 
     def restore(self, request: Request, missing: Sequence[BlockHash]) -> None:
-        """Starts to fill the request's blocks behind its prefix hits; see `pays`."""
+        """Start to fill the request's blocks behind its prefix hits; see `pays`."""
         assert self._tiers is not None
         hashes = list(missing[: self._tiers.find(missing)])
         blocks = self._count(hashes)
@@ -179,7 +179,7 @@ class TierCopies:
         return request in self._copy_of
 
     def cancel(self, request: Request) -> None:
-        """Parts a request from its blocks, of which some may still be written; nothing more is heard of it."""
+        """Separate a request from its blocks, some of which may still be written. No `Restoration` follows."""
         copy_id = self._copy_of.pop(request)
         first = request.num_computed // self._block_size
         _, blocks = request.give_up_memory()
@@ -187,7 +187,7 @@ class TierCopies:
         self.quarantine.admit(copy_id, blocks[first:])
 
     def started(self, request: Request) -> None:
-        """Counts a new request, whose prefix was found or not."""
+        """Count a new request's blocks that are in no tier and not in the pool, and note the use of its prefix."""
         if self._tiers is not None:
             num_present = request.num_computed // self._block_size
             self._misses += max(0, (request.num_prompt - 1) // self._block_size - num_present)
@@ -219,7 +219,7 @@ class TierCopies:
         return over + self._give_up_overdue()
 
     def _give_up_overdue(self) -> list[Restoration]:
-        """A disk that hangs must not hold up everyone who waits behind one request."""
+        """Cancel restores that take too long: a disk that hangs must not delay all requests behind one."""
         if not self._copy_of:
             return []
         since_s = min(self._restores[copy_id].since for copy_id in self._copy_of.values())
@@ -236,7 +236,7 @@ class TierCopies:
         return [Restoration(request, 0) for request in late]
 
     def stats(self) -> TierStats | None:
-        """None without tiers."""
+        """Return the tiers' statistics; None without tiers."""
         if self._tiers is None:
             return None
         stats, now_s = self._tiers.stats(), self._clock()
@@ -260,27 +260,27 @@ MIN_MEASURED_TOKENS = 128  # steps of fewer say nothing about what a prompt take
 
 
 class Rate:
-    """The time per unit of work, whose pieces run one after the other, however early they were asked for."""
+    """The time per unit of work. Pieces run one after the other, however early they were requested."""
 
     def __init__(self) -> None:
         self._seconds = self._units = 0.0
         self._over_s = self._measured_s = 0.0
 
     def note(self, asked_s: float, over_s: float, num_units: int) -> None:
-        """A piece is over. One of no units only says that the next did not begin before."""
+        """Note the end of a piece. One of no units only bounds the start of the next."""
         began_s, self._over_s = max(asked_s, self._over_s), over_s
         if num_units:
             self.add(over_s - began_s, num_units, over_s)
 
     def add(self, seconds: float, num_units: int, now_s: float) -> None:
-        """So many units took so long, as somebody else measured."""
+        """Add a measurement made elsewhere: `num_units` took `seconds`."""
         kept = KEPT if self._is_known(now_s) else 0.0
         self._seconds = self._seconds * kept + seconds
         self._units = self._units * kept + num_units
         self._measured_s = now_s
 
     def per_unit_s(self, now_s: float) -> float | None:
-        """None where nothing was measured lately."""
+        """Return the seconds per unit; None where nothing was measured lately."""
         return self._seconds / self._units if self._is_known(now_s) else None
 
     def _is_known(self, now_s: float) -> bool:
@@ -313,7 +313,7 @@ class RestoreCost:
                 self._restoring[read.tier].add(took_s * read.seconds / copies_s, read.num_blocks, now_s)
 
     def prefer_restoring(self, blocks: Counter[Tier], num_tokens: int, now_s: float) -> bool:
-        """So many blocks of each tier rather than computing so many tokens. Where it is not known, it is tried."""
+        """Return whether restoring these blocks is faster than computing `num_tokens`; True while unknown."""
         token_s = self.token_s(now_s)
         if token_s is None:
             return True
@@ -326,10 +326,10 @@ class RestoreCost:
         return restore_s <= num_tokens * token_s
 
     def token_s(self, now_s: float) -> float | None:
-        """To compute one; None where nothing was measured lately."""
+        """Return the time to compute one token; None where nothing was measured lately."""
         return self._computing.per_unit_s(now_s)
 
     def blocks_s(self, now_s: float) -> dict[Tier, float]:
-        """To restore one of each tier, of which something was measured lately."""
+        """Return the time to restore one block, for each tier that was measured lately."""
         rates = {tier: rate.per_unit_s(now_s) for tier, rate in self._restoring.items()}
         return {tier: block_s for tier, block_s in rates.items() if block_s is not None}

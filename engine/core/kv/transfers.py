@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Arrival(NamedTuple):
-    """A receive is over: the request's KV is in its blocks, or is lost for the reason in `failure`."""
+    """The end of a receive: the request's KV is in its blocks, or is lost for the reason in `failure`."""
 
     request: Request
     failure: str | None
@@ -47,7 +47,7 @@ class GrowingOffer(NamedTuple):
 
 
 class Transfers:
-    """All of an engine's transfers. Works without a connector, too: then there are none."""
+    """All transfers of an engine; without a connector there are none."""
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
         self._connector = connector
@@ -71,37 +71,37 @@ class Transfers:
 
     @property
     def any_asked_back(self) -> bool:
-        """Blocks of a request that gave them up come back when their reader lets go."""
+        """True while blocks that a request gave up stay referenced by an offer, until its reader has ended."""
         return bool(self._asked_back)
 
     def grows(self, request: Request) -> bool:
         return request in self._growing
 
     def offer_early(self, request: Request) -> KVSource | None:
-        """Puts a prompt on offer that is still to be read; None where that is not done.
+        """Offer a prompt before it is computed; return None where that is not possible.
 
-        The offer holds a reference of its own to each block, so whatever becomes of the request, none is used anew
-        before the reader has let go.
+        The offer holds a reference of its own to each block, so no block is reused before the reader has ended,
+        whatever becomes of the request.
         """
         if self._early is None or request.is_constrained or request in self._growing:
             return None
         blocks, num_tokens = list(request.block_ids), len(request.token_ids)
         offer = self._early.offer_growing(request.request_id, request.generation, blocks, num_tokens)
         for block in blocks:
-            self._pool.lend(block)
+            self._pool.reference(block)
         self.held.hold(offer.transfer_id, request.request_id, request.generation, blocks)
         source = KVSource(offer.ticket, num_tokens)
         self._growing[request] = GrowingOffer(offer.transfer_id, source)
         return source
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """The KV of so many leading tokens is written: the step that wrote the last of it has given its result."""
+        """Note that the KV of the first `num_tokens` tokens is written: the step that wrote it has given its result."""
         growing = self._growing.get(request)
         if growing is not None and self._early is not None:
             self._early.advance(growing.transfer_id, num_tokens // self._block_size)
 
     def give_up_early(self, request: Request) -> None:
-        """The request gives up its blocks before its prompt is read."""
+        """Withdraw an early offer: the request gives up its blocks before its prompt is computed."""
         growing = self._growing.pop(request, None)
         if growing is not None:
             assert self._connector is not None
@@ -109,7 +109,7 @@ class Transfers:
             self._connector.withdraw(growing.transfer_id)
 
     def offer(self, request: Request) -> KVSource:
-        """The prompt is read: its blocks are its reader's. Says where a decode engine finds them."""
+        """Move the blocks of a computed prompt to an offer, and return where a decode engine finds them."""
         assert self._connector is not None
         growing = self._growing.pop(request, None)
         if growing is not None and self._early is not None:
@@ -128,9 +128,9 @@ class Transfers:
             self._connector.withdraw(transfer_id)
 
     def receive(self, request: Request) -> None:
-        """Starts to fill the request's blocks behind its prefix hits.
+        """Start to fill the request's blocks behind its prefix hits.
 
-        A request whose whole KV is present asks for no block: the other side learns that it may release.
+        A request whose whole KV is present asks for no block, so that the other engine may release them.
         """
         source = request.message.kv_source
         assert self._connector is not None
@@ -146,7 +146,7 @@ class Transfers:
         self._transfer_of[request] = transfer_id
 
     def cancel(self, request: Request) -> None:
-        """Gives up on a receive; nothing more is heard of the request."""
+        """Give up a receive. No `Arrival` follows."""
         assert self._connector is not None
         transfer_id = self._transfer_of[request]
         self._isolate(transfer_id)
@@ -184,7 +184,7 @@ class Transfers:
         return None
 
     def _isolate(self, transfer_id: TransferId) -> Request:
-        """Parts a request from its blocks. Only those that the transfer writes to are dangerous."""
+        """Separate a request from its blocks, and quarantine those that the transfer may still write."""
         request, num_present = self._pulling.pop(transfer_id)
         del self._transfer_of[request]
         _, blocks = request.give_up_memory()

@@ -1,1 +1,1 @@
-"""One request: its states, what may be drawn for it, when it is over, what is said of it."""
+"""One request: its states, the tokens that may be drawn, its end, and its outputs."""

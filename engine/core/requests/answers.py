@@ -1,4 +1,4 @@
-"""Outputs for a request: its tokens as they become known, its end, and why a row drew no token."""
+"""Outputs of a request: each new token, its end, and the error where no token could be drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .request import Request
 
 
 def next_token(request: Request, drawn: ChunkResult) -> EngineOutput:
-    """The newest token, where it is neither the first nor the last."""
+    """Return the output of a token that is neither the first nor the last."""
     return EngineOutput(
         request_id=request.request_id,
         generation=request.generation,
@@ -24,7 +24,7 @@ def next_token(request: Request, drawn: ChunkResult) -> EngineOutput:
 def first_or_last_token(
     request: Request, drawn: ChunkResult, reason: FinishReason | None, kv_source: KVSource | None
 ) -> EngineOutput:
-    """The newest token, with what is said once: of the prompt with the first, of the end with the last."""
+    """Return the output of the first or last token, with the data of the prompt or of the end."""
     first = not request.answered
     request.answered = True
     return EngineOutput(
@@ -42,14 +42,14 @@ def first_or_last_token(
 
 
 def on_offer(request: Request, source: KVSource) -> EngineOutput:
-    """The prompt's KV may be fetched while it is written: no token yet."""
+    """Return an output without a token: the prompt's KV may be fetched while it is written."""
     return EngineOutput(request_id=request.request_id, generation=request.generation, kv_source=source)
 
 
-def last_words(
+def final_output(
     message: EngineRequest, reason: FinishReason, error: EngineError | None = None, ages: Ages | None = None
 ) -> EngineOutput:
-    """An end that no token brings."""
+    """Return the output that ends a request without a further token."""
     return EngineOutput(
         request_id=message.request_id,
         generation=message.generation,
@@ -60,10 +60,10 @@ def last_words(
 
 
 def nothing_drawn(request: Request) -> EngineError:
-    """The answer where the newest row of the request drew no token.
+    """Return the error of a request whose newest row drew no token.
 
-    Where the request leaves none, that is its own doing, and no engine could draw one. Else the logits were no numbers,
-    as after weights or KV that were damaged: another engine may do better.
+    Either the request itself excludes every token, so that no engine could draw one; or the logits were not numbers, as
+    with damaged weights or KV, and another engine may succeed.
     """
     if not _excludes_all(request, _candidates(request)):
         reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
@@ -85,7 +85,7 @@ def _candidates(request: Request) -> Iterable[int] | None:
 
 
 def _excludes_all(request: Request, candidates: Iterable[int] | None) -> bool:
-    """Words alone never exclude a whole vocabulary."""
+    """Return whether the request excludes all `candidates`. Bad words alone never exclude a whole vocabulary."""
     if candidates is None:
         return False
     sampling, output = request.message.sampling, request.token_ids[request.num_prompt :]

@@ -56,7 +56,7 @@ class Constraints:
 
     @property
     def is_busy(self) -> bool:
-        """Some request has no mask yet."""
+        """True while a request has no mask yet."""
         return bool(self._tasks)
 
     @property
@@ -67,7 +67,7 @@ class Constraints:
         return GrammarStats() if self._source is None else self._source.stats()
 
     def open(self, request: Request) -> None:
-        """The request is new. Tokens that were drawn elsewhere are taken in first."""
+        """Start to compile a new request's grammar. Tokens that another engine drew are accepted first."""
         request.move_to(RequestStatus.WAITING_FOR_GRAMMAR)
         self.num_live += 1
         assert self._source is not None
@@ -76,13 +76,13 @@ class Constraints:
         self._tasks[request] = _Task(work, self._clock() + OPENING_LIMIT_S, is_fresh=False)
 
     def advance(self, request: Request, token_ids: Sequence[int]) -> None:
-        """The next tokens of its output are known."""
+        """Start to compute the mask behind the next tokens of the output."""
         assert request.grammar is not None
         work = self._maskers.submit(_advance, request.grammar, token_ids)
         self._tasks[request] = _Task(work, self._clock() + MASK_LIMIT_S)
 
     def collect(self) -> list[tuple[Request, EngineError | None]]:
-        """Requests that have got their mask, or never will, for the reason that comes with them."""
+        """Return the requests that have their mask now, and those that never will, with the error."""
         if not self._tasks:
             return []
         fresh = [task for task in self._tasks.values() if task.is_fresh]
@@ -95,11 +95,11 @@ class Constraints:
         return [(request, self._finish(request, task)) for request, task in over]
 
     def pause(self) -> None:
-        """Nothing can be done until a mask is there: waits for one, but not long."""
+        """Wait shortly for a mask, when no request can run without one."""
         wait([task.work for task in self._tasks.values()], PATIENCE_S, return_when="FIRST_COMPLETED")
 
     def drop(self, request: Request) -> None:
-        """The request is over. Its compiler is told so; a mask that is being made is made for nobody."""
+        """Forget a request that is over, and cancel its compilation. A mask that is being computed is dropped."""
         self.num_live -= 1
         if (task := self._tasks.pop(request, None)) is not None:
             task.work.cancel()

@@ -66,7 +66,7 @@ STATUS_AFTER = {
 
 
 class IllegalTransition(Exception):
-    """The scheduler moved a request in a way that `TRANSITIONS` does not know: a bug of ours."""
+    """The scheduler made a transition that is not in `TRANSITIONS`: a bug of Baton's."""
 
 
 class PromptLogprobs:
@@ -185,12 +185,12 @@ class Request:
 
     @property
     def awaits_transfer(self) -> bool:
-        """Its KV is at another engine, which keeps it until it is asked for, once."""
+        """True while its KV is at another engine, which keeps it until it is fetched, once."""
         return self.message.kv_source is not None and not self.has_asked
 
     @property
     def num_to_hold(self) -> int:
-        """Tokens that it needs blocks for before it can run."""
+        """The number of tokens that need blocks before the request can run."""
         return len(self.token_ids) + self.awaits_token
 
     def take_blocks(self, block_ids: list[int], capacity: int, *, num_computed: int) -> None:
@@ -220,7 +220,7 @@ class Request:
 
     @property
     def has_unplanned_tokens(self) -> bool:
-        """False once its last token is on the way: it gives its blocks back without being asked."""
+        """False once its last token is planned: its blocks are freed soon without a preemption."""
         return self.num_computed + 1 < self.limit
 
     @property
@@ -228,7 +228,7 @@ class Request:
         return self.mask is not None or not self.is_constrained
 
     def allow(self, mask: bytes) -> None:
-        """Its grammar knows all of its tokens: one more may be drawn, out of the mask."""
+        """Set the mask of the next token: the grammar has accepted all tokens so far."""
         self.mask = mask
         self.horizon = min(self.limit, len(self.token_ids) + 1)
 
@@ -240,7 +240,7 @@ class Request:
         return mask
 
     def give_up_memory(self) -> tuple[int, list[int]]:
-        """Row and blocks, which are the caller's now. What was computed is forgotten, what was drawn is not."""
+        """Return row and blocks, which are the caller's now. Drawn tokens are kept, computed KV is not."""
         row, blocks = self.row, self.block_ids
         self.row, self.block_ids = NO_ROW, []
         self.capacity = self.num_computed = self.num_registered = 0

@@ -11,7 +11,7 @@ from ..sampling import SEED_BITS, InvalidSamplingParams
 def refusal(
     request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool, can_constrain: bool = False
 ) -> EngineError | None:
-    """Why this engine can never serve the request; None where it can."""
+    """Return the reason why this engine can never serve the request; None if it can."""
     message = _invalid(request, config, can_transfer)
     if message is not None:
         return EngineError(ErrorKind.INVALID, message)

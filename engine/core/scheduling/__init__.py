@@ -1,1 +1,1 @@
-"""The scheduler: who waits, who may run, what runs in the next step, what came of those before."""
+"""The scheduler: waiting and running requests, the plan of the next step, the results of earlier ones."""

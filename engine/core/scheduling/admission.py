@@ -23,7 +23,7 @@ SMALL = 8  # a request that needs an eighth of the head's blocks, or fewer, may 
 
 
 class KVLoading:
-    """Requests whose blocks are filled from outside: by an engine that has read the prompt, or out of the tiers.
+    """Requests whose blocks are being filled: with another engine's KV, or from the tiers.
 
         waiting ── begin ──> WAITING_FOR_KV ── its KV came ──> ready ──> running
            ^                    │      └──── a transfer failed ──> over
@@ -56,7 +56,7 @@ class KVLoading:
         return self._transfers.num_pulling + self._tier_copies.num_restoring
 
     def begin_transfer(self, request: Request) -> bool:
-        """Ask the other engine for the request's KV. False where it has to wait for others first."""
+        """Ask the other engine for the request's KV. Returns False if it has to wait for others first."""
         if not self._may_run_ahead or not self._memory.reserve(request):
             return False
         self._wait_for_kv(request)
@@ -70,7 +70,7 @@ class KVLoading:
         return self._tier_copies.pays(self._memory.lookup(request).missing)
 
     def begin_restore(self, request: Request) -> bool:
-        """Ask the tiers for the request's prefix. False where it has to wait for others first.
+        """Ask the tiers for the request's prefix. Returns False if it has to wait for others first.
 
         One whose blocks are being restored for another request waits to find them in the pool.
         """
@@ -82,7 +82,7 @@ class KVLoading:
         return True
 
     def poll(self) -> list[tuple[Request, EngineError]]:
-        """Make those requests ready whose KV has come. Returns those whose KV is lost."""
+        """Make requests whose KV has arrived ready. Returns the requests whose KV is lost."""
         lost = []
         for request, failure in self._transfers.poll():
             if failure is None:
@@ -159,11 +159,11 @@ class Admission:
         self._fence = fence
         self._tier_copies = tier_copies
 
-    def make_way(self) -> None:
+    def preempt_for_head(self) -> None:
         """Preempt running requests of lower priority where the head of the queue lacks only their blocks."""
         head = self._waiting.peek()
         if head is not None:
-            self._running.make_way_for(head)
+            self._running.preempt_for(head)
 
     def admit_ready(self, draft: StepDraft) -> None:
         ready = self._loading.ready
@@ -193,7 +193,7 @@ class Admission:
         """Start waiting requests in order."""
         while not self._running.lacks_blocks and (request := self._waiting.peek()):
             if not self._admit(request, draft):
-                self._let_small_ones_pass(request, draft)
+                self._admit_small_requests(request, draft)
                 return
 
     def _admit(self, request: Request, draft: StepDraft) -> bool:
@@ -210,7 +210,7 @@ class Admission:
             return True
         return False
 
-    def _let_small_ones_pass(self, head: Request, draft: StepDraft) -> None:
+    def _admit_small_requests(self, head: Request, draft: StepDraft) -> None:
         """Let requests overtake a head that lacks blocks, each of which needs few beside it."""
         needed = self._memory.num_blocks(head)
         if head.num_blocks_passed >= needed or self._memory.fits(head):

@@ -17,7 +17,7 @@ from ..config import EngineCoreConfig
 from ..kv.fence import Fence
 from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
-from ..requests.answers import last_words
+from ..requests.answers import final_output
 from ..requests.constraints import Constraints
 from ..requests.request import STATUS_AFTER, FinishRule, Request, RequestStatus
 from ..requests.validate import refusal
@@ -74,7 +74,7 @@ class RequestTable(Mapping[str, Request]):
         live = self._by_id.get(message.request_id)
         error = self._refusal(message, live)
         if error is not None:
-            self.outputs.append(last_words(message, FinishReason.ERROR, error))
+            self.outputs.append(final_output(message, FinishReason.ERROR, error))
             return
         if live is not None:  # its sender gave up on it before it sent this one
             self.end(live, FinishReason.ABORT)
@@ -82,7 +82,7 @@ class RequestTable(Mapping[str, Request]):
         request = Request(message, FinishRule(message, self._config), self._num_added, stages)
         self._num_added += 1
         if request.num_to_hold >= request.limit:  # every token it may have was generated elsewhere
-            self.outputs.append(last_words(message, FinishReason.LENGTH))
+            self.outputs.append(final_output(message, FinishReason.LENGTH))
             return
         self._by_id[request.request_id] = request
         self.deadlines.add(request)
@@ -113,7 +113,7 @@ class RequestTable(Mapping[str, Request]):
         return True
 
     def take_masks(self) -> None:
-        """Let requests wait for a row, or go on, whose masks have come; end those whose grammars failed."""
+        """Let requests whose masks are computed wait for a row or continue; end those whose grammars failed."""
         for request, error in self._constraints.collect():
             if error is not None:
                 self.end(request, FinishReason.ERROR, error)
@@ -144,16 +144,16 @@ class RequestTable(Mapping[str, Request]):
         else:
             self._loading.remove(request)
         self.leave(request, reason)
-        self.outputs.append(last_words(request.message, reason, error, request.stages.ages()))
+        self.outputs.append(final_output(request.message, reason, error, request.stages.ages()))
 
     def end_lost(self, request: Request, error: EngineError) -> None:
         """End and answer a request whose KV is lost: it is in no queue any more."""
         self.leave(request, FinishReason.ERROR)
-        self.outputs.append(last_words(request.message, FinishReason.ERROR, error, request.stages.ages()))
+        self.outputs.append(final_output(request.message, FinishReason.ERROR, error, request.stages.ages()))
 
     def fail(self, error: EngineError) -> None:
         """Answer all requests. Their memory is not given back."""
-        self.outputs += [last_words(request.message, FinishReason.ERROR, error) for request in self.values()]
+        self.outputs += [final_output(request.message, FinishReason.ERROR, error) for request in self.values()]
         self._by_id.clear()
 
     def leave(self, request: Request, reason: FinishReason) -> KVSource | None:
@@ -185,7 +185,7 @@ class Deadlines:
         self._limit = SPARE_ENTRIES
 
     def add(self, request: Request) -> None:
-        """Starts its time, if it has one. The message tells what is left, since clocks of machines differ."""
+        """Add a request that has a deadline. Its message has the time left, since clocks of machines differ."""
         timeout_s = request.message.timeout_s
         if not timeout_s:
             return
@@ -197,7 +197,7 @@ class Deadlines:
         heapq.heappush(self._heap, (self._clock() + timeout_s, self._num_added, request))
 
     def take_expired(self) -> list[Request]:
-        """Return the requests whose time is over and that are not; each once."""
+        """Return the live requests whose deadline has passed, each once."""
         heap = self._heap
         if not heap or heap[0][0] > (now := self._clock()):
             return []

@@ -244,9 +244,9 @@ class RunningRequests:
             draft.filled_blocks.update(self._memory.register(request))
         draft.budget += kept
 
-    # -------------------------------------------------------------------------------- who gives way
+    # -------------------------------------------------------------------------------- preemption
 
-    def make_way_for(self, head: Request) -> None:
+    def preempt_for(self, head: Request) -> None:
         """Preempt requests of lower priority where the head of the queue lacks only their blocks.
 
         None is preempted in vain: held or arriving KV may keep so much that the head would not fit all the same.
@@ -255,13 +255,13 @@ class RunningRequests:
             return
         if not self._by_rank or self._by_rank[-1].priority <= head.priority:
             return
-        lower = [each for each in self._by_rank if each.priority > head.priority and self._gives_way(each)]
+        lower = [each for each in self._by_rank if each.priority > head.priority and self._is_preemptible(each)]
         if not self._memory.fits(head, without=lower):
             return
         while lower and not self._fence.closed and not self._memory.fits(head):
             self.preempt(lower.pop())
 
-    def _gives_way(self, request: Request) -> bool:
+    def _is_preemptible(self, request: Request) -> bool:
         """Return whether its blocks would be free soon after a preemption; blocks on offer wait for their reader."""
         return request.has_unplanned_tokens and not self._transfers.grows(request)
 

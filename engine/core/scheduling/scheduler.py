@@ -4,8 +4,8 @@ One rule: computed catches up with target. Every step hands out at most `max_num
 `max_num_seqs` requests: first to running ones, then to waiting ones, by priority and arrival. Chunked prefill, prefix
 hits, resuming after preemption and going on after a hand-off are this one rule with other starting points.
 
-The accounts are kept as if every planned step had already run, so the next one can be planned while results are on
-their way. What a stop or an abort makes superfluous is dropped when its result comes; `kv/fence.py` keeps the memory
+The state is kept as if every planned step had already run, so the next one can be planned while results are pending.
+Results that a stop or an abort made superfluous are dropped when they come; `kv/fence.py` keeps the memory
 until then.
 
     request_table   every request that is not over: how it comes, how it ends
@@ -38,7 +38,7 @@ from ..kv.tier_copies import TierCopies
 from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from ..pace import StepMeter
-from ..requests.answers import first_or_last_token, last_words, next_token, nothing_drawn, on_offer
+from ..requests.answers import final_output, first_or_last_token, next_token, nothing_drawn, on_offer
 from ..requests.constraints import Constraints
 from ..requests.request import Request, RequestStatus
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
@@ -115,7 +115,7 @@ class Scheduler:
             self._stuck = False
 
     def poll_transfers(self) -> None:
-        """Let requests go on whose KV has come, and answer those whose KV is lost."""
+        """Make requests whose KV has arrived ready, and answer those whose KV is lost."""
         for request, error in self.loading.poll():
             self.requests.end_lost(request, error)
 
@@ -139,7 +139,7 @@ class Scheduler:
         self.requests.end_expired()
         self.requests.take_masks()
         draft = self.steps.draft()
-        self.admission.make_way()
+        self.admission.preempt_for_head()
         prefills = self.running.decode(draft)
         self.admission.admit_ready(draft)
         short = self.admission.choose_short(prefills, draft)
@@ -157,7 +157,7 @@ class Scheduler:
         return plan
 
     def _offer_early(self, started: Sequence[Request]) -> None:
-        """Put prompts on offer that take several steps: their readers may begin before the last one."""
+        """Offer prompts that take several steps early: their readers may begin before the last step."""
         for request in started:
             if request.finish_rule.hands_off and request.num_computed < len(request.token_ids):
                 source = self.transfers.offer_early(request)
@@ -208,7 +208,7 @@ class Scheduler:
         if token_id == NO_TOKEN:
             error = nothing_drawn(request)
             self.requests.leave(request, FinishReason.ERROR)
-            return last_words(request.message, FinishReason.ERROR, error)
+            return final_output(request.message, FinishReason.ERROR, error)
         request.token_ids.append(token_id)
         num_tokens = len(request.token_ids)
         if num_tokens >= request.next_registration:
@@ -224,7 +224,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise `BlockPoolCorrupted` where no request is left and some block or row is not free."""
-        if self.requests or self.steps or self.tier_copies.any_lent:  # what is lent may be held, too
+        if self.requests or self.steps or self.tier_copies.any_referenced:  # what is lent may be held, too
             return
         held, quarantined = self.transfers.held.num_blocks, self._num_quarantined
         if self.pool.num_free + held + quarantined != self.pool.num_blocks:

@@ -78,13 +78,13 @@ class _State(Enum):
     CALL = auto()  # behind the header of a call
     ARGUMENTS = auto()
     RAW = auto()  # text outside of messages
-    SILENT = auto()  # behind a call: the rest is dropped
+    DISCARD = auto()  # behind a call: the rest is dropped
 
 
 class HarmonyParser(IncrementalParser):
     """The `OutputParser` of Harmony. Text outside of messages, or in messages to unknown recipients, is content."""
 
-    SILENT = _State.SILENT
+    DISCARD = _State.DISCARD
 
     def __init__(self, functions: Collection[str]) -> None:
         super().__init__(_State.HEADER)
@@ -125,9 +125,9 @@ class HarmonyParser(IncrementalParser):
     def _read_body(self, finished: bool) -> list[OutputPart]:
         found = first_mark(self._held, *_BEHIND_BODY)
         if found is None:
-            return self._say(len(self._held) - (0 if finished else partial_mark(self._held, *_BEHIND_BODY)))
+            return self._emit_text(len(self._held) - (0 if finished else partial_mark(self._held, *_BEHIND_BODY)))
         at, mark = found
-        said = self._say(at)
+        said = self._emit_text(at)
         self._state = _State.HEADER
         if mark != _START:  # it begins the next header
             self._held = self._held.removeprefix(mark)
@@ -140,7 +140,7 @@ class HarmonyParser(IncrementalParser):
             self._state, self._held = _State.ARGUMENTS, content
             return self._begin_call(self._called)
         if content.startswith(_ENDS) or (finished and not content):
-            self._state = _State.SILENT
+            self._state = _State.DISCARD
             return self._begin_call(self._called) + self._last_arguments("{}")
         if finished or (content and not any(end.startswith(content) for end in _ENDS)):
             return self._take_for_text()
@@ -150,22 +150,22 @@ class HarmonyParser(IncrementalParser):
         end = self._nesting.end_in(self._held)
         if end is None:
             return self._arguments(self._take(len(self._held)))
-        self._state = _State.SILENT
+        self._state = _State.DISCARD
         return self._last_arguments(self._take(end))
 
     def _take_for_text(self) -> list[OutputPart]:
         """Take what is held for content, up to the next message."""
         self._state, self._kind, self._is_fresh = _State.RAW, ContentPart, False
-        return self._say(1)  # skip a character, so that it is not taken for a header again
+        return self._emit_text(1)  # skip a character, so that it is not taken for a header again
 
     def _look_for_header(self, finished: bool) -> list[OutputPart]:
         at = self._held.find(_START)
         if at < 0:
-            return self._say(len(self._held) - (0 if finished else partial_mark(self._held, _START)))
+            return self._emit_text(len(self._held) - (0 if finished else partial_mark(self._held, _START)))
         self._state = _State.HEADER
-        return self._say(at)
+        return self._emit_text(at)
 
-    def _say(self, length: int) -> list[OutputPart]:
+    def _emit_text(self, length: int) -> list[OutputPart]:
         said = self._take(length)
         if not said:
             return []

@@ -21,14 +21,14 @@ class IncrementalParser(ABC):
     argument says that no text follows.
     """
 
-    SILENT: ClassVar[Enum]  # the state in which all further text is dropped
+    DISCARD: ClassVar[Enum]  # the state in which all further text is dropped
 
     def __init__(self, first: Enum) -> None:
         self.num_calls = 0
         self.is_in_call = False
         self._state = first
         self._held = ""
-        self._steps: Mapping[Enum, Step] = {self.SILENT: self._leave_out, **self._other_steps()}
+        self._steps: Mapping[Enum, Step] = {self.DISCARD: self._leave_out, **self._other_steps()}
 
     def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
         """Implement `OutputParser.push`."""
@@ -42,7 +42,7 @@ class IncrementalParser(ABC):
 
     @abstractmethod
     def _other_steps(self) -> Mapping[Enum, Step]:
-        """Return the steps of all states but `SILENT`."""
+        """Return the steps of all states but `DISCARD`."""
 
     def _begin_call(self, name: str) -> list[OutputPart]:
         self.num_calls += 1
@@ -147,11 +147,11 @@ class InlineToolCallParser(IncrementalParser):
         if found is not None:
             at, self._mark = found
             self._state = self.HEAD
-            return self._say(len(self._held[:at].rstrip()))  # blanks before a call belong to the format
+            return self._emit_text(len(self._held[:at].rstrip()))  # blanks before a call belong to the format
         if not finished:
-            return self._say(len(self._held) - undecided_suffix(self._held, *self._marks))
+            return self._emit_text(len(self._held) - undecided_suffix(self._held, *self._marks))
         is_forms = self._is_behind_call and not self._held.strip()  # blanks behind a call are dropped
-        return self._say(0 if is_forms else len(self._held))
+        return self._emit_text(0 if is_forms else len(self._held))
 
     def _behind_blanks(self) -> int:
         """Return the offset in the held text of the mark before a call."""
@@ -160,13 +160,13 @@ class InlineToolCallParser(IncrementalParser):
     def _take_for_text(self) -> list[OutputPart]:
         """Take the mark in HEAD for text: no call follows it."""
         self._state = self.OUTSIDE
-        return self._say(self._behind_blanks() + len(self._mark))
+        return self._emit_text(self._behind_blanks() + len(self._mark))
 
     def _begin_call(self, name: str) -> list[OutputPart]:
         self._is_behind_call = True
         return super()._begin_call(name)
 
-    def _say(self, length: int) -> list[OutputPart]:
+    def _emit_text(self, length: int) -> list[OutputPart]:
         said = self._take(length)
         if not said:
             return []

@@ -1,4 +1,4 @@
-"""Tool calls with JSON arguments: what a format of them says, and the parser of all such formats.
+"""Tool calls with JSON arguments: the definition of a format, and the parser of all such formats.
 
         begin       its head, "{"               the object ends      close           more
 OUTSIDE ─────> HEAD ─────────────> ARGUMENTS ─────────────> TAIL ────────> BETWEEN ──────> HEAD
@@ -72,13 +72,13 @@ class _State(Enum):
     TAIL = auto()
     BETWEEN = auto()
     TEXT = auto()  # the rest is content
-    SILENT = auto()  # the rest is dropped: no more calls are allowed
+    DISCARD = auto()  # the rest is dropped: no more calls are allowed
 
 
 class JsonToolCallParser(InlineToolCallParser):
     """The `OutputParser` of `JsonToolCallFormat`."""
 
-    OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
+    OUTSIDE, HEAD, DISCARD = _State.OUTSIDE, _State.HEAD, _State.DISCARD
 
     def __init__(self, form: JsonToolCallFormat, functions: Collection[str], *, at_most_one: bool) -> None:
         """With `at_most_one`, anything behind the first call is dropped."""
@@ -106,7 +106,7 @@ class JsonToolCallParser(InlineToolCallParser):
         rest = self._held.lstrip()
         if rest:
             self._state = _State.HEAD if rest.startswith("{") else _State.TEXT
-        return self._say(len(self._held)) if finished and not rest else []
+        return self._emit_text(len(self._held)) if finished and not rest else []
 
     def _read_head(self, finished: bool) -> list[OutputPart]:
         at = self._behind_blanks()
@@ -177,7 +177,7 @@ class JsonToolCallParser(InlineToolCallParser):
         return []
 
     def _end_call(self) -> None:
-        self._state = _State.SILENT if self._at_most_one else _State.BETWEEN
+        self._state = _State.DISCARD if self._at_most_one else _State.BETWEEN
 
     def _look_between(self, finished: bool) -> list[OutputPart]:
         more, end = self._form.more, self._form.end
@@ -191,7 +191,7 @@ class JsonToolCallParser(InlineToolCallParser):
         return []
 
     def _pass_on(self, finished: bool) -> list[OutputPart]:
-        return self._say(len(self._held))
+        return self._emit_text(len(self._held))
 
 
 def _plain(name: str) -> str | None:

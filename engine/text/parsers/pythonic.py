@@ -43,13 +43,13 @@ class _State(Enum):
     ARGUMENTS = auto()
     END = auto()  # end of the list
     TEXT = auto()  # the rest is content
-    SILENT = auto()  # the rest is dropped: no more calls are allowed
+    DISCARD = auto()  # the rest is dropped: no more calls are allowed
 
 
 class PythonicParser(IncrementalParser):
     """The `OutputParser` of `Pythonic`. It reports only complete calls; anything else is content."""
 
-    SILENT = _State.SILENT
+    DISCARD = _State.DISCARD
 
     def __init__(self, functions: Collection[str], *, at_most_one: bool) -> None:
         super().__init__(_State.HEAD)
@@ -90,7 +90,7 @@ class PythonicParser(IncrementalParser):
             self._state = _State.TEXT
             return []
         self._held = self._held[end:]
-        self._state = _State.SILENT if self._at_most_one else _State.HEAD
+        self._state = _State.DISCARD if self._at_most_one else _State.HEAD
         return self._begin_call(self._name) + self._last_arguments(arguments)
 
     def _read_end(self, finished: bool) -> list[OutputPart]:

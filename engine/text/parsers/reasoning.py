@@ -60,7 +60,7 @@ class ReasoningParser:
         self._held += text
         if self._state is _State.START:
             self._look_for_reasoning(finished)
-        reasoning = self._think(finished) if self._state is _State.THINKING else ""
+        reasoning = self._push_reasoning(finished) if self._state is _State.THINKING else ""
         if self._state is _State.BETWEEN:
             self._held = self._held.lstrip()
             if self._held:
@@ -74,7 +74,7 @@ class ReasoningParser:
         elif finished or not BEGIN.startswith(text):
             self._state = _State.ANSWERING
 
-    def _think(self, finished: bool) -> str:
+    def _push_reasoning(self, finished: bool) -> str:
         if not self._has_reasoning:
             self._held = self._held.lstrip()
         at = self._held.find(END)

@@ -57,12 +57,12 @@ class ToolCallFormat(ABC):
 
     def describe_tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the description of tools for the system message, if a template does not list them."""
-        told = ["## Tools"]
+        parts = ["## Tools"]
         for function in (tool["function"] for tool in tools):
-            told.append(f"### {function['name']}")
-            told.append(f"Description: {function.get('description', '')}")
-            told.append(f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}")
-        return "\n\n".join([*told, self.introduction])
+            parts.append(f"### {function['name']}")
+            parts.append(f"Description: {function.get('description', '')}")
+            parts.append(f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}")
+        return "\n\n".join([*parts, self.introduction])
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message as templates of this format expect it. Raises `InvalidMessages`."""

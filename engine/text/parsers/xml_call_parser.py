@@ -1,4 +1,4 @@
-"""Tool calls with a tag for each argument: what a format of them says, and the parser, which converts them to JSON.
+"""Tool calls with a tag for each argument: the definition of a format, and the parser, which converts them to JSON.
 
         a mark       name, first key                  end, no key             tail, or none
 OUTSIDE ──────> HEAD ───────────────> VALUE ──────────────────────────> TAIL ───────────────> OUTSIDE
@@ -77,13 +77,13 @@ class _State(Enum):
     HEAD = auto()
     VALUE = auto()
     TAIL = auto()
-    SILENT = auto()  # the rest is dropped: no more calls are allowed
+    DISCARD = auto()  # the rest is dropped: no more calls are allowed
 
 
 class XmlToolCallParser(InlineToolCallParser):
     """The `OutputParser` of `XmlToolCallFormat`. It reports text as it arrives, other values once they are complete."""
 
-    OUTSIDE, HEAD, SILENT = _State.OUTSIDE, _State.HEAD, _State.SILENT
+    OUTSIDE, HEAD, DISCARD = _State.OUTSIDE, _State.HEAD, _State.DISCARD
 
     def __init__(self, form: XmlToolCallFormat, functions: Functions, *, at_most_one: bool) -> None:
         """With `at_most_one`, anything behind the first call is dropped."""
@@ -169,7 +169,7 @@ class XmlToolCallParser(InlineToolCallParser):
         return self._arguments(self._quote or json_of_text(self._value, self._types))
 
     def _end_call(self) -> list[OutputPart]:
-        self._state = _State.SILENT if self._at_most_one else _State.TAIL
+        self._state = _State.DISCARD if self._at_most_one else _State.TAIL
         return self._last_arguments("}" if self._has_keys else "{}")
 
     def _skip_tail(self, finished: bool) -> list[OutputPart]:

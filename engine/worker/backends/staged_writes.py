@@ -67,7 +67,7 @@ class StagedWrites:
                 self.flush()
 
     def flush(self) -> None:
-        """Launch what was collected, in the current stream."""
+        """Launch the collected changes, in the current stream."""
         buffer = self._buffers[self._turn]
         if not buffer.num_pieces:
             return
@@ -92,7 +92,7 @@ class _Buffer:
         self._pieces, self._values, self._closed_at = pieces.numpy(), values.numpy(), closed_at.numpy()
 
     def close(self) -> None:
-        """Tell the device how many pieces there are."""
+        """Write the number of pieces for the device."""
         self._closed_at[0] = self.num_pieces
 
     def add(self, address: int, values: Values) -> int:

@@ -18,8 +18,8 @@ follow, and targets of the autoscaler, are in `deployments`: a change there rest
 {{- $resources := merge (dict (printf "baton_%s" $role) 1) ($fleet.fleet.resources | default dict) }}
 {{- $_ := set $described $role (mergeOverwrite (deepCopy $fleet.fleet) (dict "num_gpus" $fleet.gpus "resources" $resources)) }}
 {{- end }}
-{{- $kept := pick $gateway "host" "port" "num_cpus" "resources" "max_surge_percent" "engine_silence_s" }}
-{{- $userConfig := dict "gateway" (omit $gateway "host" "port" "num_cpus" "resources" "max_surge_percent" "engine_silence_s" "replicas") }}
+{{- $kept := pick $gateway "host" "port" "num_cpus" "resources" "max_surge_percent" "engine_heartbeat_timeout_s" }}
+{{- $userConfig := dict "gateway" (omit $gateway "host" "port" "num_cpus" "resources" "max_surge_percent" "engine_heartbeat_timeout_s" "replicas") }}
 {{- $deployment := dict "name" "gateway" "user_config" $userConfig }}
 {{- if hasKey $gateway "replicas" }}{{ $_ := set $deployment "num_replicas" $gateway.replicas }}{{ end }}
 {{- $args := dict "model" .Values.model "load_balancing" .Values.load_balancing "gateway" $kept "engine" .Values.engine "fleets" $described "transfer" .Values.transfer }}

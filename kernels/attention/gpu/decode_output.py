@@ -36,7 +36,7 @@ class DecodeParts:
 
 @record
 class DecodeOutput:
-    """The results of the step, and what they need beside the sums."""
+    """The results of the step, and the values that they depend on beside the sums."""
 
     out: gl.tensor
     sinks: Value  # pointer, or None

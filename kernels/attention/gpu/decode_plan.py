@@ -7,9 +7,9 @@
 Every program has one share of the keys of the whole step, for one KV head; there are as many programs as the device
 runs at a time. So all end together, whatever the lengths are: one of 32k keys, or hundreds of a few.
 
-A share may begin and end in the middle of a sequence. What it leaves of those two is *partial*: it lies in a workspace
-until the program that is the last with a part of that sequence puts the parts together. `arrivals` tells which one that
-is: it counts at the share where the sequence begins, and at most one that goes on in the next begins in a share.
+A share may begin and end in the middle of a sequence. Its results for those two are *partial*: they stay in a workspace
+until the last program with a part of that sequence combines the parts. `arrivals` finds that program: it counts at the
+share where the sequence begins, and at most one sequence that continues in the next share begins in a share.
 """
 
 from __future__ import annotations

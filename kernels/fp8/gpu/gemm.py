@@ -1,7 +1,7 @@
 """FP8 matrix products, with split-K for few tokens.
 
-They run on the tensor cores' own 8-bit instructions. These add up in some 14 bits, in which a sum of thousands of like
-values would lose a fifth, so what they made of each 128 values is added up in float32.
+They run on the tensor cores' 8-bit instructions. These accumulate in some 14 bits, in which a sum of thousands of
+similar values would lose a fifth, so the partial sums of each 128 values are added up in float32.
 
 Small tiles for few tokens, and several programs for one tile where there would be fewer tiles than multiprocessors.
 """
@@ -96,7 +96,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def tuning_key(quantized: Tensor, weight: Fp8Weight) -> tuned.Key:
-    """Return what the best options of a product depend on."""
+    """Return the key on which the best options of a product depend."""
     columns, depth = weight.shape
     return {"scales": weight.scaled_by, "tokens": quantized.shape[0], "columns": columns, "depth": depth}
 

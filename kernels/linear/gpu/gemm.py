@@ -42,7 +42,7 @@ def multiply_tiles(
 ) -> None:
     """out [T, N] = x [T, K] @ weight.T + bias; SPLIT * BLOCK_K divides K. `activation` and `add` as in `stream_weight`.
 
-    One launch at a time on a device may split: the launches share what counts arrivals.
+    Only one launch at a time on a device may split: launches share the counters of arrivals.
     """
     num_tokens, depth = x.shape
     columns = out.shape[1]

@@ -3,9 +3,9 @@
     program p           ROWS rows of the weight, whole: no sums cross programs
     a thread            8 neighbouring weights of every row at a time, times those of each token, into one sum a row
 
-At so few tokens the time is that of reading the weight, and in a small model that of starting. So a kernel takes in
-what stands before the product (a norm) and after it (bias, gate, residual), asks for its weights before it waits for
-the kernel that makes its input, and leaves no partial sums behind for another to add.
+At so few tokens the time is that of reading the weight, and in a small model that of launching. So a kernel fuses the
+norm before the product and the bias, gate and residual after it, prefetches its weights before it waits for the kernel
+that makes its input, and leaves no partial sums for another kernel.
 """
 
 from __future__ import annotations

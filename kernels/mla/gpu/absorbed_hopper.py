@@ -4,7 +4,7 @@
                                                           ──> sums   [rank, rows] = latents^T softmax(scores)
 
 Keys are the rows of both products, so that 16 query heads fill what a warp group multiplies, and a tile is read from
-memory once for keys and values. Work is dealt out as in `work`; what is written is what `absorbed` writes.
+memory once for keys and values. Work is partitioned as in `work_list`; the outputs are those of `absorbed`.
 
 Only the newest latent of a decode is this step's. So pages are on their way while the kernels before this one still
 run: a warp that fetches them waits for those when it comes to the last tile of a sequence. It waits at once where one

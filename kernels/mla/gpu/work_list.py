@@ -6,7 +6,7 @@
 
 A program walks its share. Where a share's end cuts an item, both programs leave their part of the softmax in a
 workspace, at most two a program (the item that its share begins in, and the one that it ends in). The parts are added
-up in the order of the keys: by `combine`, or by the program that comes last with one, as `arrivals` tells it. Only
+up in the order of the keys: by `combine`, or by the last program with one, which `arrivals` finds. Only
 shapes decide how much is launched; lengths are read on the device.
 """
 
@@ -47,7 +47,7 @@ class WorkTiles:
 
 @dataclass(frozen=True)
 class WorkList:
-    """The items of one step for one kernel, and what each program does."""
+    """The items of one step for one kernel, and each program's share of them."""
 
     items: Tensor  # [max_items, 4] int32: first token, how many, keys that the first of them sees, row of block_tables
     starts: Tensor  # [max_items + 1] int32: tiles before each item; an item of no tiles does not exist

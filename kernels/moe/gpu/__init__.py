@@ -3,7 +3,7 @@
     few tokens   gate_up -> down                       each (token, expert) pair by itself (`few`)
     others       align -> gate_up -> down -> combine   the rows of an expert together (`tiles`, `grouped`, `combine`)
 
-No step of either asks the host or depends on what was routed where: both can be captured in a graph.
+No step of either waits for the host, and no launch depends on the routing: both can be captured in a graph.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def supports_dispatch(tokens: RoutedTokens, memory: PeerMemory) -> bool:
 
 def all_reduce(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
     """See `baton.kernels.p2p.all_reduce`. `options`: other than the tuned ones."""
-    options, method = _way(Op.ALL_REDUCE, x, memory, options)
+    options, method = _algorithm_for(Op.ALL_REDUCE, x, memory, options)
     kernel = one_shot if method is Algorithm.ONE_SHOT else two_shots
     _launch(kernel, (x,), _vectors(x), Op.ALL_REDUCE, x, memory, options)
     return x
@@ -59,7 +59,7 @@ def all_reduce(x: Tensor, memory: PeerMemory, options: tuned.Options | None = No
 
 def all_gather(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
     """See `baton.kernels.p2p.all_gather`. `options`: other than the tuned ones."""
-    options, _ = _way(Op.ALL_GATHER, x, memory, options)
+    options, _ = _algorithm_for(Op.ALL_GATHER, x, memory, options)
     gathered = x.new_empty(memory.size * x.shape[0], *x.shape[1:])
     _launch(gather_parts, (x, gathered), _vectors(x), Op.ALL_GATHER, x, memory, options)
     return gathered
@@ -67,7 +67,7 @@ def all_gather(x: Tensor, memory: PeerMemory, options: tuned.Options | None = No
 
 def reduce_scatter(x: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
     """See `baton.kernels.p2p.reduce_scatter`. `options`: other than the tuned ones."""
-    options, _ = _way(Op.REDUCE_SCATTER, x, memory, options)
+    options, _ = _algorithm_for(Op.REDUCE_SCATTER, x, memory, options)
     own = x.new_empty(x.shape[0] // memory.size, *x.shape[1:])
     _launch(sum_own_part, (x, own), _vectors(own), Op.REDUCE_SCATTER, x, memory, options)
     return own
@@ -82,7 +82,7 @@ def dispatch(
 ) -> DispatchedTokens:
     """See `baton.kernels.p2p.dispatch`. `options`: other than the tuned ones."""
     hidden, ids, weights = tokens.hidden, tokens.expert_ids.contiguous(), tokens.weights.contiguous()
-    options, _ = _way(Op.DISPATCH, hidden, memory, options)
+    options, _ = _algorithm_for(Op.DISPATCH, hidden, memory, options)
     if ids.shape[1] > MOST_CHOICES:
         raise ValueError(f"dispatch: {ids.shape[1]} experts of a token: it takes up to {MOST_CHOICES}")
     brought = DispatchedTokens.empty(tokens, memory.size)
@@ -108,7 +108,7 @@ def dispatch(
 
 def combine(partial: Tensor, visits: Tensor, memory: PeerMemory, options: tuned.Options | None = None) -> Tensor:
     """See `baton.kernels.p2p.combine`. `options`: other than the tuned ones."""
-    options, _ = _way(Op.COMBINE, partial, memory, options)
+    options, _ = _algorithm_for(Op.COMBINE, partial, memory, options)
     total = partial.new_empty(visits.shape[2], partial.shape[1])
     _launch(
         sum_tokens,
@@ -132,7 +132,9 @@ def warm_up(memory: PeerMemory, dtype: torch.dtype) -> None:
                 run(smallest, memory, options)
 
 
-def _way(op: Op, x: Tensor, memory: PeerMemory, options: tuned.Options | None) -> tuple[tuned.Options, Algorithm]:
+def _algorithm_for(
+    op: Op, x: Tensor, memory: PeerMemory, options: tuned.Options | None
+) -> tuple[tuned.Options, Algorithm]:
     if options is None:
         options = options_for(op, x, memory)
     method = fitting_method(op, options, x, memory)

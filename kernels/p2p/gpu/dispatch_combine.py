@@ -1,10 +1,10 @@
 """Kernels of dispatch and combine: a token's row goes to the ranks that have an expert of it, and partial sums come
 back.
 
-Who has no expert of a token is not sent its row, and does not wait for it: which rows come follows from the tokens'
-routing, which goes to all ranks, ahead of the row and with every block of it. On the way back both ends know already.
-There a row that is not served is sent as its first vector, of zeros: so every program hears from every rank in every
-turn, which is what two turns rest on (see `memory`).
+A rank without an expert of a token is not sent its row, and does not wait for it: each rank knows the rows that come
+from the tokens' routing, which goes to all ranks, ahead of the row and with every block of it. In `combine` both ends
+know already. There a row that is not served is sent as its first vector, of zeros: so every program receives from every
+rank in every turn, on which the protocol of two turns relies (see `peer_memory`).
 
 A program takes a block of a row in a step, of all ranks' rows of one number.
 """

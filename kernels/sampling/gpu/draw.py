@@ -11,8 +11,8 @@ are below the best score so far by more than all that it may have rounded:
     3  logit / T - log v                 computed for the tile, greatest first
     4  the score itself                  token by token, until sieve 3 says that the rest is below
 
-Sieves decide how much is computed, never which token wins. So the programs of a row may tell each other at any time
-what they have reached. They meet in a cache line of their own, which holds that and how many of them have ended:
+Sieves decide how much is computed, never which token wins. So the programs of a row may exchange
+their best scores at any time. They share a cache line, which holds that and the number of programs that have ended:
 
     meetings[row]    goal, the best score less the margin, as an integer in the order of floats | arrived | unused
 """

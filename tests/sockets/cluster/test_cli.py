@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from baton.cluster.cli.http_client import print_ranks
-from baton.cluster.cli.local_application import gist
+from baton.cluster.cli.local_application import last_error
 from baton.cluster.cli.serve import PortTaken, claimed_ports
 from baton.cluster.spec import FleetSpec, load_spec
 
@@ -332,5 +332,5 @@ def test_of_a_traceback_the_last_error_is_shown() -> None:
     message = (
         "The replica failed:\nTraceback (most recent call last):\n  File x\nbaton.WeightsError: no files;\ngive some"
     )
-    assert gist(message) == "baton.WeightsError: no files;\ngive some"
-    assert gist("waiting for resources") == "waiting for resources"
+    assert last_error(message) == "baton.WeightsError: no files;\ngive some"
+    assert last_error("waiting for resources") == "waiting for resources"

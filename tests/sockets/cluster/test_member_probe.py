@@ -26,7 +26,7 @@ from baton.cluster.membership.member_probe import (
     probe,
     probe_all,
 )
-from baton.cluster.membership.members import Membership, Standing
+from baton.cluster.membership.members import HeartbeatReply, Membership
 
 from ...helpers.fakes import make_gateway, make_record
 
@@ -189,7 +189,7 @@ def test_a_member_that_answers_is_kept_and_counted_once_a_silence(members: Membe
     assert fall_silent(members, clock, BUSY_S, lambda: ProcessState.RUNS) == []
     assert [gateway.identity for gateway in members.snapshot().gateways] == ["g"]
     assert members.num_kept == 1
-    assert members.heard("g") is Standing.LISTED
+    assert members.note_heartbeat("g") is HeartbeatReply.LISTED
     assert fall_silent(members, clock, MISSED_AFTER_S + 1, lambda: ProcessState.RUNS) == []
     assert members.num_kept == 2
 
@@ -216,7 +216,7 @@ def test_a_member_that_dies_while_it_is_busy_is_gone_soon(members: Membership, c
 def test_only_members_whose_heartbeats_are_missing_are_asked(members: Membership, clock: Clock) -> None:
     members.add_group(EngineGroup(group_id="e", first_rank=0, engines=[make_record(engine_id="e")]))
     clock.now_s += SUSPECT_AFTER_S + 0.1
-    members.heard("g")
+    members.note_heartbeat("g")
     assert members.suspects() == {"e": [make_record(engine_id="e").address]}
     assert not members.note_probe("g", ProcessState.RUNS), "it spoke meanwhile"
     assert not members.note_probe("nobody", ProcessState.RUNS)

@@ -284,7 +284,7 @@ async def attempt(start: Callable[..., Service]) -> Attempt:
 async def test_ages_that_cannot_be_stay_between_the_message_and_its_answer(attempt: Attempt, age_s: float) -> None:
     timeline = Timeline(9.0, 9.5)
     timeline.sent(attempt)
-    timeline.heard(attempt, {Stage.QUEUED: age_s, Stage.STARTED: 0.5}, now_s=12.0)
+    timeline.note_stages(attempt, {Stage.QUEUED: age_s, Stage.STARTED: 0.5}, now_s=12.0)
     timeline.note(Stamp.FIRST_TOKEN, 12.0)
     timeline.note(Stamp.LAST_TOKEN, 13.0)
     told = timeline.report()
@@ -296,7 +296,7 @@ async def test_ages_that_cannot_be_stay_between_the_message_and_its_answer(attem
 async def test_a_stage_of_an_engine_is_as_long_ago_as_it_says_whatever_its_clock_shows(attempt: Attempt) -> None:
     timeline = Timeline(9.0, 9.5)
     timeline.sent(attempt)
-    timeline.heard(attempt, {Stage.QUEUED: 1.75, Stage.STARTED: 0.5}, now_s=12.0)
+    timeline.note_stages(attempt, {Stage.QUEUED: 1.75, Stage.STARTED: 0.5}, now_s=12.0)
     timeline.note(Stamp.FIRST_TOKEN, 12.0)
     parts = {part.stamp: part.part_s for part in timeline.parts()}
     assert parts[Stamp.PREFILL_QUEUED] == 0.25, "there and back: 2 s between message and answer, of which 1.75 there"

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.engine.parallel.placement import ExpertPlacement
 from baton.kernels.expert_map import ExpertMap
 from baton.kernels.p2p import DispatchedTokens, PeerMemory, RankSlots, RoutedTokens, reference
+from baton.kernels.p2p.options import Algorithm
 
 gpu: Any = pytest.importorskip("baton.kernels.p2p.gpu")
 

@@ -137,7 +137,7 @@ def test_a_message_that_is_too_long_costs_the_connection_it_comes_over_and_no_ot
 def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(
     channels: list[ZmqChannel],
 ) -> None:
-    holder, reader = (ZmqChannel("127.0.0.1", KEY, silence_s=0.6) for _ in range(2))
+    holder, reader = (ZmqChannel("127.0.0.1", KEY, heartbeat_timeout_s=0.6) for _ in range(2))
     channels += [holder, reader]
     with SilentProxy(holder.address) as proxy:
         link = reader.connect(proxy.address)
@@ -151,7 +151,7 @@ def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(
 
 
 def test_a_connection_that_has_nothing_to_say_is_not_lost(channels: list[ZmqChannel]) -> None:
-    holder, reader = (ZmqChannel("127.0.0.1", KEY, silence_s=1.0) for _ in range(2))
+    holder, reader = (ZmqChannel("127.0.0.1", KEY, heartbeat_timeout_s=1.0) for _ in range(2))
     channels += [holder, reader]
     link = reader.connect(holder.address)
     reader.send(link, b"before")

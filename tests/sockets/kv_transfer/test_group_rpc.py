@@ -35,7 +35,7 @@ class Counter:
     def details(self) -> None:
         return None
 
-    def obey(self, order: Count) -> Iterator[Counted]:
+    def handle(self, order: Count) -> Iterator[Counted]:
         for number in range(order.up_to):
             if number == 3:
                 raise OverflowError("too many")

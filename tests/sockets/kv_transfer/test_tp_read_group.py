@@ -34,7 +34,7 @@ from ...helpers.virtual_clock import VirtualClock
 LAYOUT = KVLayout(model="ours", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
 OTHER = KVLayout(model="theirs", num_layers=1, num_kv_heads=4, head_dim=1, dtype="float32", block_size=1)
 NUM_BLOCKS = 8
-SILENCE_S = ASK_ALIVE_EVERY_S * MAX_UNANSWERED
+HEARTBEAT_TIMEOUT_S = ASK_ALIVE_EVERY_S * MAX_UNANSWERED
 
 
 class Group:
@@ -221,20 +221,20 @@ class _Wordy:
 def test_a_rank_that_owes_an_answer_and_falls_silent_is_lost(group: Group) -> None:
     reads = group.together()
     reads.add_peer(group.a_peer())
-    group.pass_time(reads, SILENCE_S - 1, following=False)
+    group.pass_time(reads, HEARTBEAT_TIMEOUT_S - 1, following=False)
     with pytest.raises(RankLost, match="rank 1 has not answered for 10 s"):
-        group.pass_time(reads, SILENCE_S, following=False)
+        group.pass_time(reads, HEARTBEAT_TIMEOUT_S, following=False)
 
 
 def test_a_rank_may_take_long_as_long_as_it_answers(group: Group) -> None:
     reads = group.together()
     peer = reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.5)
-    group.fabric.faults.read_s = (5 * SILENCE_S, 5 * SILENCE_S)
+    group.fabric.faults.read_s = (5 * HEARTBEAT_TIMEOUT_S, 5 * HEARTBEAT_TIMEOUT_S)
     read = reads.read(peer, [1], [1])
-    group.pass_time(reads, 4 * SILENCE_S)
+    group.pass_time(reads, 4 * HEARTBEAT_TIMEOUT_S)
     assert reads.poll(read) is ReadState.RUNNING
-    group.pass_time(reads, 2 * SILENCE_S)
+    group.pass_time(reads, 2 * HEARTBEAT_TIMEOUT_S)
     assert reads.poll(read) is ReadState.DONE
 
 
@@ -242,7 +242,7 @@ def test_a_leader_that_was_stopped_for_long_does_not_take_others_for_lost(group:
     reads = group.together()
     reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.2, following=False)
-    group.clock.advance(10 * SILENCE_S)
+    group.clock.advance(10 * HEARTBEAT_TIMEOUT_S)
     group.pass_time(reads, 1)
 
 
@@ -250,7 +250,7 @@ def test_ranks_without_reads_and_readers_say_nothing(group: Group) -> None:
     reads = group.together()
     group.pass_time(reads, 1)
     before = group.wires.num_sent
-    group.pass_time(reads, 5 * SILENCE_S)
+    group.pass_time(reads, 5 * HEARTBEAT_TIMEOUT_S)
     assert group.wires.num_sent == before
 
 

@@ -45,10 +45,10 @@ def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
             HandoffStage.AWAKE,
             HandoffStage.READ_POSTED,
             HandoffStage.READ_DONE,
-            HandoffStage.TOLD,
+            HandoffStage.ENGINE_NOTIFIED,
             HandoffStage.ANSWERED,
         ),
-        (HandoffStage.AWAKE, HandoffStage.CLAIM_HERE, HandoffStage.GRANT_HERE, HandoffStage.TOLD),
+        (HandoffStage.AWAKE, HandoffStage.CLAIM_HERE, HandoffStage.GRANT_HERE, HandoffStage.ENGINE_NOTIFIED),
         (HandoffStage.AWAKE, HandoffStage.CLAIM_SENT, HandoffStage.READ_POSTED),
         (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT),
     ):

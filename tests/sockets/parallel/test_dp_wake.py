@@ -134,7 +134,7 @@ def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
     with ends(2) as (first, second):
         rank_group = RankGroup(Member(), timeout_s=SOON_S)
         rank_group._dp_wake = second.waves
-        with pytest.raises(ValueError, match="it does not fit"), rank_group.telling():
+        with pytest.raises(ValueError, match="it does not fit"), rank_group.reporting_failure():
             raise ValueError("it does not fit")
         assert first.group.closed.wait(SOON_S)
 

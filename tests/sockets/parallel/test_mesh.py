@@ -127,7 +127,7 @@ def test_strangers_at_the_port_of_a_rank_are_mentioned_once(caplog: pytest.LogCa
         stranger.close(linger=5_000)
         time.sleep(0.3)
         found.talk()
-    assert caplog.text.count("not of this group talks to its port for talk") == 1
+    assert caplog.text.count("messages to the port for talk from outside of the group are ignored") == 1
 
 
 def test_a_group_with_another_key_is_refused_at_once() -> None:
@@ -199,7 +199,7 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
     def join(rank: int) -> None:
         own = Member(rank=rank, tensor_parallel_size=2, rendezvous=place.address, host=f"127.0.0.{1 + rank}")
         end = RankGroup(own, timeout_s=SOON_S)
-        with end.telling():
+        with end.reporting_failure():
             end.join(torch.device("cpu"))
 
     monkeypatch.setattr(mesh, "connect", fail_late)

@@ -29,7 +29,7 @@ from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, Scal
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.serve_policy import target_replicas
-from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedWorld
+from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedHardware
 from baton.cluster.simulation.fleet_sizing import Autoscaled, FixedSizes, Sizer
 from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, bursts, tides
 from baton.cluster.simulation.virtual_engine import Speed
@@ -278,11 +278,11 @@ def test_a_gateway_that_comes_back_has_not_been_asked_all_it_ever_was_at_once() 
     scaler.start_from({P: 1, D: 1})
     for second in range(30):
         if second:  # the directory is new, and decides before it has heard anyone
-            scaler.hear_gateway("g", old)
+            scaler.update_gateway("g", old)
         work = {"prompt_tokens": 1000 * second, "generation_tokens": 1000 * second, "num_steps": second}
         pulse = EnginePulse(0.0, 0, 0, 0, float(second), msgspec.structs.replace(idle, **work))
         for group in groups:
-            scaler.hear_group(group, [pulse])
+            scaler.update_group(group, [pulse])
         scaler.update(float(second), [] if second == 15 else ["g"], groups)  # and then out of reach
         assert [scaler.wanted(role) for role in (P, D)] == [FleetTarget(1, []), FleetTarget(1, [])]
 
@@ -296,7 +296,7 @@ def test_a_percentile_lies_within_its_bucket() -> None:
 def test_a_sample_sums_the_groups_that_are_there() -> None:
     loads = LoadReports()
     for name, busy in (("a", 0.0), ("b", 5.0), ("a", 1.0), ("b", 7.0)):
-        loads.hear_group(group_of(name, size=1), [EnginePulse(0.0, 3, 1, 0, busy)])
+        loads.update_group(group_of(name, size=1), [EnginePulse(0.0, 3, 1, 0, busy)])
     assert loads.num_live("a") == 4
     groups = [group_of("a", size=1), group_of("b", size=1).with_draining(True)]
     fleet = loads.sample(1.0, [], groups).fleet(U)
@@ -328,7 +328,7 @@ UNIFIED = msgspec.structs.replace(PLAN, fleets={U: Bounds(1, 4)}, downscale_to_z
 def groups_with(live: dict[str, int], scaler: Scaler) -> list[EngineGroup]:
     groups = [group_of(name, size=1) for name in live]
     for group in groups:
-        scaler.hear_group(group, [EnginePulse(0.0, live[group.group_id], 0, 0)])
+        scaler.update_group(group, [EnginePulse(0.0, live[group.group_id], 0, 0)])
     return groups
 
 
@@ -358,7 +358,7 @@ def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_star
     for second in range(6, 16):  # every first token comes too late
         first[-1] += 20
         load = GatewayLoad(requests=20 * second, first_token=tuple(first), inflight=20)
-        scaler.hear_gateway("g", load)
+        scaler.update_gateway("g", load)
         orders |= scaler.update(float(second), ["g"], groups_with({"a": 20, "b": 1}, scaler))
     assert orders == {"b": False}
     wanted = scaler.wanted(U)
@@ -369,7 +369,7 @@ def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_star
 def test_a_fleet_of_a_fixed_size_does_not_keep_the_other_from_following_its_load() -> None:
     scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={P: Bounds(2, 2), D: Bounds(0, 2)}))
     scaler.start_from({D: 0})
-    scaler.hear_gateway("g", GatewayLoad(requests=1, inflight=1, unplaced=1))
+    scaler.update_gateway("g", GatewayLoad(requests=1, inflight=1, unplaced=1))
     scaler.update(0.0, ["g"], [])
     assert [each.replicas for role in (P, D) if (each := scaler.wanted(role))] == [2, 1]
 
@@ -410,7 +410,7 @@ def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() 
 # ---- in virtual time ----
 
 SPEED = Speed(step_s=0.02, row_s=0.0006, prefill_tokens_per_s=6000.0)
-WORLD = SimulatedWorld(SPEED, CostRates(prefill_tokens_per_s=6000.0), 10.0, 2048, ttft_s=2.0, inter_token_s=0.05)
+WORLD = SimulatedHardware(SPEED, CostRates(prefill_tokens_per_s=6000.0), 10.0, 2048, ttft_s=2.0, inter_token_s=0.05)
 SLOW = msgspec.structs.replace(
     PLAN, ttft_s=2.0, fleets={P: Bounds(1, 4), D: Bounds(1, 4)}, target_utilization=0.7, look_back_period_s=20.0
 )

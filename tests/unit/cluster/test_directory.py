@@ -10,7 +10,7 @@ from baton.cluster.contracts import Drained, EngineGroup
 from baton.cluster.membership import directory_client
 from baton.cluster.membership.directory import LOST_S, NO_MEMBER_S, AppLiveness
 from baton.cluster.membership.directory_client import keep_app_alive
-from baton.cluster.membership.members import DirectoryMetrics, Membership, NoSuchRank, Standing
+from baton.cluster.membership.members import DirectoryMetrics, HeartbeatReply, Membership, NoSuchRank
 
 from ...helpers.fakes import make_gateway
 from .engine_groups import group_of
@@ -109,12 +109,12 @@ def test_every_change_has_a_higher_version_than_the_last(members: Membership) ->
 
 
 def test_a_heartbeat_of_an_unknown_member_asks_it_to_register(members: Membership) -> None:
-    assert members.heard("a", 1) is Standing.UNKNOWN
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.UNKNOWN
     members.add_group(alone("a", epoch=1))
-    assert members.heard("a", 1) is Standing.LISTED
-    assert members.heard("a", 2) is Standing.UNKNOWN
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.LISTED
+    assert members.note_heartbeat("a", 2) is HeartbeatReply.UNKNOWN
     members.add_gateway(make_gateway("g"))
-    assert members.heard("g") is Standing.LISTED
+    assert members.note_heartbeat("g") is HeartbeatReply.LISTED
 
 
 def test_a_group_that_drains_is_listed_as_one_that_drains_until_it_has_left(members: Membership) -> None:
@@ -144,9 +144,9 @@ def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: 
     members.add_group(group_of("d", size=2))
     group = members.group_with(1)
     members.ask_to_leave(group.group_id)
-    assert members.heard("d", 1) is Standing.LEAVE
+    assert members.note_heartbeat("d", 1) is HeartbeatReply.LEAVE
     members.ask_to_leave(group.group_id, leave=False)
-    assert members.heard("d", 1) is Standing.LISTED
+    assert members.note_heartbeat("d", 1) is HeartbeatReply.LISTED
     with pytest.raises(NoSuchRank, match="no rank 2 now; there are: 0, 1"):
         members.group_with(2)
 
@@ -154,9 +154,9 @@ def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: 
 def test_a_group_that_leaves_goes_on_leaving_where_the_directory_has_forgotten_it(members: Membership) -> None:
     """A directory that restarted, or was cut off from the group, must not ask it to stay."""
     members.add_group(alone("a").with_draining(True))
-    assert members.heard("a", 1) is Standing.LEAVE
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.LEAVE
     members.ask_to_leave("a", False)
-    assert members.heard("a", 1) is Standing.LISTED
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.LISTED
 
 
 def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membership, clock: Clock) -> None:
@@ -164,7 +164,7 @@ def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membershi
     clock.now_s = 5.0
     members.add_group(alone("b"))
     clock.now_s = 15.0
-    members.excuse(9.0)
+    members.skip_stall(9.0)
     assert members.remove_silent() == []
     clock.now_s = 15.5
     assert members.remove_silent() == ["a"], "6.5 s while it could have been heard"
@@ -182,7 +182,7 @@ def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership,
     members.add_group(alone("a", epoch=1))
     members.add_gateway(make_gateway("g"))
     clock.now_s = 4.0
-    members.heard("g")
+    members.note_heartbeat("g")
     clock.now_s = 7.0
     assert members.remove_silent() == ["a"]
     assert listed(members) == []
@@ -212,7 +212,7 @@ async def test_a_member_that_starts_says_again_and_again_that_the_application_li
 def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None:
     liveness = AppLiveness(clock)
     clock.now_s = NO_MEMBER_S
-    liveness.heard()
+    liveness.note_heartbeat()
     clock.now_s += NO_MEMBER_S
     assert not liveness.is_gone
     clock.now_s += 1.0
@@ -225,10 +225,10 @@ def test_a_directory_that_is_cut_off_from_its_members_waits_until_ray_would_have
     liveness.lost()
     clock.now_s = LOST_S
     assert not liveness.is_gone
-    liveness.heard()
+    liveness.note_heartbeat()
     clock.now_s += NO_MEMBER_S + 1.0
     assert liveness.is_gone, "those that were lost are no reason any more: others were there later, and have left"
-    liveness.heard()
+    liveness.note_heartbeat()
     liveness.lost()
     clock.now_s += LOST_S + 1.0
     assert liveness.is_gone
@@ -237,5 +237,5 @@ def test_a_directory_that_is_cut_off_from_its_members_waits_until_ray_would_have
 def test_a_directory_that_was_stopped_is_not_alone_when_it_goes_on(clock: Clock) -> None:
     liveness = AppLiveness(clock)
     clock.now_s = 100.0
-    liveness.excuse(90.0)
+    liveness.skip_stall(90.0)
     assert not liveness.is_gone

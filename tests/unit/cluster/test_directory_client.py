@@ -13,7 +13,7 @@ from baton.cluster.contracts import DirectorySnapshot
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.membership import directory_client
 from baton.cluster.membership.directory_client import DirectoryClient, stay_registered
-from baton.cluster.membership.members import Standing
+from baton.cluster.membership.members import HeartbeatReply
 from baton.engine.net.curve import ClusterKey
 
 from ...helpers.fakes import make_record
@@ -38,7 +38,7 @@ class Handle:
         if not self.answers:
             await asyncio.sleep(PATIENCE_S)
             raise AssertionError("nobody waits for so long")
-        return Standing.LISTED
+        return HeartbeatReply.LISTED
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ async def test_a_member_whose_heartbeat_is_lost_registers_again(directory: Handl
         registered.release()
         directory.answers = True
 
-    def cut_off(_: Standing) -> None:
+    def cut_off(_: HeartbeatReply) -> None:
         directory.answers = False
 
-    heart = asyncio.create_task(stay_registered(watch, "g", 1, register, on_standing=cut_off))
+    heart = asyncio.create_task(stay_registered(watch, "g", 1, register, on_reply=cut_off))
     async with asyncio.timeout(PATIENCE_S / 2):
         for _ in range(2):
             await registered.acquire()

@@ -14,7 +14,7 @@ import ray
 from baton.cluster.contracts import EngineRecord, LoadBalancing, Reach, Role
 from baton.cluster.ingress import gateway_controller
 from baton.cluster.ingress.gateway_controller import (
-    SILENT_S,
+    UNLISTED_TIMEOUT_S,
     UNNEEDED_S,
     Action,
     RunningGateway,
@@ -112,11 +112,11 @@ def test_a_placement_is_kept_while_it_is_needed_and_for_a_while(
 def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
     hanging = RunningGateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
     hanging.update_listing({"g"}, now_s=0.0)
-    assert not hanging.has_ended(SILENT_S + 1), "nothing is known against it"
+    assert not hanging.has_ended(UNLISTED_TIMEOUT_S + 1), "nothing is known against it"
     hanging.update_listing(set(), now_s=100.0)
     hanging.update_listing(set(), now_s=105.0)
-    assert not hanging.has_ended(100.0 + SILENT_S)
-    assert hanging.has_ended(101.0 + SILENT_S)
+    assert not hanging.has_ended(100.0 + UNLISTED_TIMEOUT_S)
+    assert hanging.has_ended(101.0 + UNLISTED_TIMEOUT_S)
     hanging.update_listing({"g"}, now_s=120.0)
     assert not hanging.has_ended(200.0), "it has registered again"
 

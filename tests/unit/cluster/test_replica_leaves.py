@@ -16,7 +16,7 @@ from baton.cluster.engines import replica as replicas
 from baton.cluster.engines.replica import EngineReplica
 from baton.cluster.membership import directory_client, draining
 from baton.cluster.membership.directory_client import DirectoryClient
-from baton.cluster.membership.members import Standing
+from baton.cluster.membership.members import HeartbeatReply
 
 from ...helpers.fakes import make_record
 
@@ -101,9 +101,9 @@ class Replica(EngineReplica):
     def is_leaving(self) -> bool:
         return self._leaving is not None
 
-    def asked_to(self, standing: Standing) -> None:
+    def asked_to(self, reply: HeartbeatReply) -> None:
         """Follow what the directory says of the group."""
-        self._follow_standing(standing)
+        self._follow_reply(reply)
 
     async def stands_still(self) -> None:
         await self._end_group("has stood still")
@@ -134,9 +134,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_group_that_still_waits_for_its_requests_stays_when_it_is_asked_to() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica.asked_to(Standing.LEAVE)
+    replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: ("drain", True) in replica.directory.told)
-    replica.asked_to(Standing.LISTED)
+    replica.asked_to(HeartbeatReply.LISTED)
     await until(lambda: not replica.is_leaving)
     assert replica.directory.told == [("drain", True), ("drain", False)]
     assert not replica.workers.has_returned_requests
@@ -148,10 +148,10 @@ async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.
     """Gateways would never choose it again, though it lives and sends heartbeats."""
     monkeypatch.setattr(replicas, "RETRY_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica.asked_to(Standing.LEAVE)
+    replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: ("drain", True) in replica.directory.told)
     replica.directory.num_lost = 2
-    replica.asked_to(Standing.LISTED)
+    replica.asked_to(HeartbeatReply.LISTED)
     await until(lambda: not replica.is_leaving)
     assert replica.directory.told == [("drain", True), ("drain", False)]
 
@@ -186,9 +186,9 @@ async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeyp
 async def test_a_group_that_returns_its_requests_leaves_though_it_is_asked_to_stay() -> None:
     """Its engines take no requests any more: it would be listed for good, and refuse them all."""
     replica = Replica(drain_timeout_s=0.01)
-    replica.asked_to(Standing.LEAVE)
+    replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: replica.workers.has_returned_requests)
-    replica.asked_to(Standing.LISTED)
+    replica.asked_to(HeartbeatReply.LISTED)
     replica.workers.num_requests = 0
     await until(lambda: replica.workers.has_stopped)
     assert replica.directory.told == [("drain", True), ("drained", None)]
@@ -197,7 +197,7 @@ async def test_a_group_that_returns_its_requests_leaves_though_it_is_asked_to_st
 
 async def test_a_group_that_dies_while_it_drains_does_not_register_again() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica.asked_to(Standing.LEAVE)
+    replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: ("drain", True) in replica.directory.told)
     replica.workers.failure = ray.exceptions.RayActorError()
     await until(replica.heart.done)
@@ -209,7 +209,7 @@ async def test_a_drain_that_begins_while_the_group_registers_is_not_forgotten() 
     replica = Replica(drain_timeout_s=PATIENCE_S)
     registering = asyncio.create_task(replica.registers())
     await asyncio.sleep(0)
-    replica.asked_to(Standing.LEAVE)
+    replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: ("drain", True) in replica.directory.told)
     replica.directory.may_answer.set()
     await registering
@@ -244,7 +244,7 @@ async def test_a_group_that_stands_still_while_it_drains_holds_nobody_up(asked_b
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica.workers.answers.clear()
     if asked_by == "the directory":
-        replica.asked_to(Standing.LEAVE)
+        replica.asked_to(HeartbeatReply.LEAVE)
         await until(lambda: ("drain", True) in replica.directory.told)
         await replica.stands_still()
         await asyncio.wait_for(EngineReplica.__del__(replica), PATIENCE_S / 2)

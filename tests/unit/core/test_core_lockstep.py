@@ -114,7 +114,7 @@ class Rank:
     def begin(self) -> list[int] | None:
         self.planned = plan(1) if self.steps_left else None
         self.steps_left -= self.planned is not None
-        told = self.lockstep.tell(self.planned, has_pending=bool(self.in_flight))
+        told = self.lockstep.propose(self.planned, has_pending=bool(self.in_flight))
         self.in_agreement = told is not None
         if told is None:
             self.settle(None)

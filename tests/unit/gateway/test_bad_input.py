@@ -11,7 +11,7 @@ import pytest
 
 from baton.cluster.contracts import Role
 
-from ...helpers.gateway_service import Service
+from ...helpers.gateway_service import Service, check_refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HUGE = 10**30
@@ -20,21 +20,6 @@ HUGE = 10**30
 @pytest.fixture
 async def service(start: Callable[..., Service]) -> Service:
     return start(Role.UNIFIED, max_body_bytes=200_000, max_choices=8)
-
-
-def check_refused(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> str:
-    """The error has OpenAI's shape and says what it should. Returns its message."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    if code is not None:
-        assert error["code"] == code
-    assert error["message"]
-    return error["message"]
 
 
 async def check_alive(service: Service) -> None:
@@ -167,12 +152,12 @@ NOT_SUPPORTED = {
     "guided_decoding_backend": "outlines",
     "use_beam_search": True,
     "length_penalty": 2.0,
-    "truncate_prompt_tokens": 5,
+    "truncation_side": "right",
     "chat_template": "{{ messages }}",
     "documents": [{}],
     "mm_processor_kwargs": {},
     "prompt_cache_options": {},
-    "return_token_ids": True,
+    "return_token_offsets": True,
     "spaces_between_special_tokens": False,
     "thinking_token_budget": 5,
 }

@@ -172,9 +172,10 @@ def test_requests_avoid_an_engine_whose_steps_are_slow() -> None:
     assert Gateway().route(engines, [1]).placement.engine.rank == 1
 
 
-def test_an_engine_that_has_become_the_fastest_of_all_costs_no_less_than_nothing() -> None:
-    gateway, slow = Gateway(), steps(1e-4, 0.05)
-    gateway.route([view(0, step_times=slow), view(1, step_times=slow)])
-    fast = view(1, step_times=steps(1e-4, 0.001))  # before the medians are looked at again
-    gateway.route([view(0, step_times=slow), fast], [1])  # raised where a cost was below 0
-    assert gateway.rates.slowness_s(fast) == 0.0
+@pytest.mark.parametrize("running", [0, 3])
+def test_an_engine_that_became_faster_than_all_were_is_taken(running: int) -> None:
+    gateway = Gateway()
+    gateway.route([view(0, step_times=steps(1e-4, 0.05))])
+    faster = view(0, step_times=steps(1e-4, 0.001), num_requests_running=running)
+    assert gateway.rates.slowness_s(faster) == 0
+    assert gateway.route([faster], [1]).placement.engine.rank == 0

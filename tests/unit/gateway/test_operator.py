@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import re
 import threading
 from collections.abc import Callable
@@ -45,6 +46,44 @@ async def test_it_is_live_from_the_start_and_ready_once_a_path_exists(start: Cal
     assert (await service.http.get("/health")).status_code == 503
     service.cluster.start(Role.DECODE)
     assert (await service.http.get("/health")).status_code == 200
+
+
+async def test_ping_says_what_health_says(start: Callable[..., Service]) -> None:
+    service = start()
+    for method in ("GET", "POST"):
+        assert (await service.http.request(method, "/ping")).status_code == 503
+    service.cluster.start(Role.UNIFIED)
+    for method in ("GET", "POST"):
+        assert (await service.http.request(method, "/ping")).json() == {"status": "ready", "engines": 1}
+
+
+async def test_the_server_says_what_it_is(disaggregated: Service) -> None:
+    disaggregated.cluster.start(Role.DECODE)
+    version = importlib.metadata.version("baton")
+    assert (await disaggregated.http.get("/version")).json() == {"version": version}
+    assert (await disaggregated.http.get("/server_info")).json() == {
+        "model": "tiny",
+        "max_model_len": 256,
+        "version": version,
+        "load_balancing": "internal",
+        "engines": {"prefill": 1, "decode": 2},
+        "apis": ["/v1/completions", "/v1/chat/completions", "/v1/responses"],
+    }
+
+
+async def test_the_load_is_the_number_of_requests_in_progress(start: Callable[..., Service]) -> None:
+    service = start(capacity_timeout_s=20.0)
+    waiting = asyncio.create_task(service.complete("hello", max_tokens=1))
+
+    async def load() -> int:
+        return (await service.http.get("/load")).json()["server_load"]
+
+    async with asyncio.timeout(20):
+        while await load() != 1:
+            await asyncio.sleep(0.001)
+    service.cluster.start(Role.UNIFIED)
+    assert (await waiting).status_code == 200
+    assert await load() == 0
 
 
 async def test_ranks_show_every_engine(disaggregated: Service) -> None:

@@ -37,6 +37,7 @@ async def test_thoughts_and_answer_are_two_fields(thinking: Service) -> None:
     thinking.script(PROMPT, ANSWER)
     (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
+    assert choice["message"]["reasoning"] == "the fox?"
 
 
 async def test_a_stream_tells_thoughts_first(thinking: Service) -> None:
@@ -46,6 +47,7 @@ async def test_a_stream_tells_thoughts_first(thinking: Service) -> None:
     kinds = [kind for delta in deltas for kind in ("reasoning_content", "content") if delta.get(kind)]
     assert kinds == sorted(kinds, reverse=True)
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "the fox?"
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
     assert "".join(delta.get("content", "") for delta in deltas) == "the dog"
 
 
@@ -139,6 +141,23 @@ async def test_an_answer_can_be_sent_back_with_its_thoughts(thinking: Service) -
     messages = [{"role": "user", "content": "who sleeps?"}, choice["message"], {"role": "user", "content": "why?"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 1}
     assert (await thinking.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_thoughts_are_read_by_either_name_and_must_be_equal_by_both(
+    start: Callable[..., Service], thinker: ServedModel
+) -> None:
+    service = start(Role.UNIFIED, served=thinker)
+
+    async def tokens(**thoughts: str) -> Any:
+        body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **thoughts}]}
+        return (await service.http.post("/tokenize", json=body)).json()
+
+    told = await tokens(reasoning_content="the fox?")
+    assert told["count"] > (await tokens())["count"]
+    assert await tokens(reasoning="the fox?") == told
+    assert await tokens(reasoning="the fox?", reasoning_content="the fox?") == told
+    refused = await tokens(reasoning="the fox?", reasoning_content="the dog")
+    assert refused["error"]["param"] == "messages[1].reasoning"
 
 
 async def test_models_that_were_not_taught_to_think_keep_their_words(service: Service) -> None:

@@ -28,6 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "several choices": {"n": 3},
     "echo": {"echo": True},
+    "token ids": {"return_token_ids": True},
     "usage": {"stream_options": {"resumable": True, "include_usage": True, "continuous_usage_stats": True}},
 }
 

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.serving.retry_policy import FAILURE_OF, RETRY_POLICY, AttemptHistory, Failure, Pays, Rung
+from baton.cluster.gateway.serving.retry_policy import (
+    FAILURE_OF,
+    RETRY_POLICY,
+    AttemptHistory,
+    Failure,
+    RetryCharge,
+    Rung,
+)
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
 from ...helpers.fake_cluster import FakeEngine
@@ -198,7 +205,7 @@ def test_the_page_has_the_retry_policys_table() -> None:
         ]
         for failure, rule in RETRY_POLICY.items()
     ]
-    assert set(Pays) == {rule.pays for rule in RETRY_POLICY.values()}
+    assert set(RetryCharge) == {rule.pays for rule in RETRY_POLICY.values()}
 
 
 @pytest.mark.parametrize("deaths", [1, 2])

@@ -137,7 +137,7 @@ class ScriptedClient:
     def counters(self) -> ClientCounters:
         return ClientCounters()
 
-    def heard_s(self, engine: EngineRecord) -> float:
+    def last_message_s(self, engine: EngineRecord) -> float:
         return 0.0
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> ScriptedStream:

@@ -16,7 +16,7 @@ from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
 from baton.kv_transfer.descriptors import AssignedHeads, slice_heads
 from baton.kv_transfer.group import rank_reader
 from baton.kv_transfer.group.rank_reader import RankReader
-from baton.kv_transfer.group.read_member import ReadServant
+from baton.kv_transfer.group.read_member import ReadHandler
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff.peers import Peers
 from baton.kv_transfer.handoff.reads import BlockReads
@@ -425,9 +425,9 @@ def release_what_only_rank_0_has_let_go(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def report_a_read_as_released_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = ReadServant._report
+    report = ReadHandler._report
     at_once = lambda self, read, state, reason, *, released: report(self, read, state, reason, released=True)  # noqa: E731
-    monkeypatch.setattr(ReadServant, "_report", at_once)
+    monkeypatch.setattr(ReadHandler, "_report", at_once)
 
 
 def take_the_holders_first_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,13 @@ def test_the_defaults_are_valid() -> None:
         ({"lease_s": 86401.0}, "lease_s: is 86401.0, must be at most 86400"),
         ({"lease_s": "long"}, "lease_s: is 'long', must be a number"),
         ({"lease_s": None}, "lease_s: is empty, must be a number"),
-        ({"silence_s": 0.2}, "silence_s: is 0.2, must be at least 0.5"),
+        ({"heartbeat_timeout_s": 0.2}, "heartbeat_timeout_s: is 0.2, must be at least 0.5"),
         ({"retry_s": float("nan")}, "retry_s: is nan, must be a finite number"),
         ({"stall_s": 1.0}, "stall_s: is 1.0, must be at least 2"),
         ({"stall_s": float("inf")}, "stall_s: is inf, must be a finite number"),
         (
-            {"stall_s": 5.0, "silence_s": 6.0},
-            "stall_s: is 5, must be at least silence_s (6): a peer that is lost is to be noticed first",
+            {"stall_s": 5.0, "heartbeat_timeout_s": 6.0},
+            "stall_s: is 5, must be at least heartbeat_timeout_s (6): a peer that is lost is to be noticed first",
         ),
         (
             {"lease_s": 1.0, "margin_s": 0.5},

@@ -227,8 +227,8 @@ def test_the_sizes_that_serve_is_given_beside_the_arguments_are_the_application_
         ({"name": "gateway", "user_config": {"gateway": {"max_surge_percent": 2}}}, "give max_surge_percent beside it"),
         ({"name": "gateway", "user_config": {"gateway": {"num_cpus": 2}}}, "give ray_actor_options.num_cpus beside it"),
         (
-            {"name": "gateway", "user_config": {"gateway": {"engine_silence_s": 2}}},
-            "gateway.engine_silence_s is the engines' setting, too: give it in `args`",
+            {"name": "gateway", "user_config": {"gateway": {"engine_heartbeat_timeout_s": 2}}},
+            "gateway.engine_heartbeat_timeout_s is the engines' setting, too: give it in `args`",
         ),
         (
             {"name": "gateway", "user_config": {"gateway": {"drain_s": -1}}},

@@ -18,7 +18,7 @@ from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.group.rpc import GroupMember, GroupSocket, Join, MemberThread
 from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
 from baton.kv_transfer.settings import TierSettings
-from baton.kv_transfer.tiers.group import MAX_MOVES, TIERS, MoveBlocks, OpenTiers, TierServant, follow_tiers
+from baton.kv_transfer.tiers.group import MAX_MOVES, TIERS, MoveBlocks, OpenTiers, TierHandler, follow_tiers
 from baton.kv_transfer.tiers.store import TierStore, TierThreadDied
 from baton.kv_transfer.tiers.tier_index import Move
 
@@ -303,10 +303,10 @@ class TestGone:
 
 
 def another_rank(socket: GroupSocket, *, rank: int, num_ranks: int, fingerprint: str) -> MemberThread:
-    servant = TierServant(Pool(rank=1, size=2).region, settings_of(1, 0, None), "s", rank, num_ranks)
+    handler = TierHandler(Pool(rank=1, size=2).region, settings_of(1, 0, None), "s", rank, num_ranks)
 
     def begin(channel: Channel, leader: Route) -> GroupMember:
-        return GroupMember(servant, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=leader)
+        return GroupMember(handler, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=leader)
 
     return MemberThread(begin, rank=rank, leader=socket.address, key=None, name=f"rank {rank}").start()
 
@@ -314,10 +314,10 @@ def another_rank(socket: GroupSocket, *, rank: int, num_ranks: int, fingerprint:
 class TestOrders:
     def test_a_move_outside_of_what_there_is_is_refused_before_a_byte_moves(self) -> None:
         pool = Pool(4, rank=1, size=2)
-        servant = TierServant(pool.region, settings_of(2, 0, None), "s", 1, 2)
+        handler = TierHandler(pool.region, settings_of(2, 0, None), "s", 1, 2)
         with pytest.raises(MalformedMessage, match="before anything is open"):
-            list(servant.obey(MoveBlocks([])))
-        list(servant.obey(OpenTiers("")))
+            list(handler.handle(MoveBlocks([])))
+        list(handler.handle(OpenTiers("")))
         for move in (
             Move(name(1), Tier.POOL, 4, Tier.HOST, 0),
             Move(name(1), Tier.POOL, 0, Tier.HOST, 2),
@@ -325,8 +325,8 @@ class TestOrders:
             Move(name(1), Tier.HOST, -1, Tier.POOL, 0),
         ):
             with pytest.raises(MalformedMessage, match="is outside of"):
-                list(servant.obey(MoveBlocks([move])))
-        servant.close()
+                list(handler.handle(MoveBlocks([move])))
+        handler.close()
 
     def test_orders_and_reports_survive_the_wire_and_nonsense_does_not(self) -> None:
         order = MoveBlocks([Move(name(1), Tier.DISK, 3, Tier.POOL, 9)])

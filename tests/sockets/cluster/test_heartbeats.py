@@ -28,7 +28,7 @@ from ...helpers.silent_proxy import SilentProxy
 pytestmark = pytest.mark.timeout(60)
 
 KEY = ClusterKey.generate()
-SILENCE_S = 1.0  # shorter than by default: tests wait for it
+HEARTBEAT_TIMEOUT_S = 1.0  # shorter than by default: tests wait for it
 NOTICED_S = 15.0  # far longer than that: others may share the cores
 LONG = 1_000_000  # tokens of an answer that does not end by itself
 
@@ -103,13 +103,13 @@ def servers(engines: list[CountingEngine]) -> Iterator[list[EngineServer]]:
 async def cut(engines: list[CountingEngine], servers: list[EngineServer]) -> AsyncIterator[Cut]:
     records = []
     for rank, engine in enumerate(engines):
-        server, record = serve_engine(engine, KEY, rank=rank, silence_s=SILENCE_S)
+        server, record = serve_engine(engine, KEY, rank=rank, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
         servers.append(server)
         records.append(record)
     with SilentProxy(records[0].address) as proxy:
         source = ListedSource()
         source.show(msgspec.structs.replace(records[0], address=proxy.address), records[1])
-        client = ZmqEngineClient(source, KEY, "gateway-a", silence_s=SILENCE_S)
+        client = ZmqEngineClient(source, KEY, "gateway-a", heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
         await client.start()
         await until(lambda: len(client.engines()) == 2)
         yield Cut(proxy, engines, client)
@@ -130,7 +130,7 @@ async def test_a_stream_of_an_engine_that_falls_silent_goes_on_at_another_one(cu
     assert resubmitted_s - silent_s < NOTICED_S
     decisions = cut.decisions()
     assert decisions["count"] == 1
-    assert SILENCE_S / 2 < decisions["sum"] <= resubmitted_s - silent_s + 1.0
+    assert HEARTBEAT_TIMEOUT_S / 2 < decisions["sum"] <= resubmitted_s - silent_s + 1.0
     await cut.outputs.aclose()
 
 
@@ -175,7 +175,7 @@ async def test_an_engine_that_only_computes_for_long_is_not_taken_for_silent(cut
     """Pings are answered by libzmq's thread, whatever the engine does."""
     await cut.stream_at_the_first_engine()
     cut.engines[0].hang.clear()
-    await asyncio.sleep(4 * SILENCE_S)
+    await asyncio.sleep(4 * HEARTBEAT_TIMEOUT_S)
     cut.engines[0].hang.set()
     assert len(await cut.tokens(10)) == 10
     assert len(cut.client.engines()) == 2

@@ -1,0 +1,157 @@
+"""Routes that generate nothing: the model, health, metrics, and the application's state."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from baton.cluster.contracts import LoadBalancing
+
+from .errors import bad_request, draining, excerpt, model_not_found, no_capacity
+from .middleware import Drain
+from .model import ServedModel
+from .routing.ranks import rank_table
+from .serving.context import ServingContext
+
+PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SCOPES = ("application", "node")  # of the metrics in an answer
+HEALTH_RETRY_S = 1.0
+READ = ["GET", "HEAD"]
+
+
+class ModelCard(msgspec.Struct):
+    """The one model of the application."""
+
+    id: str
+    created: int
+    max_model_len: int  # tokens of prompt and answer together
+    object: Literal["model"] = "model"
+    owned_by: Literal["baton"] = "baton"
+
+
+class ModelCards(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Alive(msgspec.Struct):
+    status: Literal["alive"] = "alive"
+
+
+class Ready(msgspec.Struct):
+    engines: int  # that this gateway reaches
+    status: Literal["ready"] = "ready"
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class ServerLoad(msgspec.Struct):
+    server_load: int  # generating requests in progress in this gateway
+
+
+class ServerInfo(msgspec.Struct):
+    """The model that is served, and the engines that serve it."""
+
+    model: str
+    max_model_len: int
+    version: str
+    load_balancing: LoadBalancing
+    engines: dict[str, int]  # role -> number of engines that this gateway reaches
+    apis: list[str]  # routes that generate
+
+
+class RankTable(msgspec.Struct):
+    """Every engine and every gateway of the application, with their newest statistics."""
+
+    object: Literal["list"]
+    gateway: str
+    data: list[dict[str, Any]]
+    gateways: list[dict[str, Any]]
+
+
+def add_model_routes(app: FastAPI, model: ServedModel) -> None:
+    card = ModelCard(model.model_id, model.created, model.max_model_len)
+
+    @app.api_route("/v1/models", methods=READ)
+    async def list_models() -> Response:
+        return _json(ModelCards([card]))
+
+    @app.api_route("/v1/models/{model_id:path}", methods=READ)  # ids such as `org/name` have slashes
+    async def get_model(model_id: str) -> Response:
+        if not model_id:
+            raise HTTPException(404)
+        if model_id != model.model_id:
+            raise model_not_found(model_id, model.model_id)
+        return _json(card)
+
+    @app.api_route("/tokenizer_info", methods=READ)
+    async def tokenizer_info() -> Response:
+        """Return what evaluation harnesses need that tokenize with this server, as vLLM does."""
+        tokens = {"bos_token": None, "eos_token": None, "pad_token": None} | model.tokenizer.special_tokens
+        template = {"chat_template": model.tokenizer.chat_template_source}
+        return _json({**tokens, **template, "model_max_length": model.max_model_len})
+
+
+def add_probe_routes(
+    app: FastAPI, serving: ServingContext, scrape: Callable[[bool], Awaitable[bytes]], drain: Drain
+) -> None:
+    @app.api_route("/live", methods=READ)
+    async def live() -> Response:
+        return _json(Alive())
+
+    @app.api_route("/health", methods=READ)
+    @app.api_route("/ping", methods=[*READ, "POST"])  # SageMaker's name of it
+    async def health() -> Response:
+        if drain.has_begun:
+            raise draining()
+        if not serving.is_ready():
+            raise no_capacity("No engine is ready that can serve a request.", HEALTH_RETRY_S)
+        return _json(Ready(len(serving.client.engines())))
+
+    @app.api_route("/metrics", methods=READ)
+    async def prometheus(request: Request) -> Response:
+        scope = request.query_params.get("scope", SCOPES[0])
+        if scope not in SCOPES:
+            raise bad_request("scope", f"scope is {' or '.join(SCOPES)}, not {excerpt(scope)}.")
+        return Response(await scrape(scope == "node"), media_type=PROMETHEUS_TYPE)
+
+
+def add_state_routes(
+    app: FastAPI,
+    gateway_id: str,
+    model: ServedModel,
+    serving: ServingContext,
+    load_balancing: LoadBalancing,
+    apis: list[str],
+) -> None:
+    version = importlib.metadata.version("baton")
+
+    @app.api_route("/version", methods=READ)
+    async def version_of_server() -> Response:
+        return _json(Version(version))
+
+    @app.api_route("/load", methods=READ)
+    async def load() -> Response:
+        return _json(ServerLoad(serving.admission.num_inflight))
+
+    @app.api_route("/server_info", methods=READ)
+    async def server_info() -> Response:
+        engines = Counter(view.record.role.value for view in serving.client.engines())
+        return _json(ServerInfo(model.model_id, model.max_model_len, version, load_balancing, dict(engines), apis))
+
+    @app.api_route("/v1/cluster/ranks", methods=READ)
+    async def ranks() -> Response:
+        return _json(rank_table(gateway_id, serving.client, serving.breakers))
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
