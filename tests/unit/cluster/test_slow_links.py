@@ -13,8 +13,8 @@ from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
 
 UNIFIED, DIVIDED = SimulatedFleets(num_unified=8), SimulatedFleets(num_prefill=4, num_decode=4)
 SHAPE = TrafficShape(num_requests=200, rate_per_s=8, prompt_tokens=4096, output_tokens=64)
-TRAFFIC = {"unshared": unshared(SHAPE), "shared": shared(SHAPE, num_systems=4, num_conversations=32)}
-WORSE = 1.1  # and no client more than that
+SEEDS = 5
+WORSE = 1.1  # at most
 
 
 def link(gb_per_s: float) -> Speed:
@@ -32,29 +32,47 @@ def run(
     return simulation
 
 
+def drawn(traffic: str, seed: int = 0) -> list[RequestArrival]:
+    shape = dataclasses.replace(SHAPE, seed=seed)
+    return unshared(shape) if traffic == "unshared" else shared(shape, num_systems=4, num_conversations=32)
+
+
 def latencies_s(simulation: RouterSimulation) -> list[float]:
     return [served.last_s - served.arrival.at_s for served in simulation.served.values()]
 
 
-@pytest.mark.parametrize("gb_per_s", [0.4, 2.0])
-@pytest.mark.parametrize("traffic", TRAFFIC)
-def test_no_client_is_worse_off_than_with_unified_engines(traffic: str, gb_per_s: float) -> None:
-    arrivals = TRAFFIC[traffic]
-    unified, divided = (run(fleets, arrivals, link(gb_per_s))._report() for fleets in (UNIFIED, DIVIDED))
-    for figure in ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms"):
-        assert getattr(divided, figure) <= WORSE * getattr(unified, figure), figure
+@pytest.mark.parametrize("traffic", ["unshared", "shared"])
+def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:
+    """The clients of `SEEDS` draws are taken together: of one draw the worst hundredth are two clients, whose times
+    depend on the order in which equal engines were chosen.
+    """
+
+    def clients(fleets: SimulatedFleets) -> dict[str, list[float]]:
+        simulations = [run(fleets, drawn(traffic, seed), SLOW) for seed in range(SEEDS)]
+        served = [each for simulation in simulations for each in simulation.served.values()]
+        return {
+            "first token": sorted(each.first_s - each.arrival.at_s for each in served),
+            "whole": sorted(each.last_s - each.arrival.at_s for each in served),
+        }
+
+    unified, divided = clients(UNIFIED), clients(DIVIDED)
+    for figure, times_s in divided.items():
+        for share in (0.5, 0.9, 0.99):
+            at = round(share * (len(times_s) - 1))
+            assert times_s[at] <= WORSE * unified[figure][at], f"{figure}, {share:.0%}"
+        assert sum(times_s) <= WORSE * sum(unified[figure]), figure
 
 
 def test_hand_offs_over_a_slow_link_are_what_would_have_cost_the_clients() -> None:
-    always = run(DIVIDED, TRAFFIC["unshared"], SLOW, "power-of-two")._report()
-    measured = run(DIVIDED, TRAFFIC["unshared"], SLOW)._report()
+    always = run(DIVIDED, drawn("unshared"), SLOW, "power-of-two")._report()
+    measured = run(DIVIDED, drawn("unshared"), SLOW)._report()
     assert (always.handed_off, measured.handed_off) == (1.0, 0.0)
     assert always.latency_p50_ms > 10 * measured.latency_p50_ms
 
 
 @pytest.mark.parametrize("gb_per_s", [25.0])
 def test_over_a_fast_link_every_prompt_is_handed_over(gb_per_s: float) -> None:
-    assert run(DIVIDED, TRAFFIC["unshared"], link(gb_per_s))._report().handed_off == 1.0
+    assert run(DIVIDED, drawn("unshared"), link(gb_per_s))._report().handed_off == 1.0
 
 
 def changing(arrivals: list[RequestArrival], first: Speed, at_s: float, then: Speed) -> RouterSimulation:
