@@ -75,12 +75,9 @@ def same(ours: EngineOutput, theirs: EngineOutput) -> bool:
         return False
     pairs = [
         *zip(ours.logprobs or (), theirs.logprobs or (), strict=True),
-        *zip((ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True),
+        *zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or (), strict=True),
     ]
     return all(
-        a is not None
-        and b is not None
-        and (a.token_ids, a.rank) == (b.token_ids, b.rank)
-        and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        (a.token_ids, a.rank) == (b.token_ids, b.rank) and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
         for a, b in pairs
     )
