@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.cluster.contracts import EngineView, Role
 from baton.cluster.gateway.routing.load import Placement
@@ -233,7 +233,8 @@ def table(rows: Sequence[RouterRow]) -> Table:
     any_restored, any_handed_off = (
         any(getattr(row.report, share) for row in rows) for share in ("restored_rate", "handed_off")
     )
-    shown = Table(*columns, "busiest", *["handed off"] * any_handed_off, *["restored"] * any_restored)
+    names = [Column(name, no_wrap=True) for name in columns[:2]]  # shown whole, however narrow the terminal is
+    shown = Table(*names, *columns[2:], "busiest", *["handed off"] * any_handed_off, *["restored"] * any_restored)
     for row in rows:
         report = row.report
         shown.add_row(

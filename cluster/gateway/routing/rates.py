@@ -109,7 +109,7 @@ class LearntRates:
         if not self._is_measured:
             self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)
         self._request_s = guesses.decode_request_s
-        self._renewed_s = -math.inf
+        self._renewed_s = -RENEWED_S
 
     def renew(self, engines: Sequence[EngineView]) -> None:
         """Look at what engines tell: once a second, and until one of them has measured something."""

@@ -39,7 +39,7 @@ class Running(GatewayServer):
         self.record = make_gateway("g")
         client: Any = SimpleNamespace(engines=list, listed=lambda: DirectorySnapshot(1, [], []), queue=None)
         self._client = client
-        self._metrics = GatewayMetrics("m", list, client.listed)
+        self._metrics = GatewayMetrics("m", list)
         settings = self._spec.gateway.settings("g")
         self._app = create_app(client, ServedModel.from_folder(DEMO), settings, metrics=self._metrics)
         self._http = HttpServer(self._app, Drain(), drain_s=5.0, drain_timeout_s=30.0)

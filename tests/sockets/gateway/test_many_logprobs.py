@@ -84,7 +84,7 @@ def test_a_message_makes_no_object_for_a_log_probability() -> None:
     entries = [TokenLogprobs(list(range(at, at + 21)), values, at + 1) for at in range(4_000)]
     codec = Codec()
     output = EngineOutput(request_id="a", prompt_logprobs=Logprobs.pack(entries))
-    frame = codec.encode(Outputs("engine", 1, [output], STATS))
+    frame = codec.encode(Outputs("engine", 1, [output]))
     gc.collect()
     before = sys.getallocatedblocks()
     message = codec.decode_from_engine(frame)

@@ -76,7 +76,9 @@ def parts(app: Any) -> dict[str, Any]:
     return {
         place: value
         for place, value in found.items()
-        if not place.endswith(("_look_at_s", ".newest_s")) and ".metrics." not in place and "client." not in place
+        if not place.endswith(("_look_at_s", ".newest_s", "._tried_s"))
+        and ".metrics." not in place
+        and "client." not in place
     }
 
 

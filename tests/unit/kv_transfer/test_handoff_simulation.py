@@ -349,8 +349,8 @@ def count_no_time_while_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
 def wait_for_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     init = BlockReads.__init__
 
-    def patient(self, crew, batch_bytes, reads_in_flight, stall_s):
-        init(self, crew, batch_bytes, reads_in_flight, math.inf)
+    def patient(self, group, batch_bytes, reads_in_flight, stall_s, clock):
+        init(self, group, batch_bytes, reads_in_flight, math.inf, clock)
 
     monkeypatch.setattr(BlockReads, "__init__", patient)
 
