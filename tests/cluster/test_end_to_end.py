@@ -438,7 +438,9 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
 
     await asyncio.to_thread(eventually, noticed, noticed_s, "the dead engine is still listed")
     shown = f'"{victim["engine_id"]}"'  # until the processes that are asked are those that are listed
-    eventually(lambda: shown not in httpx.get(f"{server.url}/metrics").text, 10.0, "the dead engine has metrics")
+    await asyncio.to_thread(
+        eventually, lambda: shown not in httpx.get(f"{server.url}/metrics").text, 10.0, "the dead engine has metrics"
+    )
     await asyncio.to_thread(server.wait_until_whole, ROLES)
     healed_s = time.monotonic() - killed_s
     stop.set()
