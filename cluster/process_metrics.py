@@ -164,6 +164,9 @@ def exporting(snapshot: DirectorySnapshot) -> list[Exporting]:
     return [process for process in found if process.address]
 
 
+Answers = Mapping[Exporting, list[MetricFamily] | None]  # None: a process did not answer
+
+
 class ApplicationMetrics:
     """Reads the metrics of all processes of the application, for one gateway. One asyncio loop uses it."""
 
@@ -181,7 +184,7 @@ class ApplicationMetrics:
         self._reader = MetricsReader(key)
         self._silent: set[str] = set()
         self._scrape = asyncio.Lock()
-        self._newest: tuple[float, Mapping[Exporting, list[MetricFamily] | None]] = (float("-inf"), {})
+        self._newest: dict[bool, tuple[float, Answers]] = {}  # by `of_node`: when the processes were asked, and answers
 
     def close(self) -> None:
         self._reader.close()
@@ -192,26 +195,28 @@ class ApplicationMetrics:
         `of_node`: the share of this gateway's node, where Prometheus scrapes a gateway of each: that is every process
         on this node, and some of those on nodes without a gateway.
         """
-        answers = await self._answers()
-        if of_node:
-            nodes = sorted({process.node_id for process in answers if process.kind == "gateway"})
-            answers = {process: own for process, own in answers.items() if process.is_of(self._node_id, nodes)}
+        answers = await self._answers(of_node)
         return merge([*(families for families in answers.values() if families), collect(ProcessesUp(answers))])
 
-    async def _answers(self) -> Mapping[Exporting, list[MetricFamily] | None]:
+    async def _answers(self, of_node: bool) -> Answers:
         """Return what each process answered after this was called. Scrapes at the same time share the answers."""
         asked_s = time.monotonic()
         async with self._scrape:
-            if self._newest[0] <= asked_s:
+            if of_node not in self._newest or self._newest[of_node][0] <= asked_s:
                 began_s = time.monotonic()
-                self._newest = began_s, await self._ask_all()
-            return self._newest[1]
+                self._newest[of_node] = began_s, await self._ask_all(of_node)
+            return self._newest[of_node][1]
 
-    async def _ask_all(self) -> Mapping[Exporting, list[MetricFamily] | None]:
+    async def _ask_all(self, of_node: bool) -> Answers:
+        """Ask all processes, or those alone that are this node's share."""
+        this = Exporting("gateway", self._identity, "", self._node_id)
         others = [process for process in exporting(self._listed()) if process.name != self._identity]
-        answers = await asyncio.gather(*(self._ask(process) for process in others))
-        found = dict(zip(others, answers, strict=True))
-        found[Exporting("gateway", self._identity, "", self._node_id)] = self._own()
+        asked = others
+        if of_node:
+            nodes = sorted({process.node_id for process in [this, *others] if process.kind == "gateway"})
+            asked = [process for process in others if process.is_of(self._node_id, nodes)]
+        answers = await asyncio.gather(*(self._ask(process) for process in asked))
+        found = {this: self._own(), **dict(zip(asked, answers, strict=True))}
         self._silent &= {process.name for process in others}
         return dict(sorted(found.items(), key=lambda item: (item[0].kind, item[0].name)))
 
@@ -263,7 +268,7 @@ class MetricsReader:
 class ProcessesUp(Collector):
     """Collects which processes have answered."""
 
-    def __init__(self, answers: Mapping[Exporting, list[MetricFamily] | None]) -> None:
+    def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Metric]:

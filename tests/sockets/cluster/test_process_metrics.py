@@ -225,12 +225,8 @@ async def test_a_process_that_left_has_no_series(app: Application) -> None:
     assert "engine-0" not in (await gateway.render()).decode()
 
 
-async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
-    app: Application, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once for those that came first, and once for all that came while it was asked. The route needs no key."""
-    app.add_engine()
-    gateway = app.add_gateway("gateway-a")
+def addresses_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the address of each process that is asked from now on."""
     asked: list[str] = []
     read = MetricsReader.read
 
@@ -239,11 +235,23 @@ async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
         return await read(reader, address)
 
     monkeypatch.setattr(MetricsReader, "read", counted)
+    return asked
+
+
+async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
+    app: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for those that came first, and once for all that came while it was asked. The route needs no key."""
+    app.add_engine()
+    gateway = app.add_gateway("gateway-a")
+    asked = addresses_asked(monkeypatch)
     await asyncio.gather(*(gateway.render() for _ in range(20)))
     assert len(asked) <= 2 * len(set(asked)) == 4, "of the engine and of the directory"
 
 
-async def test_gateways_of_all_nodes_share_the_processes_among_them(app: Application) -> None:
+async def test_gateways_of_all_nodes_share_the_processes_among_them(
+    app: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for node in ("west", "west", "east", "none"):
         app.add_engine(node)
     for name, node in {"gateway-a": "west", "gateway-b": "west", "gateway-c": "east"}.items():
@@ -254,6 +262,9 @@ async def test_gateways_of_all_nodes_share_the_processes_among_them(app: Applica
     assert up(east).keys() >= {"gateway-c", "engine-2"}
     assert not west.keys() & east.keys()
     assert west.keys() | east.keys() == samples(await app.scrapes[0].render()).keys()
+    asked = addresses_asked(monkeypatch)
+    await app.scrapes[0].render(of_node=True)
+    assert len(asked) == len(up(west)) - 1, "processes of other nodes are not asked, nor is the gateway itself"
 
 
 async def test_a_stranger_without_the_key_reads_nothing(app: Application, briefly: float) -> None:
