@@ -21,6 +21,7 @@ import msgspec
 KEPT = 0.8  # of a point, with each further measurement
 MOST_TIMES = 3.0  # the expected: what took longer counts as that
 HALF_LIFE_S = 60.0  # of a point's weight beside a newer one
+SETTLED = 3  # measurements, of which the median leaves out one that stood in another's way
 NEWEST = 5  # measurements, whose median says how fast work goes now
 SPREAD = 3.0  # the largest batch over the smallest: below it, a step's share of one request is not known
 RENEWED_S = 0.1  # between two looks at the steps of an engine
@@ -78,6 +79,11 @@ class LineFit:
         return max(sizes) / min(sizes) if sizes else 0.0
 
     @property
+    def is_settled(self) -> bool:
+        """Return whether so much was measured that one outlier does not decide."""
+        return len(self._newest) >= SETTLED
+
+    @property
     def newest_s(self) -> float | None:
         """Return the median of the newest measurements, whatever their sizes; None where nothing was measured."""
         return statistics.median_low(seconds for _, seconds in self._newest) if self._newest else None
@@ -113,7 +119,7 @@ class LineFit:
 class StepTimes(msgspec.Struct, frozen=True):
     """The times of an engine's steps, as it measured them lately; None where it has not."""
 
-    prefill: Line | None = None  # by prompt tokens of the step
+    prefill: Line | None = None  # by prompt tokens of the step; from `SETTLED` measurements on
     decode: Line | None = None  # by requests that decode in it; without a slope while all batches had about one size
 
 
@@ -148,7 +154,8 @@ class StepMeter:
         """Return the times as of `RENEWED_S` ago at most."""
         if not self._is_renewed and self._over_s - self._renewed_s >= RENEWED_S:
             self._is_renewed, self._renewed_s = True, self._over_s
-            self._times = StepTimes(self._prefill.line(), self._decode_line())
+            prefill = self._prefill.line() if self._prefill.is_settled else None
+            self._times = StepTimes(prefill, self._decode_line())
         return self._times
 
     def _decode_line(self) -> Line | None:

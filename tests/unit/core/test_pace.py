@@ -111,6 +111,15 @@ def test_what_one_more_request_adds_is_not_known_where_all_batches_had_one_size(
     assert meter.times().prefill is None
 
 
+def test_one_slow_prompt_says_nothing_of_an_engine_that_has_read_no_other() -> None:
+    """Routers would leave the engine alone, and it could not show that it is faster."""
+    meter = StepMeter()
+    steps(meter, (128, 0), (128, 0))
+    assert meter.times().prefill is None
+    steps(meter, (128, 0), (128, 0))
+    assert meter.times().prefill is not None
+
+
 def test_steps_that_were_lost_are_no_measurement() -> None:
     meter = StepMeter()
     meter.planned(0, 0.0)
