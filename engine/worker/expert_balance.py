@@ -29,7 +29,7 @@ class ExpertBalancer:
 
     @classmethod
     def of(cls, model: Layer, groups: ParallelGroups, *, moves: bool) -> ExpertBalancer | None:
-        """For the experts of a model; None where none are spread over ranks. Only with `moves` do experts move."""
+        """Return the balancer of a model; None if no experts are spread over ranks. Experts move only with `moves`."""
         layers = spread_experts(model)
         return cls(layers, groups, moves=moves) if layers else None
 

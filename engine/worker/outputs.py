@@ -67,7 +67,7 @@ class LogprobColumns:
         to_logits: Callable[[Tensor], Tensor],
         vocab_size: int,
     ) -> LogprobColumns:
-        """As `of`, from hidden states `[R, hidden_size]`, without holding the logits of all of them at once."""
+        """Compute what `of` does from hidden states `[R, hidden_size]`, without the logits of all of them at once."""
         rows = max(1, _PIECE_BYTES // (4 * vocab_size * _PIECE_ROWS)) * _PIECE_ROWS
         pieces = [
             cls.of(to_logits(piece), targets, num_top)

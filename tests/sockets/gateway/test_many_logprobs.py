@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from baton.cluster.contracts import Role
@@ -18,14 +17,13 @@ from baton.cluster.gateway.api.body_reader import RequestKind
 from baton.cluster.gateway.api.renderer import VALUES_AT_ONCE
 from baton.cluster.wire import Codec, Outputs
 from baton.engine.core.logprobs import Logprobs, TokenLogprobs
-from baton.engine.core.messages import EngineOutput, EngineStats
+from baton.engine.core.messages import EngineOutput
 
 from ...helpers.gateway_service import Service
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PATIENCE_S = 100.0  # on a busy machine
 USER = [{"role": "user", "content": "hello"}]
-STATS = msgspec.convert({field.name: 0 for field in msgspec.structs.fields(EngineStats) if field.required}, EngineStats)
 
 
 def _body_with_many_logprobs(kind: RequestKind, *, stream: bool, prompt: bool) -> tuple[str, dict[str, Any]]:
@@ -84,7 +82,7 @@ def test_a_message_makes_no_object_for_a_log_probability() -> None:
     entries = [TokenLogprobs(list(range(at, at + 21)), values, at + 1) for at in range(4_000)]
     codec = Codec()
     output = EngineOutput(request_id="a", prompt_logprobs=Logprobs.pack(entries))
-    frame = codec.encode(Outputs("engine", 1, [output]))
+    frame = codec.encode(Outputs(1, [output]))
     gc.collect()
     before = sys.getallocatedblocks()
     message = codec.decode_from_engine(frame)
