@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import (
     ClientCounters,
@@ -45,6 +47,7 @@ from baton.engine.core.messages import (
     EngineStats,
     FinishReason,
 )
+from baton.engine.core.pace import StepTimes
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.kv_transfer.protocol.stats import TransferStats
 
@@ -316,7 +319,8 @@ class FakeEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return self.core.stats()
+        """Tell all but the times of steps: on a busy machine they would say that one engine is slower than others."""
+        return msgspec.structs.replace(self.core.stats(), step_times=StepTimes())
 
     @property
     def cached(self) -> CachedBlocks:

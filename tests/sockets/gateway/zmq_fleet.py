@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
+import msgspec
 
 from baton.cluster.contracts import EngineRecord, Role
 from baton.cluster.engine_client import ZmqEngineClient
@@ -18,6 +19,7 @@ from baton.cluster.gateway.settings import QueueLimits
 from baton.engine.core.block_log import BlockLog
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.engine.core.pace import StepTimes
 from baton.engine.net.curve import ClusterKey
 
 from ...helpers.fake_cluster import FakeConnector, FakeRunner, Wire
@@ -108,7 +110,8 @@ class WiredEngine:
         return self.runs.is_set() and (self._core.has_work() or self._connector.is_busy)
 
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        """Tell all but the times of steps: on a busy machine they would say that one engine is slower than others."""
+        return msgspec.structs.replace(self._core.stats(), step_times=StepTimes())
 
     def block_log(self) -> BlockLog:
         return self._core.block_log()

@@ -15,8 +15,13 @@ BLOCK_SIZE = 16
 MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
 
 
-def assert_as_accurate(result: Tensor, exact: Tensor, same_precision: Tensor, slack: float = 2.0) -> None:
-    """`result` is about as near to the float64 result as the plain reference in the same precision is."""
+def assert_as_accurate(
+    result: Tensor, exact: Tensor, same_precision: Tensor, slack: float = 2.0, *, terms: float = 0.0
+) -> None:
+    """`result` is about as near to the float64 result as the plain reference in the same precision is.
+
+    `terms` is the size of what was added up, where that is larger than the results: each sum was rounded at its size.
+    """
     assert result.dtype == same_precision.dtype
     assert result.shape == exact.shape
     assert not result.isnan().any(), "poison came through"
@@ -24,7 +29,7 @@ def assert_as_accurate(result: Tensor, exact: Tensor, same_precision: Tensor, sl
         return
     error = (result.double() - exact).abs().max().item()
     unavoidable = (same_precision.double() - exact).abs().max().item()
-    rounding = torch.finfo(result.dtype).eps * exact.abs().max().item()
+    rounding = torch.finfo(result.dtype).eps * max(exact.abs().max().item(), terms)
     assert error <= slack * max(unavoidable, rounding), f"error {error:.3g}, the reference makes {unavoidable:.3g}"
 
 
