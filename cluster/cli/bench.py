@@ -230,7 +230,7 @@ def router(options: RouterOptions, json_file: JsonFile = None) -> None:
 
     from baton.cluster.simulation.router_simulation import InvalidSimulation, SimulatedFleets, compare, table
     from baton.cluster.simulation.traffic import InvalidTrace
-    from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
+    from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, SlowSpell, Speed
 
     fleets = SimulatedFleets(
         num_unified=0 if options.prefill or options.decode else options.unified,
@@ -240,13 +240,14 @@ def router(options: RouterOptions, json_file: JsonFile = None) -> None:
         num_gateways=options.gateways,
         num_host_blocks=options.host_blocks,
         num_disk_blocks=options.disk_blocks,
+        slow=SlowSpell(options.slow_times, options.slow_from, options.slow_until),
     )
     try:
         speed = Speed(kv_tokens_per_s=options.link_gb_per_s * 1e9 / KV_TOKEN_BYTES)
         rows = compare(fleets, _traffic(options), options.trace, options.policies or (), speed)
     except (InvalidSimulation, InvalidTrace) as error:
         fail(str(error))
-    _show(table(rows), msgspec.to_builtins(rows), json_file)
+    _show(table(rows, has_slow=options.slow_times > 1), msgspec.to_builtins(rows), json_file)
 
 
 def _traffic(options: AutoscaleOptions | RouterOptions) -> TrafficShape:

@@ -88,7 +88,8 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
 
 def _step_times(rank: dict[str, Any]) -> dict[str, Any]:
     """Return the lines that an engine has measured, by kind of step; none of one that is not reached."""
-    return {kind: line for kind, line in ((rank["stats"] or {}).get("step_times") or {}).items() if line}
+    times = (rank["stats"] or {}).get("step_times") or {}
+    return {kind: times[kind] for kind in ("prefill", "decode") if times.get(kind)}
 
 
 def _speed_table(ranks: list[dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -178,6 +179,13 @@ class RouterOptions:
     link_gb_per_s: Annotated[
         float, typer.Option(min=1e-3, help="GB/s of the link of each engine, for hand-offs of an 8B model's KV.")
     ] = 131.0
+    slow_times: Annotated[float, typer.Option(min=1, help="How many times as long the first engine's steps take.")] = (
+        1.0
+    )
+    slow_from: Annotated[float, typer.Option(min=0, help="Seconds after which it becomes slow.")] = 0.0
+    slow_until: Annotated[float, typer.Option(min=0, help="Seconds after which it is as fast as the others again.")] = (
+        math.inf
+    )
     trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None
     num_prompts: Count = 4000
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0

@@ -22,6 +22,8 @@ from baton.engine.core.sampling import SamplingParams
 from .router_policies import OF_TIERS, POLICIES, Policy, PolicyMaker
 from .traffic import RequestArrival, TrafficShape, shared, trace, unshared
 from .virtual_engine import (
+    NEVER_SLOW,
+    SlowSpell,
     Speed,
     VirtualConnector,
     VirtualEngine,
@@ -33,6 +35,7 @@ from .virtual_engine import (
 from .virtual_tiers import VirtualTiers
 
 CONVERSATIONS_PER_ENGINE = 8
+SHARE_S = 30.0  # of the times for which the share of a slow engine is reported
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class SimulatedFleets:
     num_gateways: int = 4
     num_host_blocks: int = 0  # of the tiers of each engine; 0: no such tier
     num_disk_blocks: int = 0
+    slow: SlowSpell = NEVER_SLOW  # of the first engine
 
     @property
     def num_tier_blocks(self) -> int:
@@ -68,6 +72,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
     hit_rate: float  # prompt tokens found in the prefix cache, or restored, where the prompt was read
     restored_rate: float  # prompt tokens restored
     imbalance: float  # prompt tokens computed by the busiest engine over the mean of those that read prompts
+    first_engine: list[float]  # prompts that the first engine read, over its equal share, in each `SHARE_S`
 
 
 @dataclass
@@ -81,6 +86,7 @@ class _RoutedRequest:
     first_s: float = 0.0
     last_s: float = 0.0
     num_cached: int = 0
+    reader: int = 0  # the rank that read the prompt
     handed_off: bool = False
 
 
@@ -105,7 +111,8 @@ class RouterSimulation:
         for role in [role for role, count in counts.items() for _ in range(count)]:
             record = make_record(len(self.engines), role, fleets.num_blocks, fleets.num_tier_blocks)
             connector, tiers = VirtualConnector(record, self.network), self._tiers(fleets, speed)
-            engine = VirtualEngine(record, config, self._time, speed, connector, self._on_output, tiers)
+            slow = NEVER_SLOW if self.engines else fleets.slow
+            engine = VirtualEngine(record, config, self._time, speed, connector, self._on_output, tiers, slow)
             if tiers is not None:
                 tiers.on_event = engine.wake
             self.engines.append(engine)
@@ -147,6 +154,7 @@ class RouterSimulation:
         assert output.error is None, output.error
         if not served.first_s:
             served.first_s, served.num_cached = now_s, output.num_cached_tokens
+            served.reader = served.placement.engine.rank
             gateway.policy.read(served.placement)
         served.last_s = now_s
         if output.finish_reason is None:
@@ -187,7 +195,16 @@ class RouterSimulation:
             hit_rate=sum(each.num_cached for each in served) / num_prompt_tokens,
             restored_rate=sum(engine.restored_tokens for engine in self.engines) / num_prompt_tokens,
             imbalance=max(work) / statistics.fmean(work) if any(work) else 1.0,
+            first_engine=self._shares_of_first(),
         )
+
+    def _shares_of_first(self) -> list[float]:
+        num_readers = sum(engine.record.role is not Role.DECODE for engine in self.engines)
+        every, first = (
+            Counter(int(each.arrival.at_s // SHARE_S) for each in self.served.values() if each.reader in ranks)
+            for ranks in (range(len(self.engines)), (0,))
+        )
+        return [num_readers * first[number] / every[number] for number in sorted(every)]
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -227,14 +244,18 @@ def compare(
     ]
 
 
-def table(rows: Sequence[RouterRow]) -> Table:
-    """Tabulate the reports. Columns of hand-offs and restored tokens are left out where there are none."""
+def table(rows: Sequence[RouterRow], *, has_slow: bool = False) -> Table:
+    """Tabulate the reports. Columns of hand-offs and restored tokens are left out where there are none.
+
+    Where the first engine is slow for a while, the last column is its share of the prompts.
+    """
     columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "whole p50", "p99 ms", "hits"]
     any_restored, any_handed_off = (
         any(getattr(row.report, share) for row in rows) for share in ("restored_rate", "handed_off")
     )
     names = [Column(name, no_wrap=True) for name in columns[:2]]  # shown whole, however narrow the terminal is
-    shown = Table(*names, *columns[2:], "busiest", *["handed off"] * any_handed_off, *["restored"] * any_restored)
+    more = ["handed off"] * any_handed_off + ["restored"] * any_restored
+    shown = Table(*names, *columns[2:], "busiest", *more, *[f"slow engine, each {SHARE_S:g} s"] * has_slow)
     for row in rows:
         report = row.report
         shown.add_row(
@@ -247,6 +268,7 @@ def table(rows: Sequence[RouterRow]) -> Table:
             f"{report.imbalance:.2f}x",
             *([f"{report.handed_off:.0%}"] if any_handed_off else []),
             *([f"{report.restored_rate:.0%}"] if any_restored else []),
+            *([" ".join(f"{share:.0%}" for share in report.first_engine)] if has_slow else []),
         )
     return shown
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,21 @@ class Speed:
         rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         tokens = sum(chunk.num_tokens for chunk in plan.chunks) - rows
         return max(self.step_s, tokens / self.prefill_tokens_per_s) + rows * self.row_s
+
+
+@dataclass(frozen=True)
+class SlowSpell:
+    """A time in which all steps of an engine take `times` as long."""
+
+    times: float = 1.0
+    begins_s: float = 0.0
+    ends_s: float = math.inf
+
+    def factor(self, now_s: float) -> float:
+        return self.times if self.begins_s <= now_s < self.ends_s else 1.0
+
+
+NEVER_SLOW = SlowSpell()
 
 
 class VirtualTime:
@@ -211,12 +227,13 @@ class VirtualEngine:
         connector: VirtualConnector,
         publish: Callable[[EngineOutput], None],
         tiers: KVTiers | None = None,
+        slow: SlowSpell = NEVER_SLOW,
     ) -> None:
         """`tiers` must call `wake` when a copy is done."""
         self.record = record
         self.prompt_tokens = 0  # computed, those of repeated chunks too
         self.busy_s = 0.0
-        self._time, self._speed, self._publish = time, speed, publish
+        self._time, self._speed, self._slow, self._publish = time, speed, slow, publish
         self._connector = connector
         self._transfers = connector.stats()
         self._scheduler = Scheduler(config, connector, clock=time, tiers=tiers)
@@ -262,7 +279,7 @@ class VirtualEngine:
                 self._publish(output)
             return
         self.prompt_tokens += sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1)
-        seconds = self._speed.of(plan)
+        seconds = self._speed.of(plan) * self._slow.factor(self._time())
         self.busy_s += seconds
         self._time.after(seconds, lambda: self._settle(plan))
 

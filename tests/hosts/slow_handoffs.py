@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from baton.cluster.recall import make_questions
+from baton.cluster.recall import Question, make_questions
 
 from .hosts import Hosts
 from .ray_hosts import EAST, ENGINE_HOSTS, HEAD, ROLES, WEST, BatonOnHosts, demo_config
@@ -30,6 +32,18 @@ LENGTHS = (400, 1500)  # tokens of a prompt, about
 STREAMS = 2
 TOKENS = 32
 ALWAYS_S = 1e6  # every hand-off takes less
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that counts. Times are the client's, those of `parts` the gateway's."""
+
+    length: int  # of the prompt, about
+    began_s: float  # from the start of the run
+    first_s: float
+    whole_s: float
+    path: str
+    parts: list[dict[str, Any]]  # `baton_timeline`
 
 
 def application(kind: str, hosts: Hosts) -> dict[str, Any]:
@@ -54,36 +68,38 @@ def slow_down(hosts: Hosts, mbit: float) -> None:
 
 async def ask_all(url: str, number: int) -> dict[str, Any]:
     """Ask so many different questions, `STREAMS` at a time, after as many that only warm up and let engines measure."""
-    first_s: list[float] = []
-    whole_s: list[float] = []
-    paths: Counter[str] = Counter()
+    answers: list[Answer] = []
     gate = asyncio.Semaphore(STREAMS)
     questions = make_questions(LENGTHS, number, seed=1)
+    start_s = time.monotonic()
 
-    async def ask(http: httpx.AsyncClient, prompt: str, *, counts: bool) -> None:
-        body = {"model": "baton-demo", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    async def ask(http: httpx.AsyncClient, question: Question, *, counts: bool) -> None:
+        fields = {"model": "baton-demo", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        body = fields | {"prompt": question.prompt, "baton_timeline": True}
         async with gate:
-            began_s, seen_s = time.monotonic(), 0.0
-            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                async for line in answer.aiter_lines():
-                    if line.startswith("data:") and not seen_s:
-                        seen_s = time.monotonic() - began_s
+            began_s, seen_s, last = time.monotonic(), 0.0, ""
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+                response.raise_for_status()
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        seen_s, last = seen_s or time.monotonic() - began_s, line
             if counts:
-                first_s.append(seen_s)
-                whole_s.append(time.monotonic() - began_s)
-                paths[answer.headers["x-baton-path"]] += 1
+                path, whole_s = response.headers["x-baton-path"], time.monotonic() - began_s
+                parts = json.loads(last.removeprefix("data: "))["baton_timeline"][0]["parts"]
+                answers.append(Answer(question.length, began_s, seen_s, whole_s, path, parts))
 
     async with httpx.AsyncClient(timeout=300.0) as http:
         half = len(questions) // 2
-        await asyncio.gather(*(ask(http, question.prompt, counts=False) for question in questions[:half]))
-        await asyncio.gather(*(ask(http, question.prompt, counts=True) for question in questions[half:]))
+        await asyncio.gather(*(ask(http, question, counts=False) for question in questions[:half]))
+        await asyncio.gather(*(ask(http, question, counts=True) for question in questions[half:]))
+    whole_s = [answer.whole_s for answer in answers]
     return {
-        "ttft_p50_s": statistics.median(first_s),
+        "ttft_p50_s": statistics.median(answer.first_s for answer in answers),
         "whole_p50_s": statistics.median(whole_s),
         "whole_p90_s": statistics.quantiles(whole_s, n=10)[-1],
         "whole_max_s": max(whole_s),
-        "paths": dict(paths),
+        "paths": dict(Counter(answer.path for answer in answers)),
+        "answers": [dataclasses.asdict(answer) for answer in answers],
     }
 
 
@@ -117,7 +133,7 @@ def main() -> None:
     found = {}
     for kind in given.kinds:
         found[kind] = measure(kind, given.mbit, given.questions)
-        print(kind, json.dumps(found[kind]), flush=True)
+        print(kind, json.dumps({name: value for name, value in found[kind].items() if name != "answers"}), flush=True)
     if given.json:
         given.json.write_text(json.dumps(found, indent=2))
 

@@ -1,6 +1,6 @@
-"""The rates of the cost formula (`cost.py`): engines measure them, and tell them with their status.
+"""The rates of the cost formula (`cost.py`): engines measure them, and report them with their status.
 
-Before that, they are those of the settings.
+Before the first report, they are those of the settings.
 
     prefill of a prompt    by its tokens, in each engine (`StepTimes.prefill`)
     one more request       by which it lengthens an engine's steps (`StepTimes.decode`)
@@ -10,8 +10,13 @@ Engines measure, so all gateways know the same, and one that starts knows it wit
 measured nothing yet is taken to be like the median of the others. So is one whose figure is within `ALIKE` of it:
 equal engines measure a little different times, and chance must not send all requests to one of them.
 
-A pair of engines that was not measured for `STALE_S` is taken to be like others of the same two nodes that were, and
-sooner where all of these have become much slower.
+A measurement is stale `STALE_S` after it was reported. Machines share no clock: engines report how many
+measurements they have made, and a gateway notes on its own clock when the number grew.
+
+    a pair of engines    is taken to be like other pairs of the same two nodes that were measured since, and sooner
+                         where all of these have become much slower
+    a slow engine        keeps its figures, and is tried by single requests (`router.py`): no other engine's figures
+                         show whether it has recovered, and one that has not must not get its share of requests
 """
 
 from __future__ import annotations
@@ -20,20 +25,20 @@ import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
-from baton.engine.core.pace import Line
+from baton.engine.core.pace import SETTLED, STALE_S, Line, StepTimes
 from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .prefix_index import EngineKey, engine_key
 
 ALIKE = 1.5
-STALE_S = 60.0
 NEWEST = 5  # measurements of the pairs of two nodes, whose median is that of the pairs
 SLOWED_DOWN = 3.0  # times as long as a pair took: where all newer measurements show it, it holds for the pair, too
 RENEWED_S = 1.0  # between two looks at the medians
@@ -61,7 +66,7 @@ Nodes = tuple[str, str]  # of the engine that is read, and of the reader
 
 
 class _Measured(NamedTuple):
-    at_s: float  # when this gateway heard of it
+    at_s: float  # when it was reported, on this gateway's clock
     read_s: Line  # by tokens
 
 
@@ -69,24 +74,68 @@ class _Lanes:
     """The ways in which one engine reads others."""
 
     def __init__(self) -> None:
-        self.told: TransferStats | None = None
+        self.reported: TransferStats | None = None
         self.by_peer: dict[str, PeerLane] = {}
         self.measured: dict[str, _Measured] = {}  # the newest of each peer, or what was known at pairing
 
-    def update(self, told: TransferStats, now_s: float) -> list[tuple[str, _Measured]]:
-        """Take in what the reader tells. Returns what it has measured of which peers since."""
-        self.told, old = told, self.by_peer
-        self.by_peer = {lane.engine_id: lane for lane in told.lanes}
+    def update(self, report: TransferStats, now_s: float) -> list[tuple[str, _Measured]]:
+        """Apply a report of the reader. Returns the peers that it has measured since the last one, with the times."""
+        self.reported, old = report, self.by_peer
+        self.by_peer = {lane.engine_id: lane for lane in report.lanes}
         self.measured = {peer: known for peer, known in self.measured.items() if peer in self.by_peer}
-        news = []
+        new = []
         for peer, lane in self.by_peer.items():
             is_new = peer not in old or old[peer].num_reads != lane.num_reads
             if lane.read_s is not None and is_new:
                 by_tokens = Line(lane.read_s.base_s, lane.read_s.unit_s / BLOCK_SIZE)
                 self.measured[peer] = _Measured(now_s, by_tokens)
                 if lane.num_reads:
-                    news.append((peer, self.measured[peer]))
-        return news
+                    new.append((peer, self.measured[peer]))
+        return new
+
+
+@dataclass(slots=True)
+class _Freshness:
+    """The age of an engine's measurements of one kind, on this gateway's clock.
+
+    Those that come within `STALE_S` of the first of them are a series. From the `SETTLED`th on, each makes the figure
+    fresh. A series with fewer counts from its beginning, once it is over.
+    """
+
+    num_measured: int
+    fresh_s: float
+    series_s: float = -math.inf  # when the newest series began
+    num_before: int = 0
+
+    def update(self, num_measured: int, now_s: float) -> None:
+        if num_measured == self.num_measured:
+            return
+        if now_s - self.series_s > STALE_S:
+            self.fresh_s = max(self.fresh_s, self.series_s)
+            self.series_s, self.num_before = now_s, self.num_measured
+        self.num_measured = num_measured
+        if num_measured - self.num_before >= SETTLED:
+            self.fresh_s = now_s
+
+    def stale_s(self, now_s: float) -> float:
+        """Return the age; 0 up to `STALE_S`."""
+        is_series_over = now_s - self.series_s > STALE_S
+        age_s = now_s - (max(self.fresh_s, self.series_s) if is_series_over else self.fresh_s)
+        return age_s if age_s > STALE_S else 0.0
+
+
+class _StepReports:
+    """What an engine has reported of its steps."""
+
+    def __init__(self, times: StepTimes, now_s: float) -> None:
+        self.times, self.seen_s = times, now_s
+        self.prefill = _Freshness(times.num_prefills, now_s)
+        self.decode = _Freshness(times.num_decodes, now_s)
+
+    def update(self, times: StepTimes, now_s: float) -> None:
+        self.times = times
+        self.prefill.update(times.num_prefills, now_s)
+        self.decode.update(times.num_decodes, now_s)
 
 
 class LearntRates:
@@ -97,6 +146,8 @@ class LearntRates:
         self._clock = clock
         self._renewed_s, self._is_measured = -RENEWED_S, False
         self._lanes: dict[EngineKey, _Lanes] = {}
+        self._steps: dict[EngineKey, _StepReports] = {}
+        self.stale: frozenset[EngineKey] = frozenset()  # slow engines with stale figures, as of the last look
         self._nodes: dict[str, str] = {}  # by engine
         self._between: defaultdict[Nodes, deque[_Measured]] = defaultdict(lambda: deque(maxlen=NEWEST))
         self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)  # the median
@@ -112,17 +163,16 @@ class LearntRates:
         self._renewed_s = -RENEWED_S
 
     def renew(self, engines: Sequence[EngineView]) -> None:
-        """Look at what engines tell: once a second, and until one of them has measured something."""
+        """Apply the engines' reports: once a second, and at every call until one of them has measured something."""
         now_s = self._clock()
         if self._is_measured and now_s - self._renewed_s < RENEWED_S:
             return
         self._renewed_s = now_s
-        alive = {engine_key(view.record) for view in engines}
-        self._lanes = {key: lanes for key, lanes in self._lanes.items() if key in alive}
-        self._nodes = {view.record.engine_id: view.record.node_id for view in engines}
-        for nodes in [nodes for nodes, newest in self._between.items() if now_s - newest[-1].at_s > STALE_S]:
-            del self._between[nodes]
-        times = [view.stats.step_times for view in engines if view.stats is not None]
+        for view in engines:
+            self._reports_of(view).seen_s = now_s
+            self._nodes[view.record.engine_id] = view.record.node_id
+        self._forget_old(now_s)
+        times = [reports.times for reports in self._steps.values()]
         prefills = [each.prefill for each in times if each.prefill is not None]
         self._is_measured = bool(prefills)
         if prefills:
@@ -131,6 +181,18 @@ class LearntRates:
         self._step_s = min((line.at(1) for line in decodes), default=0.0)
         slopes = [line.unit_s * self.guesses.answer_tokens for line in decodes]
         self._request_s = _median(slopes, self._request_s)
+        self.stale = frozenset(
+            engine_key(view.record) for view in engines if self.slow_prefill_age_s(view) or self.slow_decode_age_s(view)
+        )
+
+    def _forget_old(self, now_s: float) -> None:
+        """Forget engines that were not seen for `STALE_S`: a request may name the engines to choose from."""
+        self._steps = {key: reports for key, reports in self._steps.items() if now_s - reports.seen_s <= STALE_S}
+        self._lanes = {key: lanes for key, lanes in self._lanes.items() if key in self._steps}
+        known = {engine_id for engine_id, _ in self._steps}
+        self._nodes = {engine_id: node for engine_id, node in self._nodes.items() if engine_id in known}
+        for nodes in [nodes for nodes, newest in self._between.items() if now_s - newest[-1].at_s > STALE_S]:
+            del self._between[nodes]
 
     def prefill_s(self, view: EngineView, num_tokens: int) -> float:
         """Return the time that an engine takes to compute tokens of prompts, in as many steps as they need."""
@@ -157,6 +219,24 @@ class LearntRates:
         later_s = decode.at(1) - self._step_s  # below 0 where the engine has become the fastest since `renew`
         return max(0.0, later_s) * self.guesses.answer_tokens
 
+    def slow_prefill_age_s(self, view: EngineView) -> float:
+        """Return for how long an engine that measured slow prompts has not confirmed it; 0 up to `STALE_S`.
+
+        It is 0 for engines that are not slow, too.
+        """
+        reports = self._reports_of(view)
+        own = reports.times.prefill
+        if own is None or _typical_s(own) <= ALIKE * _typical_s(self._prefill):
+            return 0.0
+        return reports.prefill.stale_s(self._clock())
+
+    def slow_decode_age_s(self, view: EngineView) -> float:
+        """Return the same for the steps in which an engine decodes."""
+        reports = self._reports_of(view)
+        if not self.slowness_s(view) and self.request_s(view) <= self._request_s:
+            return 0.0
+        return reports.decode.stale_s(self._clock())
+
     def read_s(self, reader: EngineView, source: EngineRecord) -> Line:
         """Return the time in which an engine reads another's tokens, by their number."""
         own = self._lanes_of(reader).measured.get(source.engine_id)
@@ -173,13 +253,22 @@ class LearntRates:
         return Line(0.0, 1 / (self.guesses.node_tokens_per_s if same_node else self.guesses.network_tokens_per_s))
 
     def measured_s(self, reader: EngineView, source: EngineRecord) -> float:
-        """Return when this gateway heard of the newest measurement of a pair, or of the pair; never: minus infinity."""
+        """Return when a pair's newest measurement, or else the pair, was reported; minus infinity if it was not."""
         own = self._lanes_of(reader).measured.get(source.engine_id)
         return -math.inf if own is None else own.at_s
 
+    def _reports_of(self, view: EngineView) -> _StepReports:
+        key, now_s = engine_key(view.record), self._clock()
+        times = StepTimes() if view.stats is None else view.stats.step_times
+        if (reports := self._steps.get(key)) is None:
+            reports = self._steps[key] = _StepReports(times, now_s)
+        elif times is not reports.times:
+            reports.update(times, now_s)
+        return reports
+
     def _lanes_of(self, view: EngineView) -> _Lanes:
         lanes = self._lanes.setdefault(engine_key(view.record), _Lanes())
-        if view.transfers is not None and view.transfers is not lanes.told:
+        if view.transfers is not None and view.transfers is not lanes.reported:
             for peer, measured in lanes.update(view.transfers, self._clock()):
                 if (node := self._nodes.get(peer)) is not None:
                     self._between[node, view.record.node_id].append(measured)
@@ -191,7 +280,7 @@ def _typical_s(line: Line) -> float:
 
 
 def _all_slowed_down(own: _Measured, others: Sequence[_Measured]) -> bool:
-    """Tell whether the newest measurements between two nodes all show what a pair has not felt yet."""
+    """Return whether the newest measurements between two nodes are all much slower than a pair's own, older one."""
     much_s = SLOWED_DOWN * _typical_s(own.read_s)
     return len(others) == NEWEST and all(each.at_s > own.at_s and _typical_s(each.read_s) > much_s for each in others)
 

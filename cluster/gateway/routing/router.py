@@ -34,7 +34,8 @@ SLOW_HANDOFF = "slow-handoff"
 MEASURING = "measuring"
 WORTHWHILE_HIT = 256  # cached tokens with which a decode engine may be the better one to compute a prompt
 SLOW_SHARE = 0.15  # of the time to compute a prompt: a hand-off that takes no longer is made without comparing costs
-TRIAL_SHARE = 1 / 600  # of the time since the last one that a hand-off which only measures may cost a request
+LINK_TRIAL_SHARE = 1 / 600  # of the time since the last one that a hand-off which only measures may cost a request
+ENGINE_TRIAL_SHARE = 1 / 300  # of the time since an engine's figures were fresh: of up to `SETTLED` requests, each
 NUM_RECEIVERS = 8  # decode engines, those with the least load, between which and a prefill engine links are compared
 
 
@@ -150,14 +151,15 @@ class Router:
         options = self._options(engines, query, avoid)
         best = self._best(options, query)
         if best is not None:
-            return (self._trial(options, best) or best).route(query)
+            tried = self._link_trial(options, best) or self._engine_trial(engines, options, best)
+            return (tried or best).route(query)
         best = self._best(self._local_options(engines, query, avoid), query)
         return None if best is None else best.route(query)
 
-    def _trial(self, options: Collection[_Option], best: _Option) -> _Option | None:
+    def _link_trial(self, options: Collection[_Option], best: _Option) -> _Option | None:
         """Return a hand-off that is made although it costs more, to measure it anew.
 
-        All requests together lose no more than `TRIAL_SHARE` of the time, so a long prompt is seldom tried.
+        All requests together lose no more than `LINK_TRIAL_SHARE` of the time, so a long prompt is seldom tried.
         """
         handoffs = [option for option in options if option.handoff is not None and not option.is_full]
         if best.handoff is not None or not handoffs:
@@ -165,10 +167,31 @@ class Router:
         tried = min(handoffs, key=lambda option: option.cost_s)
         assert tried.handoff is not None, "so they were chosen"
         known_for_s = self._clock() - max(self._tried_s, tried.handoff.measured_s)
-        if tried.cost_s - best.cost_s > TRIAL_SHARE * known_for_s:
+        if tried.cost_s - best.cost_s > LINK_TRIAL_SHARE * known_for_s:
             return None
         self._tried_s = self._clock()
         return dataclasses.replace(tried, reason=MEASURING)
+
+    def _engine_trial(
+        self, engines: Sequence[EngineView], options: Collection[_Option], best: _Option
+    ) -> _Option | None:
+        """Return an option that costs more, to measure an engine anew that was slow when it last measured.
+
+        There is one such request at a time in an engine, and after `SETTLED` its figures are fresh. So all of them
+        together lose no more than `SETTLED` * `ENGINE_TRIAL_SHARE` of the time.
+        """
+        for view in engines if self._rates.stale else ():
+            key = engine_key(view.record)
+            if key not in self._rates.stale:
+                continue
+            load = self.loads.of(view)
+            prefill_age_s = 0.0 if load.queued_tokens else self._rates.slow_prefill_age_s(view)
+            decode_age_s = 0.0 if load.num_requests else self._rates.slow_decode_age_s(view)
+            for option in options:
+                age_s = prefill_age_s if option.handoff is not None else max(prefill_age_s, decode_age_s)
+                if engine_key(option.placement.engine) == key and _is_worth_trying(option, best, age_s):
+                    return dataclasses.replace(option, reason=MEASURING)
+        return None
 
     def decode_placement(
         self,
@@ -185,15 +208,22 @@ class Router:
         self, engines: Sequence[EngineView], query: RoutingQuery, source: EngineRecord, avoid: Collection[EngineKey]
     ) -> Placement | None:
         options = []
+        ages_s: dict[EngineKey, float] = {}  # of the figures of idle engines that decoded slowly, where they are stale
         for view in engines:
-            record = view.record
+            record, load = view.record, self.loads.of(view)
             if not _pairs(source, record) or engine_key(record) in avoid:
                 continue
             handoff_s = self._cost.handoff_s(view, source, self._missing(view, query))
-            cost_s = handoff_s + self._cost.decode_s(view, self.loads.of(view))
+            cost_s = handoff_s + self._cost.decode_s(view, load)
             options.append(_Option(_is_full(view, query.num_tokens), cost_s, Placement(record, 0)))
-        best = self._best(options, query)
-        return best.placement if best else None
+            if engine_key(record) in self._rates.stale and not load.num_requests:
+                ages_s[engine_key(record)] = self._rates.slow_decode_age_s(view)
+        if (best := self._best(options, query)) is None:
+            return None
+        for option in options if ages_s else ():
+            if _is_worth_trying(option, best, ages_s.get(engine_key(option.placement.engine), 0.0)):
+                return option.placement
+        return best.placement
 
     def _options(
         self, engines: Sequence[EngineView], query: RoutingQuery, avoid: Collection[EngineKey]
@@ -336,6 +366,11 @@ class _Receiver(NamedTuple):
     view: EngineView
     missing: int  # tokens that a hand-off has to bring
     decode_s: float
+
+
+def _is_worth_trying(option: _Option, best: _Option, age_s: float) -> bool:
+    """Return whether a request may lose so much to measure an engine whose figures are so old; 0: they are fresh."""
+    return not option.is_full and 0 < option.cost_s - best.cost_s <= ENGINE_TRIAL_SHARE * age_s
 
 
 def _staying(engines: Sequence[EngineView]) -> list[EngineView]:

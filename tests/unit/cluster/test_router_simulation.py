@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.cli.main import app
+from baton.cluster.gateway.routing import router
 from baton.cluster.simulation.router_policies import OF_TIERS, POLICIES, RememberedBlocks
 from baton.cluster.simulation.router_simulation import (
     InvalidSimulation,
@@ -22,7 +23,7 @@ from baton.cluster.simulation.router_simulation import (
     compare,
 )
 from baton.cluster.simulation.traffic import InvalidTrace, RequestArrival, TrafficShape, shared, trace, unshared
-from baton.cluster.simulation.virtual_engine import Speed, VirtualTime
+from baton.cluster.simulation.virtual_engine import SlowSpell, Speed, VirtualTime
 
 UNIFIED = SimulatedFleets(num_unified=4, num_blocks=512)
 DIVIDED = SimulatedFleets(num_prefill=2, num_decode=2, num_blocks=512)
@@ -113,6 +114,36 @@ def test_a_lone_request_takes_what_the_formula_says() -> None:
     assert divided.ttft_mean_ms == report.ttft_mean_ms
     transfer_s = speed.handoff_s + 4000 / speed.kv_tokens_per_s
     assert divided.tpot_mean_ms == pytest.approx(1e3 * (transfer_s + 2 * (speed.step_s + speed.row_s)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("slow", "num_unified", "num_prefill"),
+    [(SlowSpell(5.0, 30.0, 90.0), 4, 0), (SlowSpell(5.0, 30.0, 90.0), 0, 4)],
+    ids=["unified", "divided"],
+)
+def test_an_engine_that_was_slow_for_a_minute_has_its_share_again_within_two(
+    slow: SlowSpell, num_unified: int, num_prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleets = SimulatedFleets(num_unified, num_prefill, num_prefill, num_gateways=2, slow=slow)
+    arrivals = unshared(TrafficShape(num_requests=1500, rate_per_s=6, prompt_tokens=1024, output_tokens=8))
+    before, when_slow, *_, after = run(fleets, "exact", arrivals)[0].first_engine[:8]
+    assert before > 0.7
+    assert when_slow < 0.2
+    assert after > 0.7
+    monkeypatch.setattr(router, "ENGINE_TRIAL_SHARE", 0.0)
+    assert run(fleets, "exact", arrivals)[0].first_engine[7] == 0
+
+
+def test_an_engine_that_stays_slow_gets_a_few_requests_a_minute() -> None:
+    fleets = SimulatedFleets(num_unified=4, num_gateways=2, slow=SlowSpell(5.0))
+    arrivals = unshared(TrafficShape(num_requests=1500, rate_per_s=6, prompt_tokens=1024, output_tokens=8))
+    _, simulation = run(fleets, "exact", arrivals)
+    tried = [each for each in simulation.served.values() if each.reader == 0 and each.arrival.at_s > 30]
+    minutes = (arrivals[-1].at_s - 30) / 60
+    assert 1 <= len(tried) <= 3 * minutes + 3
+    computed_s = sum(len(each.arrival.prompt) / Speed().prefill_tokens_per_s for each in tried)
+    lost_s = sum(each.first_s - each.arrival.at_s for each in tried) - computed_s
+    assert lost_s <= 60 * minutes / 100
 
 
 def test_calls_come_in_the_order_of_their_times_and_of_being_asked_for() -> None:

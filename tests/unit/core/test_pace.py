@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.pace import NEWEST, Line, LineFit, StepMeter
+from baton.engine.core.pace import NEWEST, SETTLED, STALE_S, Line, LineFit, StepMeter
 
 
 def fitted(*measured: tuple[int, float], times: int = 1) -> LineFit:
@@ -64,6 +64,27 @@ def test_a_lasting_change_is_known_after_a_few_measurements_whatever_the_sizes(f
     assert at(fit, 500) == pytest.approx(factor * 0.5, rel=0.5)
 
 
+def test_a_faster_measurement_outvotes_stale_ones_at_once_and_a_slower_one_does_not() -> None:
+    for factor, is_believed in ((0.1, True), (10.0, False)):
+        fit = fitted((100, 1.0), times=20)
+        fit.add(100, factor, 19.0 + STALE_S - NEWEST)
+        assert at(fit, 100) == pytest.approx(1.0, rel=0.5), "the others are as fresh"
+        fit = fitted((100, 1.0), times=20)
+        fit.add(100, factor, 20.0 + STALE_S)
+        assert at(fit, 100) == pytest.approx(factor if is_believed else 1.0, rel=0.01)
+        assert fit.newest_s == (factor if is_believed else 1.0)
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_a_few_fresh_measurements_outvote_stale_ones(factor: float) -> None:
+    fit = fitted((100, 1.0), times=20)
+    for number in range(SETTLED):
+        fit.add(100, factor, 3600.0 + number)
+    assert at(fit, 100) == pytest.approx(factor)
+    fit.add(100, 100 * factor, 3603.0)
+    assert at(fit, 100) == pytest.approx(factor), "one outlier changes nothing"
+
+
 def test_what_was_measured_long_ago_counts_for_less() -> None:
     fit = LineFit()
     for number in range(20):
@@ -86,7 +107,7 @@ def test_no_time_is_negative_and_memory_is_bounded(measured: list[tuple[int, flo
 
 def steps(meter: StepMeter, *sizes: tuple[int, int], depth: int = 1) -> None:
     """Steps of 10 ms, and 1 ms for each token or request, one after the other."""
-    began = meter._over_s
+    began = meter._last_end_s
     for number, (tokens, decodes) in enumerate(sizes):
         meter.planned(number, began if depth == 1 else began - 0.005)
         began += 0.01 + 0.001 * (tokens + decodes)
@@ -99,6 +120,7 @@ def test_the_steps_of_an_engine_are_measured_from_the_end_of_the_one_before(dept
     steps(meter, *((0, count) for count in (1, 4, 16, 64) * 10), depth=depth)
     steps(meter, *((count, 8) for count in (128, 512, 2048) * 10), depth=depth)
     times = meter.times()
+    assert (times.num_prefills, times.num_decodes) == (30, 40)
     assert times.decode == Line(pytest.approx(0.01, rel=0.1), pytest.approx(0.001, rel=0.1))
     assert times.prefill is not None
     assert times.prefill.at(1000) == pytest.approx(1.01, rel=0.05), "without the requests that decoded beside it"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from baton.cluster.contracts import EngineView, Role
-from baton.cluster.gateway.routing.rates import ALIKE, NEWEST, RENEWED_S, STALE_S, CostRates, LearntRates
-from baton.cluster.gateway.routing.router import TRIAL_SHARE, Path, Route, Router
+from baton.cluster.gateway.routing.rates import ALIKE, NEWEST, RENEWED_S, CostRates, LearntRates
+from baton.cluster.gateway.routing.router import LINK_TRIAL_SHARE, Path, Route, Router
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
-from baton.engine.core.pace import Line, StepTimes
+from baton.engine.core.pace import STALE_S, Line, StepTimes
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.protocol.stats import PeerLane
 
@@ -92,9 +92,9 @@ def test_what_waits_on_a_link_counts() -> None:
 def test_a_link_that_was_judged_slow_is_tried_again_at_little_cost() -> None:
     gateway = Gateway()
     loss_s = SLOW * len(PROMPT)
-    gateway.clock.now_s += 0.5 * loss_s / TRIAL_SHARE
+    gateway.clock.now_s += 0.5 * loss_s / LINK_TRIAL_SHARE
     assert not gateway.route(divided(SLOW)).hands_off
-    gateway.clock.now_s += 1.1 * loss_s / TRIAL_SHARE
+    gateway.clock.now_s += 1.1 * loss_s / LINK_TRIAL_SHARE
     route = gateway.route(divided(SLOW))
     assert (route.path, route.reason) == (Path.DISAGGREGATED, "measuring")
     assert not gateway.route(divided(SLOW)).hands_off, "one at a time"
