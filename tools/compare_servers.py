@@ -241,8 +241,8 @@ def measure(options: argparse.Namespace) -> None:
 
 def num_prompts(length: str, clients: int) -> int:
     """Return how many requests fill a server with so many clients for a while: long ones take longer."""
-    rounds = 4 if sum(map(int, length.split("/"))) < 4096 else 2 if clients < 256 else 1
-    return max(6, rounds * clients)
+    rounds = (4 if sum(map(int, length.split("/"))) < 4096 else 2) / (2 if clients > 64 else 1)
+    return max(6, round(rounds * clients))
 
 
 def table(path: Path) -> str:
