@@ -247,7 +247,7 @@ def compare(
 def table(rows: Sequence[RouterRow], *, has_slow: bool = False) -> Table:
     """Tabulate the reports. Columns of hand-offs and restored tokens are left out where there are none.
 
-    Where the first engine is slow for a while, the last column is its share of the prompts.
+    Where the first engine is slow for a while, its share of the prompts is below.
     """
     columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "whole p50", "p99 ms", "hits"]
     any_restored, any_handed_off = (
@@ -255,7 +255,7 @@ def table(rows: Sequence[RouterRow], *, has_slow: bool = False) -> Table:
     )
     names = [Column(name, no_wrap=True) for name in columns[:2]]  # shown whole, however narrow the terminal is
     more = ["handed off"] * any_handed_off + ["restored"] * any_restored
-    shown = Table(*names, *columns[2:], "busiest", *more, *[f"slow engine, each {SHARE_S:g} s"] * has_slow)
+    shown = Table(*names, *columns[2:], "busiest", *more)
     for row in rows:
         report = row.report
         shown.add_row(
@@ -268,8 +268,14 @@ def table(rows: Sequence[RouterRow], *, has_slow: bool = False) -> Table:
             f"{report.imbalance:.2f}x",
             *([f"{report.handed_off:.0%}"] if any_handed_off else []),
             *([f"{report.restored_rate:.0%}"] if any_restored else []),
-            *([" ".join(f"{share:.0%}" for share in report.first_engine)] if has_slow else []),
         )
+    if has_slow:
+        shares = (
+            f"{row.traffic}, {row.report.policy}: " + " ".join(f"{share:.0%}" for share in row.report.first_engine)
+            for row in rows
+        )
+        heading = f"Prompts of the slow engine over an equal share, in each {SHARE_S:g} s"
+        shown.caption, shown.caption_justify = "\n".join([heading, *shares]), "left"
     return shown
 
 

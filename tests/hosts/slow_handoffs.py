@@ -86,7 +86,7 @@ async def ask_all(url: str, number: int) -> dict[str, Any]:
             if counts:
                 path, whole_s = response.headers["x-baton-path"], time.monotonic() - began_s
                 parts = json.loads(last.removeprefix("data: "))["baton_timeline"][0]["parts"]
-                answers.append(Answer(question.length, began_s, seen_s, whole_s, path, parts))
+                answers.append(Answer(question.length, began_s - start_s, seen_s, whole_s, path, parts))
 
     async with httpx.AsyncClient(timeout=300.0) as http:
         half = len(questions) // 2

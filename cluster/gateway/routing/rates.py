@@ -125,7 +125,7 @@ class _Freshness:
 
 
 class _StepReports:
-    """What an engine has reported of its steps."""
+    """The newest report of an engine on its steps, and how fresh its measurements are."""
 
     def __init__(self, times: StepTimes, now_s: float) -> None:
         self.times, self.seen_s = times, now_s

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +25,7 @@ from baton.cluster.simulation.router_simulation import (
 )
 from baton.cluster.simulation.traffic import InvalidTrace, RequestArrival, TrafficShape, shared, trace, unshared
 from baton.cluster.simulation.virtual_engine import SlowSpell, Speed, VirtualTime
+from baton.engine.core.messages import EngineOutput, FinishReason
 
 UNIFIED = SimulatedFleets(num_unified=4, num_blocks=512)
 DIVIDED = SimulatedFleets(num_prefill=2, num_decode=2, num_blocks=512)
@@ -144,6 +146,44 @@ def test_an_engine_that_stays_slow_gets_a_few_requests_a_minute() -> None:
     computed_s = sum(len(each.arrival.prompt) / Speed().prefill_tokens_per_s for each in tried)
     lost_s = sum(each.first_s - each.arrival.at_s for each in tried) - computed_s
     assert lost_s <= 60 * minutes / 100
+
+
+class ClosedLoop(RouterSimulation):
+    """Two clients, each of which asks its next question when its last one is answered. Steps vary at random."""
+
+    def __init__(self, fleets: SimulatedFleets, prompts: list[list[int]], seed: int) -> None:
+        super().__init__(fleets, "exact", Speed(step_s=0.01, prefill_tokens_per_s=1000.0, kv_tokens_per_s=310.0))
+        self._prompts, rng = list(enumerate(prompts)), random.Random(seed)
+        for engine in self.engines:
+            engine._slow = SimpleNamespace(factor=lambda now_s: rng.uniform(1.0, 2.0))
+        for _ in range(2):
+            self._ask()
+        self._time.run()
+
+    def _ask(self) -> None:
+        if self._prompts:
+            index, prompt = self._prompts.pop(0)
+            self._arrive(index, RequestArrival(self._time(), prompt, 32))
+
+    def _on_output(self, output: EngineOutput) -> None:
+        super()._on_output(output)
+        if output.finish_reason not in (None, FinishReason.HANDOFF):
+            self._time.after(0.005, self._ask)
+
+    @property
+    def latencies_s(self) -> list[float]:
+        return sorted(each.last_s - each.arrival.at_s for each in self.served.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_behind_a_slow_link_two_engines_serve_two_clients_as_unified_ones_do(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(32_000) for _ in range(rng.choice((400, 1500)))] for _ in range(60)]
+    unified, divided = (
+        ClosedLoop(SimulatedFleets(*counts, num_gateways=1), prompts, seed) for counts in ((2, 0, 0), (0, 1, 1))
+    )
+    assert divided.latencies_s == pytest.approx(unified.latencies_s)
+    assert not any(each.handed_off for each in divided.served.values())
 
 
 def test_calls_come_in_the_order_of_their_times_and_of_being_asked_for() -> None:

@@ -185,6 +185,23 @@ def test_a_decode_engine_whose_steps_were_slow_is_tried_by_one_answer() -> None:
     assert chosen(decoders(5 + SETTLED)).engine.rank != SLOW_RANK + 1
 
 
+def test_a_unified_engine_whose_steps_were_slow_is_tried_by_one_request() -> None:
+    gateway = Gateway(Clock())
+
+    def engines(**more: int) -> list[EngineView]:
+        return [engine(0, step_s=0.001), engine(1, step_s=0.001), engine(SLOW_RANK, step_s=0.002, **more)]
+
+    loss_s = 0.001 * CostRates().answer_tokens
+    assert gateway.route(engines()).placement.engine.rank != SLOW_RANK
+    gateway.clock.now_s += 1.1 * loss_s / ENGINE_TRIAL_SHARE
+    assert gateway.route(engines(num_requests_running=1)).placement.engine.rank != SLOW_RANK
+    gateway = Gateway(Clock())
+    assert gateway.route(engines()).placement.engine.rank != SLOW_RANK
+    gateway.clock.now_s += 1.1 * loss_s / ENGINE_TRIAL_SHARE
+    route = gateway.route(engines())
+    assert (route.placement.engine.rank, route.reason) == (SLOW_RANK, MEASURING)
+
+
 arrivals = st.lists(st.tuples(st.floats(0.01, 200.0), st.integers(2, 4000)), min_size=1, max_size=80)
 
 
@@ -249,3 +266,6 @@ def test_trials_that_are_too_few_count_from_the_first_of_them(num_new: int) -> N
     assert not fleet.ask(4000), "too long at any rate: the gateway looks at the reports"
     fleet.wait(STALE_S + RENEWED_S)
     assert not fleet.ask(1000), "its figures are a minute old, for which this prompt loses too much"
+    assert fleet.ask()
+    assert not fleet.ask(4000)
+    assert not fleet.ask(1000), "nor does the next series make them older"
