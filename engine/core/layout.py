@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a sequence, and the shape of one block. In memory it is the format on the wire.
+"""Cache groups, by what layers keep of a sequence, and the shape of one block: in memory it is the format on the wire.
 
     CacheLayout ── groups ──> GroupLayout: layers that keep the same ── blocks ──> KVLayout: one block of these layers
 
@@ -83,7 +83,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheKind(enum.StrEnum):
-    """How the cache of a layer grows, and which part of it later tokens read."""
+    """A kind of cache: which part of it later tokens read."""
 
     FULL = "full"  # keys and values of all tokens
     WINDOW = "window"  # keys and values, of which later tokens see the last `window` only
@@ -91,7 +91,7 @@ class CacheKind(enum.StrEnum):
 
 
 class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
-    """What one layer keeps of every token. Layers that keep the same are a group."""
+    """The cache of one layer. Layers that keep the same of every token are a group."""
 
     kind: CacheKind
     num_kv_heads: int  # of the whole model, whatever the tensor parallelism
@@ -102,7 +102,7 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachePlace(msgspec.Struct, frozen=True):
-    """Where a layer finds its cache: its group, and its index among the layers of the group."""
+    """The place of a layer's cache: its group, and its index among the layers of the group."""
 
     group: int
     index: int

@@ -119,7 +119,7 @@ class ModelConfig:
 
     @cached_property
     def caches(self) -> CacheLayout:
-        """What the whole model keeps of a sequence, in groups of layers."""
+        """The groups of the whole model's layers, by what they keep of a sequence."""
         return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in range(self.num_layers)])
 
     @property
