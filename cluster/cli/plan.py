@@ -33,6 +33,8 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
     console.print(_placement(plan))
     if plan.fleets:
         console.print(_memory(plan))
+    if any(len(fleet.arenas) > 1 for fleet in plan.fleets):
+        console.print(_arenas(plan))
     if any(needs.memory or needs.disk for needs in plan.hosts):
         console.print(_hosts(plan))
     console.print(_gateways(plan), highlight=False)
@@ -71,6 +73,20 @@ def _memory(plan: Plan) -> Table:
         counted = (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic))
         numbers = map(str, (*counted, fleet.steps.max_num_seqs, fleet.steps.max_num_batched_tokens))
         table.add_row(fleet.role, fleet.device, *gigabytes, *numbers)
+    return table
+
+
+def _arenas(plan: Plan) -> Table:
+    """Tabulate how the KV memory of a worker is divided between layers that keep different parts of a sequence."""
+    table = Table(title="KV memory of each worker by cache group", title_justify="left")
+    for column in ("role", "keeps", "layers", "KV blocks", "GB"):
+        table.add_column(column, justify="left" if column in ("role", "keeps") else "right")
+    for fleet in plan.fleets:
+        for arena in fleet.arenas:
+            group = arena.group
+            keeps = group.kind if group.window is None else f"the last {group.window} tokens"
+            counts = (str(len(group.layers)), str(arena.num_blocks))
+            table.add_row(fleet.role, keeps, *counts, f"{arena.num_bytes / GB:.2f}")
     return table
 
 

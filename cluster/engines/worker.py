@@ -203,7 +203,7 @@ class EngineWorker:
             pid=os.getpid(),
             address=server.address,
             kv_address="" if self._kv.connector is None else self._kv.connector.address,
-            fingerprint=engine.layout.fingerprint,
+            fingerprint=engine.caches.fingerprint,
             model_id=launch.spec.served_model_id,
             max_model_len=engine.max_model_len,
             max_num_seqs=engine.steps.max_num_seqs,

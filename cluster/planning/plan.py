@@ -7,7 +7,7 @@ only a running engine can measure, is an estimate, and named so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.cluster.contracts import Role
@@ -15,9 +15,10 @@ from baton.cluster.engines.launch import assign_ranks
 from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec
 from baton.engine.config import EngineConfig, InvalidEngineConfig
-from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES
+from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.startup.arenas import divide_memory, requests_at_once
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
 
@@ -72,6 +73,18 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class ArenaPlan:
+    """The blocks of one cache group on a rank."""
+
+    group: GroupLayout  # the rank's part
+    num_blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.group.blocks.block_bytes
+
+
+@dataclass(frozen=True)
 class FleetPlan:
     """The memory of each rank of a fleet, in bytes where no other unit is named."""
 
@@ -81,13 +94,17 @@ class FleetPlan:
     device: str
     weights: int
     step: int  # estimated
-    block: int  # of the rank that holds most
-    num_blocks: int
+    arenas: Sequence[ArenaPlan]  # of each cache group
     max_model_len: int  # tokens
 
     @property
+    def num_blocks(self) -> int:
+        """Return the blocks of all arenas."""
+        return sum(arena.num_blocks for arena in self.arenas)
+
+    @property
     def kv(self) -> int:
-        return self.num_blocks * self.block
+        return sum(arena.num_bytes for arena in self.arenas)
 
     @property
     def host(self) -> int:
@@ -95,9 +112,10 @@ class FleetPlan:
         return self.weights + self.step + self.kv if self.device == "cpu" else 0
 
     def num_requests(self, traffic: Traffic) -> int:
-        """Return how many requests one engine can have at once, by its blocks and by its rows."""
-        blocks = -(-(traffic.prompt_tokens + traffic.output_tokens) // BLOCK_SIZE)
-        return min(self.steps.max_num_seqs, self.num_blocks // blocks)
+        """Return how many requests one engine can have at once, by the blocks of each arena and by its rows."""
+        num_tokens = traffic.prompt_tokens + traffic.output_tokens
+        by_arena = (requests_at_once(arena.group, arena.num_blocks, num_tokens) for arena in self.arenas)
+        return min(self.steps.max_num_seqs, *by_arena)
 
 
 @dataclass(frozen=True)
@@ -156,15 +174,16 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     weights = weights_of_rank(model, config).num_bytes(model, device)
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)
-    block = max(block_bytes(model, config.tensor_parallel_size))
-    per_sequence = -(-model.max_model_len // BLOCK_SIZE)
+    caches = model.caches.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
     budget, setting = _kv_budget(spec, role, machines, device, weights + step)
     if config.num_gpu_blocks_override is not None:
-        num_blocks, setting = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+        sizes: Sequence[int] = [config.num_gpu_blocks_override] * len(caches.groups)
+        setting = "num_gpu_blocks_override"
     else:
-        num_blocks = max(0, min(budget // block, steps.max_num_seqs * per_sequence))
-    max_model_len = min(model.max_model_len, num_blocks * BLOCK_SIZE)
-    if num_blocks == 0:
+        sizes = divide_memory(caches, max(0, budget), steps.max_num_seqs, model.max_model_len)
+    fewest = min(sizes)
+    max_model_len = min(model.max_model_len, fewest * BLOCK_SIZE)
+    if fewest == 0:
         raise InvalidEngineConfig(
             setting,
             f"leaves no room for KV blocks: weights take {weights / GB:.1f} GB, a step some {step / GB:.1f} GB; divide "
@@ -174,9 +193,10 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     if max_model_len < model.max_model_len:
         what = f"for {max_model_len} tokens, a sequence may have {model.max_model_len}"
         if config.max_model_len is not None:
-            raise InvalidEngineConfig(setting, f"{pluralize(num_blocks, 'block')} {what}")
-        notes.append(f"{role}: {pluralize(num_blocks, 'block')} {what}: max_model_len becomes {max_model_len}")
-    return FleetPlan(role, config, steps, device, weights, step, block, num_blocks, max_model_len)
+            raise InvalidEngineConfig(setting, f"{pluralize(fewest, 'block')} {what}")
+        notes.append(f"{role}: {pluralize(fewest, 'block')} {what}: max_model_len becomes {max_model_len}")
+    arenas = [ArenaPlan(group, size) for group, size in zip(caches.groups, sizes, strict=True)]
+    return FleetPlan(role, config, steps, device, weights, step, arenas, max_model_len)
 
 
 def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, taken: int) -> tuple[int, str]:

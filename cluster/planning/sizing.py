@@ -16,10 +16,9 @@ GB = 10**9
 
 
 def block_bytes(model: ModelConfig, tensor_parallel_size: int) -> Iterator[int]:
-    """Yield the bytes of one KV block on each tensor-parallel rank."""
-    layout = model.layout
+    """Yield the bytes of one KV block, of each cache group, on each tensor-parallel rank."""
     for rank in range(tensor_parallel_size):
-        yield len(layout.heads_of(rank, tensor_parallel_size)) * layout.head_bytes
+        yield sum(group.blocks.block_bytes for group in model.caches.of_rank(rank, tensor_parallel_size).groups)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from .layout import BLOCK_SIZE
@@ -11,10 +13,18 @@ class InvalidEngineCoreConfig(ValueError):
     """A field of `EngineCoreConfig` has a value that no engine can work with."""
 
 
+class CacheGroupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The arena of one group of layers; see `core.layout.CacheLayout`."""
+
+    num_blocks: int
+    window: int | None = None  # tokens that a query sees, itself included; None: all
+
+
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and limits of one `EngineCore`. Raises `InvalidEngineCoreConfig` from the constructor."""
 
-    num_blocks: int  # of the KV pool
+    num_blocks: int  # of all arenas together
+    cache_groups: list[CacheGroupConfig] = []  # in the order of the layout's; empty: one whose layers read all tokens
     max_num_seqs: int  # requests in one step; also the number of rows the runner keeps
     max_num_batched_tokens: int  # tokens in one step
     max_model_len: int  # prompt and output together, in tokens
@@ -28,6 +38,10 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("num_blocks", "max_num_seqs", "vocab_size", "block_size", "depth"):
             if getattr(self, name) < 1:
                 raise InvalidEngineCoreConfig(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.cache_groups and sum(group.num_blocks for group in self.cache_groups) != self.num_blocks:
+            raise InvalidEngineCoreConfig(f"num_blocks is {self.num_blocks}, the arenas of cache_groups have others")
+        if any(group.num_blocks < 1 or (group.window is not None and group.window < 1) for group in self.groups):
+            raise InvalidEngineCoreConfig("cache_groups: blocks and windows must be at least 1")
         if self.max_model_len < 2:
             raise InvalidEngineCoreConfig(
                 f"max_model_len is {self.max_model_len}, it must be at least 2: one token of prompt and one of output"
@@ -39,6 +53,19 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
+    def groups(self) -> Sequence[CacheGroupConfig]:
+        """The groups of layers, one at least."""
+        return self.cache_groups or [CacheGroupConfig(num_blocks=self.num_blocks)]
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """Return whether there is one group, whose blocks are kept as long as their request runs."""
+        return len(self.groups) == 1 and self.groups[0].window is None
+
+    @property
     def max_length(self) -> int:
-        """The most tokens, prompt and output together, that a request can reach: the model's length or the pool's."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        """The most tokens, prompt and output together, that a request can reach: the model's length or an arena's.
+
+        A window's arena, too, holds a whole sequence: blocks are given back only when they have been computed.
+        """
+        return min(self.max_model_len, *(group.num_blocks * self.block_size for group in self.groups))

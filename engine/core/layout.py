@@ -1,4 +1,6 @@
-"""The shape of one KV block. In memory it is the format on the wire.
+"""Cache groups, by what layers keep of a sequence, and the shape of one block: in memory it is the format on the wire.
+
+    CacheLayout ── groups ──> GroupLayout: layers that keep the same ── blocks ──> KVLayout: one block of these layers
 
     kv[block][kv_head][layer][plane][token][dim]
 
@@ -12,7 +14,9 @@ inside it. So what a rank of a tensor-parallel group keeps of a block, its own h
 
 from __future__ import annotations
 
+import enum
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -25,11 +29,18 @@ class UnevenHeads(ValueError):
     """Neither of the numbers of KV heads and tensor-parallel ranks is a multiple of the other."""
 
 
+class SeveralGroups(ValueError):
+    """Something that handles one group of layers was given a model that has several."""
+
+
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout on which two engines must agree before one may read the other's blocks."""
+    """The shape of one block of a group of layers.
+
+    Two engines must agree on it before one may read the other's blocks.
+    """
 
     model: str  # identity of the weights, not a path: see `engine.hf_config.model_config`
-    num_layers: int
+    num_layers: int  # of the group
     num_kv_heads: int  # of the whole model, whatever the tensor parallelism
     head_dim: int
     dtype: str  # of what is kept, which may be narrower than what the model computes in
@@ -69,6 +80,102 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Equal exactly where two layouts are equal; 32 hex digits, stable across processes and versions of Python."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+
+class CacheKind(enum.StrEnum):
+    """A kind of cache: which part of it later tokens read."""
+
+    FULL = "full"  # keys and values of all tokens
+    WINDOW = "window"  # keys and values, of which later tokens see the last `window` only
+    LATENT = "latent"  # one vector a token, from which keys and values of all heads come
+
+
+class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache of one layer. Layers that keep the same of every token are a group."""
+
+    kind: CacheKind
+    num_kv_heads: int  # of the whole model, whatever the tensor parallelism
+    head_dim: int
+    dtype: str
+    num_planes: int = 2  # keys and values; 1: a latent
+    window: int | None = None  # tokens that a query sees, itself included; only of kind `window`
+
+
+class CachePlace(msgspec.Struct, frozen=True):
+    """The place of a layer's cache: its group, and its index among the layers of the group."""
+
+    group: int
+    index: int
+
+
+class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep the same of a sequence. They share block tables and an arena."""
+
+    kind: CacheKind
+    window: int | None
+    layers: tuple[int, ...]  # of the model, ascending
+    blocks: KVLayout
+
+
+class CacheLayout(msgspec.Struct, frozen=True):
+    """All that a model keeps of a sequence, as groups of layers; see docs/concepts/cache_groups.md."""
+
+    groups: tuple[GroupLayout, ...]
+
+    @classmethod
+    def of_layers(cls, model: str, caches: Sequence[LayerCache]) -> CacheLayout:
+        """Return the groups of a model's layers, given what each keeps.
+
+        Groups without a window come first: a prefix hit is bounded by the first group, and cut shorter by the others.
+        """
+        layers: dict[LayerCache, list[int]] = {}
+        for layer, cache in enumerate(caches):
+            layers.setdefault(cache, []).append(layer)
+        ordered = sorted(layers, key=lambda cache: cache.window is not None)  # stable: else by their first layers
+        return cls(tuple(_group_of(model, cache, layers[cache]) for cache in ordered))
+
+    def place_of(self, layer: int) -> CachePlace:
+        """Return where the layer with this index in the model finds its cache."""
+        return next(
+            CachePlace(number, group.layers.index(layer))
+            for number, group in enumerate(self.groups)
+            if layer in group.layers
+        )
+
+    @property
+    def only(self) -> GroupLayout:
+        """The group of a model all of whose layers keep the same. Raises `SeveralGroups`."""
+        if len(self.groups) != 1:
+            raise SeveralGroups(f"the layers of this model keep {len(self.groups)} different kinds of caches")
+        return self.groups[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly where two models' caches are; of one group that of its blocks. 32 hex digits."""
+        if len(self.groups) == 1:
+            return self.groups[0].blocks.fingerprint
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+    def of_rank(self, rank: int, size: int) -> CacheLayout:
+        """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
+        groups = []
+        for group in self.groups:
+            num_heads = len(group.blocks.heads_of(rank, size))
+            blocks = msgspec.structs.replace(group.blocks, num_kv_heads=num_heads)
+            groups.append(msgspec.structs.replace(group, blocks=blocks))
+        return CacheLayout(tuple(groups))
+
+
+def _group_of(model: str, cache: LayerCache, layers: list[int]) -> GroupLayout:
+    blocks = KVLayout(
+        model=model,
+        num_layers=len(layers),
+        num_kv_heads=cache.num_kv_heads,
+        num_planes=cache.num_planes,
+        head_dim=cache.head_dim,
+        dtype=cache.dtype,
+    )
+    return GroupLayout(kind=cache.kind, window=cache.window, layers=tuple(layers), blocks=blocks)
 
 
 class KVRegion(msgspec.Struct, frozen=True):

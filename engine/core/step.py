@@ -26,7 +26,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     seed: int
     stop_token_ids: list[int]  # all that end it; masked until `sampling.min_tokens` outputs exist
-    block_ids: list[int]
+    block_tables: list[list[int]]  # of each cache group; entries given back are 0: what is read there has no weight
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +36,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     start: int  # tokens of the row whose KV is already in its blocks
     num_tokens: int
     samples: bool  # the chunk reaches the row's last token, so a next token is drawn
-    new_block_ids: list[int]  # appended to the row's block table before the step runs
+    new_block_ids: list[list[int]]  # appended to the row's table in each cache group before the step runs; []: none
     prompt_logprobs: bool = (
         False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
     )

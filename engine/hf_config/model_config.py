@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import KVLayout
+from ..core.layout import CacheKind, CacheLayout, LayerCache
 from .attention import LatentShape, WindowRule
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
@@ -26,15 +27,6 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # of 8-bit formats only E4M3: its
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheShape:
-    """The shape of what one token keeps in one layer's cache."""
-
-    num_kv_heads: int
-    num_planes: int  # 2: a key and a value; 1: a latent
-    head_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Scales:
     """Factors and caps that a family reads from its config. By default there are none."""
 
@@ -44,15 +36,23 @@ class Scales:
     logit_cap: float | None = None  # and so do logits
 
 
-def keys_and_values(config: ModelConfig) -> CacheShape:
+def keys_and_values(config: ModelConfig, layer: int) -> LayerCache:
     """Keep a key and a value of every KV head."""
-    return CacheShape(num_kv_heads=config.num_kv_heads, num_planes=2, head_dim=config.head_dim)
+    return LayerCache(
+        kind=CacheKind.FULL, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=config.cache_dtype
+    )
 
 
-def latents(config: ModelConfig) -> CacheShape:
+def latents(config: ModelConfig, layer: int) -> LayerCache:
     """Keep a latent and the rotated part of a key, which all heads share."""
     assert config.latent is not None, "a config of this family has latents"
-    return CacheShape(num_kv_heads=1, num_planes=1, head_dim=config.latent.rank + config.latent.rope_dim)
+    return LayerCache(
+        kind=CacheKind.LATENT,
+        num_kv_heads=1,
+        num_planes=1,
+        head_dim=config.latent.rank + config.latent.rope_dim,
+        dtype=config.cache_dtype,
+    )
 
 
 def no_scales(keys: Keys) -> Scales:
@@ -68,7 +68,7 @@ class ConfigRules:
     """The reading of one architecture's config, and what a token keeps in its caches."""
 
     architecture: str  # its name in `architectures` of config.json
-    cache: Callable[[ModelConfig], CacheShape]  # what a token keeps in each layer
+    cache: Callable[[ModelConfig, int], LayerCache]  # what the layer of this index keeps
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
@@ -117,22 +117,10 @@ class ModelConfig:
     seed: int  # of dummy weights
     identity: str  # equal where the weights and what is computed with them are; 32 hex digits
 
-    @property
-    def cache(self) -> CacheShape:
-        return self.rules.cache(self)
-
-    @property
-    def layout(self) -> KVLayout:
-        """The layout of the whole model's KV blocks."""
-        cache = self.cache
-        return KVLayout(
-            model=self.identity,
-            num_layers=self.num_layers,
-            num_kv_heads=cache.num_kv_heads,
-            num_planes=cache.num_planes,
-            head_dim=cache.head_dim,
-            dtype=self.cache_dtype,
-        )
+    @cached_property
+    def caches(self) -> CacheLayout:
+        """The groups of the whole model's layers, by what they keep of a sequence."""
+        return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in range(self.num_layers)])
 
     @property
     def rotary_dim(self) -> int:

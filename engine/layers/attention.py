@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from baton.engine.core.layout import CachePlace
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
@@ -30,11 +31,18 @@ class CosSin:
 
 
 @dataclass(frozen=True)
+class GroupCache:
+    """One cache group in a step: its blocks, and the sequences as its tables place them."""
+
+    batch: AttentionBatch
+    kv: Tensor  # [num_blocks, num_kv_heads, layers of the group, planes, block_size, head_dim], see `core.layout`
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """Inputs of one step that every layer reads beside the hidden states."""
 
-    batch: AttentionBatch
-    kv: Tensor  # [num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim], see `core.layout`
+    caches: tuple[GroupCache, ...]  # one a cache group
     cos_sin: CosSin
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
 
@@ -43,12 +51,13 @@ class SelfAttention(Layer, abc.ABC):
     """The part of a decoder layer that mixes the tokens of a sequence."""
 
     window: int | None = None  # keys that a query sees, itself included; None: all before it
+    place: CachePlace  # where its cache is: the group, and the index in it
     num_heads: int  # of queries, on this rank
     num_kv_heads: int  # in this rank's cache
 
     @abc.abstractmethod
-    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
-        """Return what the attention of all layers like this one shares in a step, worked out once before the first."""
+    def prepare(self, cache: GroupCache) -> AttentionBatch:
+        """Return what the attention of its group's layers shares in a step, worked out once before the first."""
         ...
 
     @abc.abstractmethod
@@ -66,7 +75,7 @@ class SelfAttention(Layer, abc.ABC):
         hidden goes through `norm` first, where that is given.
 
         With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
-        is returned is the sum. What later tokens need of all T tokens is in `context.kv` afterwards.
+        is returned is the sum. What later tokens need of all T tokens is in its group's cache afterwards.
         """
         ...
 
@@ -106,7 +115,7 @@ class Attention(SelfAttention):
             self.q_norm = RMSNorm(q_width, config.rms_norm_eps, offset=offset)
             self.k_norm = RMSNorm(k_width, config.rms_norm_eps, offset=offset)
         self.sinks = Parameter(heads, dtype=torch.float32) if sinks else None
-        self.layer = layer
+        self.place = config.caches.place_of(layer)
         self.window = config.layer_windows[layer]
         self.scale = dim**-0.5 if config.scales.score is None else config.scales.score
         self.soft_cap = config.scales.score_cap
@@ -131,8 +140,8 @@ class Attention(SelfAttention):
         self._group = groups.tp
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
-    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
-        return prepare(batch, kv, num_heads=self.num_heads)
+    def prepare(self, cache: GroupCache) -> AttentionBatch:
+        return prepare(cache.batch, cache.kv, num_heads=self.num_heads)
 
     def finish(self) -> None:
         super().finish()
@@ -154,7 +163,8 @@ class Attention(SelfAttention):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        batch, kv, rule = context.batch, context.kv, self._rule
+        cache, index, rule = context.caches[self.place.group], self.place.index, self._rule
+        batch, kv = cache.batch, cache.kv
         assert rule is not None, "finish() comes before the first call"
         qkv = self.qkv_proj(hidden, norm=norm).unflatten(-1, (-1, self._head_dim))
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -171,7 +181,7 @@ class Attention(SelfAttention):
             v,
             context.cos_sin.plain if self.window is None else context.cos_sin.windowed,
             kv,
-            self.layer,
+            index,
             batch,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -179,7 +189,7 @@ class Attention(SelfAttention):
             k_scale=rule.k_scale,
             v_scale=rule.v_scale,
         )
-        out = paged_attention(q, kv, self.layer, batch, rule).flatten(1)
+        out = paged_attention(q, kv, index, batch, rule).flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import Rope
 from baton.kernels.activation import soft_cap
-from baton.kernels.attention import AttentionBatch
 
-from .attention import CosSin, LayerContext, SelfAttention
+from .attention import CosSin, GroupCache, LayerContext, SelfAttention
 from .base import Layer, RankRows
 from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
@@ -58,8 +57,8 @@ class CausalLM(Layer):
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
         self.config = config
         self.model = Decoder(config, layers)
-        # In a tuple, so that it is no layer below this one.
-        self._attention = tuple(child for _, child in layers[0].children() if isinstance(child, SelfAttention))
+        # In a tuple, so that they are no layers below this one.
+        self._attention = _one_of_each_group(layers)
         self.lm_head: Head | TiedHead
         if config.tie_word_embeddings:
             self.lm_head = TiedHead(self.model.embed_tokens)
@@ -97,9 +96,12 @@ class CausalLM(Layer):
         of_all = table(config.rope)
         self._cos_sin = CosSin(of_all, of_all if config.window_rope is None else table(config.window_rope))
 
-    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
+    def prepare(self, caches: Sequence[GroupCache]) -> tuple[GroupCache, ...]:
         """Return what the layers' attention shares in a step, worked out once before the first of them."""
-        return self._attention[0].prepare(batch, kv)
+        return tuple(
+            replace(cache, batch=attention.prepare(cache))
+            for attention, cache in zip(self._attention, caches, strict=True)
+        )
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -122,20 +124,19 @@ class CausalLM(Layer):
     def forward(
         self,
         token_ids: Tensor,
-        batch: AttentionBatch,
-        kv: Tensor,
+        caches: Sequence[GroupCache],
         wanted: Tensor | None = None,
         ranks: RankRows | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of token_ids [T] (an integer type), all sequences of the step one after another.
 
-        Writes the KV of these tokens into kv [num_blocks, num_kv_heads, num_layers, planes, block_size, head_dim]. With
-        `wanted` [R] int64, indices of tokens, gives [R, hidden] and saves the last layer's work on all others.
+        Writes what the layers keep of these tokens into `caches`, one a cache group of the config. With `wanted` [R]
+        int64, indices of tokens, gives [R, hidden] and saves the last layer's work on all others.
         `ranks` says how many tokens the other data-parallel ranks run in this step, where they run it together; without
         it, as many as this one.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
-        return self.model(token_ids, LayerContext(self.prepare(batch, kv), kv, self._cos_sin), wanted, ranks)
+        return self.model(token_ids, LayerContext(self.prepare(caches), self._cos_sin), wanted, ranks)
 
     __call__ = forward
 
@@ -149,6 +150,16 @@ class CausalLM(Layer):
         if logits.is_cpu:
             logits = logits.float()
         return logits if cap is None else soft_cap(logits, cap)
+
+
+def _one_of_each_group(layers: Sequence[DecoderLayer]) -> tuple[SelfAttention, ...]:
+    """Return the attention of the first layer in each cache group, in the order of the groups."""
+    first: dict[int, SelfAttention] = {}
+    for layer in layers:
+        for _, child in layer.children():
+            if isinstance(child, SelfAttention):
+                first.setdefault(child.place.group, child)
+    return tuple(first[group] for group in sorted(first))
 
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:

@@ -32,7 +32,7 @@ class LayerStep:
         self._stream = stream
         self._context = context
         self._wanted = wanted
-        self._rows = TokenRows(context.batch.slots, context.rows_of_ranks)
+        self._rows = TokenRows(context.caches[0].batch.slots, context.rows_of_ranks)
 
     def attend(self, attention: SelfAttention, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
         """Add `behind(attention(before(x)))` to the stream."""

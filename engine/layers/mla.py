@@ -19,7 +19,7 @@ from baton.kernels.attention import AttentionBatch
 from baton.kernels.linear import RowNorm
 from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention, prepare
 
-from .attention import LayerContext, SelfAttention
+from .attention import GroupCache, LayerContext, SelfAttention
 from .base import Layer, Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
@@ -62,7 +62,7 @@ class LatentAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(shape.rank, LATENT_NORM_EPS)
         self.kv_b_proj = KeyValueUp(heads, shape)
         self.o_proj = Linear(heads * shape.value_dim, config.hidden_size, bias=bias)
-        self.layer = layer
+        self.place = config.caches.place_of(layer)
         self.scale = score_scale(shape, config.rope)
         self.num_heads, self.num_kv_heads = heads, 1
         self._shape = shape
@@ -79,8 +79,8 @@ class LatentAttention(SelfAttention):
         self.o_proj.keep_columns(heads.times(self._shape.value_dim), groups.tp)
         self.num_heads = heads.size
 
-    def prepare(self, batch: AttentionBatch, kv: Tensor) -> AttentionBatch:
-        return prepare(batch, num_heads=self.num_heads, head_dim=self._shape.head_dim)
+    def prepare(self, cache: GroupCache) -> AttentionBatch:
+        return prepare(cache.batch, num_heads=self.num_heads, head_dim=self._shape.head_dim)
 
     def __call__(
         self,
@@ -91,7 +91,8 @@ class LatentAttention(SelfAttention):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        shape, batch, kv = self._shape, context.batch, context.kv
+        shape, cache, index = self._shape, context.caches[self.place.group], self.place.index
+        batch, kv = cache.batch, cache.kv
         down = self.down_proj(hidden, norm=norm)
         q, compressed = down.split([down.shape[1] - shape.rank - shape.rope_dim, shape.rank + shape.rope_dim], dim=1)
         if self.q_b_proj is not None:
@@ -104,11 +105,11 @@ class LatentAttention(SelfAttention):
             kv_norm.weight.data,
             context.cos_sin.plain,
             kv,
-            self.layer,
+            index,
             batch,
             eps=kv_norm.eps,
         )
-        out = mla_attention(q, kv, self.layer, batch, self.kv_b_proj(), scale=self.scale).flatten(1)
+        out = mla_attention(q, kv, index, batch, self.kv_b_proj(), scale=self.scale).flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
 

@@ -1,7 +1,7 @@
 """The families of models, one file each: config reading, caches, and the forward of a layer (README.md).
 
     config.json ──ConfigRules: defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
-                                                                          └──ConfigRules.cache──> KVLayout, `baton plan`
+                                                                        └─ConfigRules.cache──> CacheLayout, `baton plan`
 
 Importing this package loads no torch: `load_config` reads what a folder says, and `make_model` builds the layers.
 """

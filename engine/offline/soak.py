@@ -71,7 +71,7 @@ class _Load:
         self.open: set[str] = set()
         self._engine = engine
         self._random = random.Random(seed)
-        self._longest = min(engine.max_model_len, engine.num_blocks * engine.layout.block_size) - 1
+        self._longest = min(engine.max_model_len, engine.core.config.max_length) - 1
         self._prompts: list[list[int]] = []  # the newest, for others to begin with
         self._counts = dict.fromkeys(("completed", "aborted", "input_tokens", "output_tokens"), 0)
         self._memory = _DeviceMemory(engine.region.device, config.gpu_memory_utilization)

@@ -31,7 +31,7 @@ START_TIMEOUT_S = 60.0
 def decode_plan(step: int, num_requests: int) -> StepPlan:
     """Return a plan in which every request decodes a token and takes a block in its turn."""
     chunks = [
-        Chunk(row, CONTEXT_TOKENS + step, 1, True, [step + row] if (step + row) % BLOCK_TOKENS == 0 else [])
+        Chunk(row, CONTEXT_TOKENS + step, 1, True, [[step + row]] if (step + row) % BLOCK_TOKENS == 0 else [])
         for row in range(num_requests)
     ]
     return StepPlan(step, [], [], chunks)

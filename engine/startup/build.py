@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..core.connector import KVConnector
 from ..core.engine import EngineCore, EngineCoreConfig
-from ..core.layout import BLOCK_SIZE, KVLayout, KVRegion
+from ..core.layout import BLOCK_SIZE, CacheLayout, KVRegion
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
@@ -31,8 +31,8 @@ class Engine:
 
     core: EngineCore
     model_config: ModelConfig
-    layout: KVLayout
-    region: KVRegion  # this rank's KV blocks; valid as long as `core` lives
+    caches: CacheLayout
+    region: KVRegion  # this rank's blocks of the first cache group; valid as long as `core` lives
     max_model_len: int  # tokens, prompt and output together
     steps: StepSizes
     num_blocks: int
@@ -81,7 +81,7 @@ def build_engine(
     return Engine(
         core=core,
         model_config=loaded.model_config,
-        layout=loaded.model_config.layout,
+        caches=loaded.model_config.caches,
         region=loaded.region,
         max_model_len=loaded.core_config.max_model_len,
         steps=loaded.steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,7 +13,7 @@ from baton.kernels import native
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import KVLayout
+from ..core.layout import CacheLayout, KVLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
@@ -38,7 +39,7 @@ class CpuStartup:
         self._steps = steps
         self._context = context
 
-    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+    def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Set the number of threads, and compile the C++ kernels if this machine has not done so yet."""
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
@@ -53,21 +54,23 @@ class CpuStartup:
         with loading_bar() as progress:
             return load_model(model_config, progress=progress, groups=self._context.groups)
 
-    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+    def size_kv_cache(
+        self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
+    ) -> tuple[int, Sequence[int]]:
         budget = functools.partial(cpu_budget, self._context.member.num_local)
-        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, layout, budget)
+        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         return allocate_kv(layout, num_blocks)
 
     def make_runner(
-        self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
+        self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
         limits = StepLimits(core_config.max_num_seqs, core_config.max_num_batched_tokens, core_config.max_model_len)
-        runner = ModelRunner(model, kv, CpuBackend(CpuShapes(limits)), limits, core_config.vocab_size)
+        runner = ModelRunner(model, arenas, CpuBackend(CpuShapes(limits)), limits, core_config.vocab_size)
         if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
             runner.capture()
-        warm_up(runner, limits, core_config.num_blocks)
+        warm_up(runner, limits, min(group.num_blocks for group in core_config.groups), len(arenas))
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:

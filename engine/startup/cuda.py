@@ -8,6 +8,7 @@ as CUDA graphs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,7 +18,7 @@ from baton.kernels.compiler import Compiler, recording
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import KVLayout
+from ..core.layout import CacheLayout, KVLayout
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..models import load_model, stub_model
@@ -58,7 +59,7 @@ class CudaStartup:
         torch.cuda.set_device(context.device)
         self._stream = CudaStream(context.device)
 
-    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
+    def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Set the number of CPU threads, and record the kernels of every step, which other processes compile while the
         weights load. Compilations are counted from here on.
         """
@@ -69,7 +70,7 @@ class CudaStartup:
                 with recording(self._compiler.submit):
                     for groups in self._groups.stubs():
                         model = stub_model(model_config, device=self._stream.device, groups=groups)
-                        self._profile(model, groups, model_config, layout)
+                        self._profile(model, groups, model_config, caches)
                         del model
                 torch.cuda.empty_cache()
 
@@ -77,7 +78,9 @@ class CudaStartup:
         with loading_bar() as progress:
             return load_model(model_config, device=self._stream.device, progress=progress, groups=self._groups)
 
-    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
+    def size_kv_cache(
+        self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
+    ) -> tuple[int, Sequence[int]]:
         """Run every size of step, so that all kernels have been launched and the memory of the largest is known."""
         if self._compiler is not None:
             with self._phases("compiling"):
@@ -85,20 +88,20 @@ class CudaStartup:
                 self._compiler.close()
         self._groups.widest.agree([0])  # the kernels that one rank compiles for all are there
         with self._phases("profile"), model.shortened():
-            memory = self._profile(model, self._groups, model_config, layout)
+            memory = self._profile(model, self._groups, model_config, caches)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._stream.device)
         budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
-        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, layout, lambda: budget)
+        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, lambda: budget)
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
         return torch.zeros(layout.shape(num_blocks), dtype=getattr(torch, layout.dtype), device=self._stream.device)
 
     def make_runner(
-        self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
+        self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> ModelRunner:
-        runner = self._runner(model, kv, model_config, self._limits(core_config.max_model_len))
+        runner = self._runner(model, arenas, model_config, self._limits(core_config.max_model_len))
         if not self._config.enforce_eager:
             with self._phases("capture"):
                 runner.capture()
@@ -115,27 +118,29 @@ class CudaStartup:
         self._stream.release()
 
     def _profile(
-        self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, layout: KVLayout
+        self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, caches: CacheLayout
     ) -> StepMemory:
-        """Run all that will be launched, over a single block of KV."""
+        """Run all that will be launched, over a single block of each cache group."""
         with self._stream.current():
             warm_up_collectives(model, groups, getattr(torch, model_config.dtype))
         self._stream.synchronize()
         limits = self._limits(model_config.max_model_len)
         sizes = list(self._shapes(limits).in_capture_order())
         eager = self._config.enforce_eager
-        kv = self.allocate_kv(layout, 1)
+        arenas = [self.allocate_kv(group.blocks, 1) for group in caches.groups]
         return ProfileRun(
-            lambda: self._runner(model, kv, model_config, limits),
+            lambda: self._runner(model, arenas, model_config, limits),
             [] if eager else sizes,
             functools.partial(peak_bytes, device=self._stream.device),
             limits,
             eager_decodes=[size for size in sizes if size.is_decode] if eager else [],
         ).run()
 
-    def _runner(self, model: Model, kv: torch.Tensor, model_config: ModelConfig, limits: StepLimits) -> ModelRunner:
+    def _runner(
+        self, model: Model, arenas: Sequence[torch.Tensor], model_config: ModelConfig, limits: StepLimits
+    ) -> ModelRunner:
         backend = CudaBackend(self._stream, self._shapes(limits), getattr(torch, model_config.dtype))
-        return ModelRunner(model, kv, backend, limits, model_config.vocab_size)
+        return ModelRunner(model, arenas, backend, limits, model_config.vocab_size)
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return StepLimits(self._steps.max_num_seqs, self._steps.max_num_batched_tokens, max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +12,7 @@ import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import KVLayout
+from ..core.layout import CacheLayout, KVLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
@@ -53,14 +54,16 @@ class DeviceStartup(Protocol):
 
     device_type: str  # "cpu" or "cuda"
 
-    def prepare_kernels(self, model_config: ModelConfig, layout: KVLayout) -> None:
-        """Do what can be done before the weights are loaded. `layout` is this rank's part of a block."""
+    def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
+        """Do what can be done before the weights are loaded. `caches` is this rank's part of them."""
         ...
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM: ...
 
-    def size_kv_cache(self, model: CausalLM, model_config: ModelConfig, layout: KVLayout) -> tuple[int, int]:
-        """Return the longest sequence in tokens and the number of blocks. Raises `InvalidEngineConfig`."""
+    def size_kv_cache(
+        self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
+    ) -> tuple[int, Sequence[int]]:
+        """Return the longest sequence in tokens and the blocks of each cache group. Raises `InvalidEngineConfig`."""
         ...
 
     def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
@@ -68,9 +71,12 @@ class DeviceStartup(Protocol):
         ...
 
     def make_runner(
-        self, model: CausalLM, kv: torch.Tensor, model_config: ModelConfig, core_config: EngineCoreConfig
+        self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
-        """Return a runner that has warmed up: no request compiles anything or touches memory first."""
+        """Return a runner that has warmed up: no request compiles anything or touches memory first.
+
+        `arenas`: the blocks of each cache group.
+        """
         ...
 
     def in_order(self) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
                 "tensor_parallel_size", f"is {ranks}, which does not divide the model's {what} ({size})"
             )
     try:
-        model.layout.heads_of(0, ranks)
+        model.caches.of_rank(0, ranks)
     except UnevenHeads as error:
         # One head of latents divides by any number.
         raise InvalidEngineConfig("tensor_parallel_size", f"is {ranks}: {error}") from None

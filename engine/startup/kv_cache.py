@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
-from ..core.layout import BLOCK_SIZE, KVLayout, KVRegion
+from ..core.layout import BLOCK_SIZE, CacheLayout, KVLayout, KVRegion
+from .arenas import divide_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,31 +42,33 @@ def size_kv_cache(
     config: EngineConfig,
     max_num_seqs: int,
     context_len: int,
-    layout: KVLayout,
+    caches: CacheLayout,
     default_budget: Callable[[], KVBudget],
-) -> tuple[int, int]:
-    """Return the longest sequence in tokens (at most `context_len`) and the number of blocks.
+) -> tuple[int, Sequence[int]]:
+    """Return the longest sequence in tokens (at most `context_len`) and the number of blocks of each cache group.
 
     The number is `num_gpu_blocks_override`, or what fits into the memory (`kv_cache_memory_bytes`, else the default
-    budget), but no more than `max_num_seqs` sequences of full length could fill. Without `max_model_len`, too few
-    blocks shorten the sequences.
+    budget), but no more than `max_num_seqs` sequences of full length could fill; see `arenas.py`. Without
+    `max_model_len`, too few blocks shorten the sequences.
 
     Raises `InvalidEngineConfig` where the blocks do not hold one sequence of the `max_model_len` that was given.
     """
     blocks_per_seq = -(-context_len // BLOCK_SIZE)
     if config.num_gpu_blocks_override is not None:
-        num_blocks = config.num_gpu_blocks_override
-        setting, given, enough = "num_gpu_blocks_override", f"{num_blocks} blocks", f"{blocks_per_seq} blocks"
+        given_blocks = config.num_gpu_blocks_override
+        arenas: Sequence[int] = [given_blocks] * len(caches.groups)
+        setting, given, enough = "num_gpu_blocks_override", f"{given_blocks} blocks", f"{blocks_per_seq} blocks"
     else:
         asked = config.kv_cache_memory_bytes
         budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
-        num_blocks = min(max_num_seqs * blocks_per_seq, budget.num_bytes // layout.block_bytes)
+        arenas = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
         setting, given = budget.setting, f"{budget.num_bytes} bytes"
-        enough = f"{blocks_per_seq * layout.block_bytes} bytes"
-    if num_blocks >= blocks_per_seq:
-        return context_len, num_blocks
-    fitting = num_blocks * BLOCK_SIZE
-    if config.max_model_len is not None or num_blocks == 0:
+        enough = f"{blocks_per_seq * sum(group.blocks.block_bytes for group in caches.groups)} bytes"
+    fewest = min(arenas)
+    if fewest >= blocks_per_seq:
+        return context_len, arenas
+    fitting = fewest * BLOCK_SIZE
+    if config.max_model_len is not None or fewest == 0:
         raise InvalidEngineConfig(
             setting,
             f"{given} hold {fitting} tokens, but a sequence may have {context_len}: "
@@ -79,7 +82,7 @@ def size_kv_cache(
         given,
         enough,
     )
-    return fitting, num_blocks
+    return fitting, arenas
 
 
 def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:

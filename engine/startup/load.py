@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from baton.kernels.compiler import Compiler
 
 from ..config import EngineConfig
+from ..core.config import CacheGroupConfig
 from ..core.engine import EngineCoreConfig
 from ..core.layout import KVRegion
 from ..core.messages import ExpertReview
@@ -34,7 +34,7 @@ class LoadedMember:
     model_config: ModelConfig
     core_config: EngineCoreConfig
     steps: StepSizes
-    region: KVRegion
+    region: KVRegion  # of the first cache group
     make_runner: Callable[[], Runner]
     late_compilations: Callable[[], int]
     expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
@@ -60,25 +60,26 @@ def load_member(
     All ranks of the group call it at the same time: they take the smallest number of blocks that any of them has
     memory for.
     """
-    layout, member, widest = model_config.layout, context.member, context.groups.widest
-    heads = layout.heads_of(member.tp_rank, member.tensor_parallel_size)
-    own_layout = msgspec.structs.replace(layout, num_kv_heads=len(heads))  # this rank's part of a block
+    caches, member, widest = model_config.caches, context.member, context.groups.widest
+    own_caches = caches.of_rank(member.tp_rank, member.tensor_parallel_size)
     steps = _step_sizes(config, model_config, context)
     with phases("kernels"):
         startup = _startup_on(config, steps, context, phases, compiler)
-        startup.prepare_kernels(model_config, own_layout)
+        startup.prepare_kernels(model_config, own_caches)
     with phases("weights"):
         model = startup.load_weights(model_config)
     with phases("kv_cache"):
-        sizes = startup.size_kv_cache(model, model_config, own_layout)
-        max_model_len, num_blocks = (-size for size in widest.agree([-size for size in sizes]))
-        kv = startup.allocate_kv(own_layout, num_blocks)
+        longest, fitting = startup.size_kv_cache(model, model_config, own_caches)
+        max_model_len, *sizes = (-size for size in widest.agree([-longest, *(-size for size in fitting)]))
+        arenas = [startup.allocate_kv(group.blocks, size) for group, size in zip(own_caches.groups, sizes, strict=True)]
     depth = config.depth_on(startup.device_type)
-    core_config = _core_config(config, steps, model_config, max_model_len, num_blocks, depth)
+    core_config = _core_config(config, steps, model_config, max_model_len, sizes, depth)
+    first = caches.groups[0].blocks
+    first_head = first.heads_of(member.tp_rank, member.tensor_parallel_size).start
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
     def make_runner() -> Runner:
-        runner = startup.make_runner(model, kv, model_config, core_config)
+        runner = startup.make_runner(model, arenas, model_config, core_config)
         widest.agree([0])  # no rank serves before all of them can
         return runner if balancer is None else ReviewingRunner(runner, balancer, startup.in_order)
 
@@ -87,7 +88,7 @@ def load_member(
         model_config=model_config,
         core_config=core_config,
         steps=steps,
-        region=region_of(kv, layout, heads.start),
+        region=region_of(arenas[0], first, first_head),
         make_runner=make_runner,
         late_compilations=startup.late_compilations,
         expert_review=None if balancer is None else lambda: balancer.last,
@@ -120,11 +121,16 @@ def _core_config(
     steps: StepSizes,
     model_config: ModelConfig,
     max_model_len: int,
-    num_blocks: int,
+    arenas: list[int],
     depth: int,
 ) -> EngineCoreConfig:
+    groups = [
+        CacheGroupConfig(num_blocks=num_blocks, window=group.window)
+        for group, num_blocks in zip(model_config.caches.groups, arenas, strict=True)
+    ]
     return EngineCoreConfig(
-        num_blocks=num_blocks,
+        num_blocks=sum(arenas),
+        cache_groups=groups,
         block_size=config.block_size,
         max_num_seqs=steps.max_num_seqs,
         max_num_batched_tokens=steps.max_num_batched_tokens,

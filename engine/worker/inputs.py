@@ -20,6 +20,7 @@ from torch import Tensor
 from baton.kernels.attention import AttentionBatch
 
 from ..core.step import PADDING, Chunk, StepSize
+from ..layers.attention import GroupCache
 from .shapes import StepLimits, StepShape
 from .tables import RowTables, TableWrites
 
@@ -124,43 +125,49 @@ class StepInputs:
     """The tensors that the model reads in a step of one shape, padding included."""
 
     token_ids: Tensor  # [num_tokens] int32
-    attention: AttentionBatch
+    caches: tuple[GroupCache, ...]  # one a cache group
     wanted: Tensor | None  # [num_wanted] int64: tokens that go through all of the last layer; None: all
 
 
 class InputBuffers:
     """Memory for the inputs of the largest step; each step uses the front of it."""
 
-    def __init__(self, tables: RowTables, limits: StepLimits) -> None:
+    def __init__(self, tables: RowTables, arenas: Sequence[Tensor], limits: StepLimits) -> None:
+        """`arenas`: the blocks of each cache group."""
         self._tables = tables
+        self._arenas = arenas
         max_num_seqs, max_num_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
 
-        def zeros(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=tables.memory.device)
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=tables.memory.device)
 
-        self.token_ids = zeros(max_num_tokens, torch.int32)
-        self.positions = zeros(max_num_tokens, torch.int64)
-        self.slots = zeros(max_num_tokens, torch.int64)
-        self.wanted = zeros(max_num_tokens, torch.int64)
-        self.seq_lens = zeros(max_num_seqs, torch.int32)
-        self.table_rows = zeros(max_num_seqs, torch.int32)
+        self.token_ids = zeros(max_num_tokens, dtype=torch.int32)
+        self.positions = zeros(max_num_tokens, dtype=torch.int64)
+        self.slots = zeros(len(arenas), max_num_tokens, dtype=torch.int64)
+        self.wanted = zeros(max_num_tokens, dtype=torch.int64)
+        self.seq_lens = zeros(max_num_seqs, dtype=torch.int32)
+        self.table_rows = zeros(max_num_seqs, dtype=torch.int32)
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
 
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
+        wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
+        caches = tuple(GroupCache(self._batch(shape, group), kv) for group, kv in enumerate(self._arenas))
+        return StepInputs(self.token_ids[: shape.num_tokens], caches, wanted)
+
+    def _batch(self, shape: StepShape, group: int) -> AttentionBatch:
+        """Return the sequences of a step, placed as the tables of one cache group say."""
         seqs, tokens = shape.num_seqs, shape.num_tokens
         query_start = self._one_each if shape.is_decode else self._tables.query_start.tensor[0]
-        attention = AttentionBatch(
+        return AttentionBatch(
             query_start=query_start[: seqs + 1],
             seq_lens=self.seq_lens[:seqs],
-            block_tables=self._tables.blocks.tensor,
+            block_tables=self._tables.blocks[group],
             positions=self.positions[:tokens],
-            slots=self.slots[:tokens],
+            slots=self.slots[group, :tokens],
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
             num_decodes=shape.num_decodes,
             table_rows=self.table_rows[:seqs],
             num_kv_tokens=shape.num_kv_tokens,
         )
-        wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
-        return StepInputs(self.token_ids[:tokens], attention, wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,16 +20,19 @@ from .tables import RowTables
 class ModelRunner:
     """Runs one model on one device. Implements `engine.core.step.Runner`.
 
-    `kv` has the shape that its layout gives. Nothing else writes blocks that a step names; transfers fill others.
+    `arenas` are the blocks of each cache group, of the shape that its layout gives. Nothing else writes blocks that a
+    step names; transfers fill others.
     """
 
-    def __init__(self, model: Model, kv: Tensor, backend: Backend, limits: StepLimits, vocab_size: int) -> None:
+    def __init__(
+        self, model: Model, arenas: Sequence[Tensor], backend: Backend, limits: StepLimits, vocab_size: int
+    ) -> None:
         self.model = model
-        self.kv = kv
+        self.arenas = arenas
         self.backend = backend
-        memory = backend.zeros(RowTables.num_values(limits))
+        memory = backend.zeros(RowTables.num_values(limits, len(arenas)))
         self.writes = backend.table_writes(memory)
-        self.tables = RowTables(memory, self.writes, limits)
+        self.tables = RowTables(memory, self.writes, limits, len(arenas))
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_seqs), torch.int32)
@@ -35,10 +40,9 @@ class ModelRunner:
         self.step = backend.make_step(
             StepParts(
                 model=model,
-                kv=kv,
                 tables=self.tables,
                 current=self.current,
-                inputs=InputBuffers(self.tables, limits),
+                inputs=InputBuffers(self.tables, arenas, limits),
                 outputs=self.outputs,
                 processors=self.processors,
                 limits=limits,

@@ -2,6 +2,7 @@
 
     memory [N] int32    tokens | blocks | sampling | rows | starts | samples | query_start
                         one row a running request      | the batch of the step
+                                 one table of blocks for each cache group
 
 All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
 changes is the backend's `TableWrites`.
@@ -65,26 +66,28 @@ class RowTables:
     """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
     The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
-    the next step may read it. Tokens 16 i ... 16 i + 15 lie in block `blocks[row, i]`. Entries behind those that the
-    plans name are leftovers that nothing reads.
+    the next step may read it. In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`. Entries
+    behind those that the plans name are leftovers that nothing reads.
     """
 
-    def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits) -> None:
-        """`memory` has `num_values(limits)` zeros; `writes` applies changes to it."""
+    def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits, num_groups: int = 1) -> None:
+        """`memory` has `num_values(limits, num_groups)` zeros; `writes` applies changes to it."""
         self.memory = memory
         self._writes = writes
-        addresses = np.cumsum([0, *_table_sizes(limits)]).tolist()
-        shapes = _table_shapes(limits)
+        addresses = np.cumsum([0, *_table_sizes(limits, num_groups)]).tolist()
+        shapes = _table_shapes(limits, num_groups)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
-        self.tokens, self.blocks, self.sampling, self.rows, self.starts, self.samples, self.query_start = tables
+        self.tokens, self._blocks, self.sampling, self.rows, self.starts, self.samples, self.query_start = tables
+        self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
-        self.step = StepTables(self.tokens.tensor, self.blocks.tensor, BLOCK_SIZE)
-        self._num_blocks = [0] * limits.max_num_seqs  # in the block table of each row
+        self.step = StepTables(self.tokens.tensor, self.blocks, BLOCK_SIZE)
+        self._num_rows = limits.max_num_seqs
+        self._num_blocks = [0] * limits.max_num_seqs  # in the block tables of each row
 
     @staticmethod
-    def num_values(limits: StepLimits) -> int:
+    def num_values(limits: StepLimits, num_groups: int = 1) -> int:
         """Return how many int32 the tables take."""
-        return sum(_table_sizes(limits))
+        return sum(_table_sizes(limits, num_groups))
 
     def batch(self, num_seqs: int) -> StepBatch:
         """Return the first `num_seqs` entries of the step's batch."""
@@ -100,33 +103,39 @@ class RowTables:
         row, prompt_len, add = start.row, len(start.prompt_token_ids), self._writes.add
         add(self.tokens.address(row), start.prompt_token_ids)
         add(self.tokens.address(row, prompt_len), start.output_token_ids)
-        add(self.blocks.address(row), start.block_ids)
+        for group, blocks in enumerate(start.block_tables):
+            add(self._block_address(group, row, 0), blocks)
         add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
-        self._num_blocks[row] = len(start.block_ids)
+        self._num_blocks[row] = len(start.block_tables[0])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
-        """Append the new blocks of each chunk to its row's block table. Most rows grow by one: those go together."""
+        """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""
         addresses, blocks = [], []
         for chunk in chunks:
             if not chunk.new_block_ids:
                 continue
             first = self._num_blocks[chunk.row]
-            self._num_blocks[chunk.row] = first + len(chunk.new_block_ids)
-            address = self.blocks.address(chunk.row, first)
-            if len(chunk.new_block_ids) == 1:
-                addresses.append(address)
-                blocks.append(chunk.new_block_ids[0])
-            else:
-                self._writes.add(address, chunk.new_block_ids)
+            self._num_blocks[chunk.row] = first + len(chunk.new_block_ids[0])
+            for group, new in enumerate(chunk.new_block_ids):
+                address = self._block_address(group, chunk.row, first)
+                if len(new) == 1:
+                    addresses.append(address)
+                    blocks.append(new[0])
+                else:
+                    self._writes.add(address, new)
         if addresses:
             self._writes.add_singles(addresses, blocks)
 
+    def _block_address(self, group: int, row: int, entry: int) -> int:
+        return self._blocks.address(group * self._num_rows + row, entry)
 
-def _table_shapes(limits: StepLimits) -> list[tuple[int, int]]:
+
+def _table_shapes(limits: StepLimits, num_groups: int) -> list[tuple[int, int]]:
     seqs = limits.max_num_seqs
     max_blocks = -(-limits.max_model_len // BLOCK_SIZE)
-    return [(seqs, limits.max_model_len), (seqs, max_blocks), (seqs, ROW_WORDS), *[(1, seqs)] * 3, (1, seqs + 1)]
+    by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
+    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1)]
 
 
-def _table_sizes(limits: StepLimits) -> list[int]:
-    return [-(-rows * width // _ALIGNMENT) * _ALIGNMENT for rows, width in _table_shapes(limits)]
+def _table_sizes(limits: StepLimits, num_groups: int) -> list[int]:
+    return [-(-rows * width // _ALIGNMENT) * _ALIGNMENT for rows, width in _table_shapes(limits, num_groups)]

@@ -45,8 +45,11 @@ _SPARE_BYTES = 256 << 20
 _FRAGMENTATION = 0.05  # of the peak
 
 
-def warm_up(runner: Runner, limits: StepLimits, num_blocks: int) -> None:
-    """Run a prompt and a decode step with every kind of sampling, in blocks that hold nothing yet."""
+def warm_up(runner: Runner, limits: StepLimits, num_blocks: int, num_groups: int = 1) -> None:
+    """Run a prompt and a decode step with every kind of sampling, in blocks that hold nothing yet.
+
+    Each of the `num_groups` arenas has `num_blocks` at least.
+    """
     room = min(limits.max_num_batched_tokens, limits.max_model_len - 2, num_blocks * BLOCK_SIZE - 1)
     prompt_len = max(1, min(_PROMPT_LEN, room))
     start = RowStart(
@@ -57,7 +60,7 @@ def warm_up(runner: Runner, limits: StepLimits, num_blocks: int) -> None:
         sampling=EVERY_KIND,
         seed=0,
         stop_token_ids=[],
-        block_ids=list(range(-(-(prompt_len + 1) // BLOCK_SIZE))),
+        block_tables=[list(range(-(-(prompt_len + 1) // BLOCK_SIZE)))] * num_groups,
     )
     prompt = Chunk(row=0, start=0, num_tokens=prompt_len, samples=True, new_block_ids=[])
     decode = Chunk(row=0, start=prompt_len, num_tokens=1, samples=True, new_block_ids=[])
@@ -170,7 +173,7 @@ def scored_steps(runner: ModelRunner, limits: StepLimits, up_to: int) -> None:
     for tokens in [*(1 << bits for bits in range(2, largest.bit_length()) if 1 << bits < largest), largest]:
         for decodes in range(min(2, limits.max_num_seqs)):
             lens = [*[1] * decodes, min(tokens - decodes, limits.max_model_len - 1)]
-            starts = [_start(row, length) for row, length in enumerate(lens)]
+            starts = [_start(row, length, len(runner.arenas)) for row, length in enumerate(lens)]
             chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=length > 1) for row, length in enumerate(lens)]
             runner.launch(StepPlan(0, freed, starts, chunks)).result()
             freed = list(range(len(lens)))
@@ -180,7 +183,7 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
     """Run as many rows as there are, with as many tokens as fit and every kind of sampling. All share block 0."""
     rows = range(limits.max_num_seqs)
     length = min(limits.max_num_batched_tokens // limits.max_num_seqs, limits.max_model_len - 1)
-    starts = [_start(row, length) for row in rows]
+    starts = [_start(row, length, len(runner.arenas)) for row in rows]
     chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in rows]
     runner.launch(StepPlan(0, [], starts, chunks)).result()
     runner.launch(StepPlan(0, list(rows), [], [])).result()
@@ -195,7 +198,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
-def _start(row: int, length: int) -> RowStart:
-    """Return a prompt with every kind of sampling, all of it in block 0."""
-    blocks = [0] * (-(-(length + 1) // BLOCK_SIZE))
-    return RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_ids=blocks)
+def _start(row: int, length: int, num_groups: int) -> RowStart:
+    """Return a prompt with every kind of sampling, all of it in block 0 of each cache group."""
+    tables = [[0] * (-(-(length + 1) // BLOCK_SIZE))] * num_groups
+    return RowStart(row, str(row), [0] * length, [], EVERYTHING, seed=0, stop_token_ids=[1], block_tables=tables)

@@ -60,7 +60,7 @@ def _state(num_seqs: int, chunk: int, device: torch.device) -> tuple[StepTables,
     def int32(*shape: int, most: int) -> torch.Tensor:
         return torch.randint(most, shape, dtype=torch.int32, device=device)
 
-    tables = StepTables(int32(num_seqs, length, most=1000), int32(num_seqs, num_blocks, most=1 << 16), BLOCK_SIZE)
+    tables = StepTables(int32(num_seqs, length, most=1000), int32(1, num_seqs, num_blocks, most=1 << 16), BLOCK_SIZE)
     rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
     starts, ones = torch.full_like(rows[:-1], CONTEXT), torch.ones_like(rows[:-1])
     pages = torch.zeros(3, num_seqs, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -75,7 +75,7 @@ def _buffers(num_seqs: int, num_tokens: int, device: torch.device) -> StepBuffer
     return StepBuffers(
         token_ids=new(num_tokens, torch.int32),
         positions=new(num_tokens, torch.int64),
-        slots=new(num_tokens, torch.int64),
+        slots=new(num_tokens, torch.int64)[None],
         seq_lens=new(num_seqs, torch.int32),
         table_rows=new(num_seqs, torch.int32),
         last_tokens=new(num_seqs, torch.int64),

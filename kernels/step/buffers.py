@@ -14,7 +14,7 @@ class StepTables:
     """The state of each row that persists from step to step."""
 
     tokens: Tensor  # [num_rows, max_model_len] int32: prompt, then output
-    blocks: Tensor  # [num_rows, max_blocks] int32: tokens 16 i ... 16 i + 15 lie in block blocks[row, i]
+    blocks: Tensor  # [groups, num_rows, max_blocks] int32: tokens 16 i ... 16 i + 15 lie in block blocks[g, row, i]
     block_size: int
 
 
@@ -37,7 +37,7 @@ class StepBuffers:
 
     token_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64
+    slots: Tensor  # [groups, T] int64: where the token's KV goes in each cache group
     seq_lens: Tensor  # [S] int32: tokens of the row whose KV exists after the step
     table_rows: Tensor  # [S] int32
     last_tokens: Tensor  # [S] int64: index of each sequence's last token in the step

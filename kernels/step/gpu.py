@@ -27,8 +27,11 @@ def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> 
         *_fields(inputs),
         num_seqs,
         tables.tokens.stride(0),
+        tables.blocks.stride(1),
         tables.blocks.stride(0),
+        inputs.slots.stride(0),
         tables.block_size,
+        GROUPS=len(tables.blocks),
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -48,8 +51,11 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
         num_seqs,
         token_programs,
         tables.tokens.stride(0),
+        tables.blocks.stride(1),
         tables.blocks.stride(0),
+        inputs.slots.stride(0),
         tables.block_size,
+        GROUPS=len(tables.blocks),
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -131,7 +137,10 @@ def _decode_inputs(
     num_seqs,
     tokens_stride,
     blocks_stride,
+    group_stride,
+    slots_stride,
     block_size: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -152,7 +161,10 @@ def _decode_inputs(
         mask,
         tokens_stride,
         blocks_stride,
+        group_stride,
+        slots_stride,
         block_size,
+        GROUPS,
     )
     tl.store(seq_lens + seqs, tl.where(real, start + 1, 0), mask=mask)
     tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
@@ -177,7 +189,10 @@ def _chunk_inputs(
     token_programs,
     tokens_stride,
     blocks_stride,
+    group_stride,
+    slots_stride,
     block_size: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Fill tokens in the first programs, sequences in the others."""
@@ -209,7 +224,10 @@ def _chunk_inputs(
             mask,
             tokens_stride,
             blocks_stride,
+            group_stride,
+            slots_stride,
             block_size,
+            GROUPS,
         )
     else:
         seqs = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
@@ -237,17 +255,22 @@ def _fill_tokens(
     mask,
     tokens_stride,
     blocks_stride,
+    group_stride,
+    slots_stride,
     block_size: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """Fill token `index` of the step with number `position` of `row` where it is `real`, and with padding elsewhere."""
     row = tl.maximum(row, 0).to(tl.int64)
     position = tl.where(real, position, 0).to(tl.int64)
     token_id = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
-    block = tl.load(blocks + row * blocks_stride + position // block_size, mask=real, other=0)
-    slot = block.to(tl.int64) * block_size + position % block_size
     tl.store(token_ids + index, token_id, mask=mask)
     tl.store(positions + index, position, mask=mask)
-    tl.store(slots + index, tl.where(real, slot, -1), mask=mask)
+    for group in tl.static_range(GROUPS):
+        table = blocks + group * group_stride + row * blocks_stride
+        block = tl.load(table + position // block_size, mask=real, other=0)
+        slot = block.to(tl.int64) * block_size + position % block_size
+        tl.store(slots + group * slots_stride + index, tl.where(real, slot, -1), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

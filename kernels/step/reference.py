@@ -55,7 +55,7 @@ def _fill_sequences(batch: StepBatch, inputs: StepBuffers, seq_lens: Tensor) -> 
 def _fill_tokens(tables: StepTables, inputs: StepBuffers, rows: Tensor, positions: Tensor, real: Tensor) -> None:
     """Fill the tokens; `rows`, `positions` and `real` are by token and ignored where not real."""
     rows, positions = rows.long(), torch.where(real, positions, 0).long()
-    blocks = tables.blocks[rows, positions // tables.block_size].long()
+    blocks = tables.blocks[:, rows, positions // tables.block_size].long()
     slots = blocks * tables.block_size + positions % tables.block_size
     inputs.token_ids.copy_(torch.where(real, tables.tokens[rows, positions], 0))
     inputs.positions.copy_(positions)

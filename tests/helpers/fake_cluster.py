@@ -87,14 +87,14 @@ class FakeRunner:
             del self._rows[row]
         for start in plan.started_rows:
             tokens = [*start.prompt_token_ids, *start.output_token_ids]
-            self._rows[start.row] = Row(start, tokens, list(start.block_ids))
+            self._rows[start.row] = Row(start, tokens, list(start.block_tables[0]))
         for chunk in plan.chunks:
             self._write(self._rows[chunk.row], chunk)
         self._masks = {self._rows[mask.row].start.request_id: mask.words for mask in plan.masks}
         return FinishedStep(StepResult(plan.step, [self._run(self._rows[chunk.row], chunk) for chunk in plan.chunks]))
 
     def _write(self, row: Row, chunk: Chunk) -> None:
-        row.blocks += chunk.new_block_ids
+        row.blocks += chunk.new_block_ids[0] if chunk.new_block_ids else []
         values, size = kv_values(row.tokens), self._config.block_size
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             self.memory[row.blocks[position // size]][position % size] = values[position]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine.layers.attention import GroupCache
 from baton.engine.layers.decoder import CausalLM
 from baton.kernels.attention import AttentionBatch
 
@@ -23,26 +24,35 @@ class PagedRun:
         self.lens = [0] * num_seqs
         blocks_per_seq = -(-max_len // BLOCK_SIZE)
         num_blocks = num_seqs * blocks_per_seq + 3
-        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
-        self.block_tables = shuffled[: num_seqs * blocks_per_seq].view(num_seqs, blocks_per_seq).to(self.device)
-        cache, num_layers = model.config.cache, model.config.num_layers
-        shape = (num_blocks, cache.num_kv_heads, num_layers, cache.num_planes, BLOCK_SIZE, cache.head_dim)
-        self.kv = torch.full(shape, float("nan"), dtype=getattr(torch, model.config.cache_dtype), device=self.device)
+        generator = torch.Generator().manual_seed(seed)
+        self.block_tables, self.arenas = [], []  # of each cache group
+        for group in model.config.caches.groups:
+            shuffled = torch.randperm(num_blocks, generator=generator)[: num_seqs * blocks_per_seq].int()
+            self.block_tables.append(shuffled.view(num_seqs, blocks_per_seq).to(self.device))
+            shape, dtype = group.blocks.shape(num_blocks), getattr(torch, group.blocks.dtype)
+            self.arenas.append(torch.full(shape, float("nan"), dtype=dtype, device=self.device))
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
         """Runs (sequence, its next tokens) pairs in one step; gives log-probabilities [tokens, vocab] of each."""
         chunks = sorted(chunks, key=lambda chunk: len(chunk[1]) > 1)  # decodes come first
         for sequence, tokens in chunks:
             self.lens[sequence] += len(tokens)
-        rows = torch.tensor([sequence for sequence, _ in chunks], device=self.device)
+        rows = [sequence for sequence, _ in chunks]
         query_lens = [len(tokens) for _, tokens in chunks]
         seq_lens = [self.lens[sequence] for sequence, _ in chunks]
-        batch = AttentionBatch.plan(query_lens, seq_lens, self.block_tables[rows].contiguous(), BLOCK_SIZE)
         token_ids = torch.tensor([token for _, tokens in chunks for token in tokens], device=self.device)
-        logits = self.model.logits(self.model(token_ids, batch, self.kv))
+        logits = self.model.logits(self.model(token_ids, self.caches(rows, query_lens, seq_lens)))
         parts = logits.float().log_softmax(-1).split(query_lens)
         by_sequence = {sequence: part for (sequence, _), part in zip(chunks, parts, strict=True)}
         return [by_sequence[sequence] for sequence in sorted(by_sequence)]
+
+    def caches(self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[GroupCache]:
+        """What the model is given of these sequences, whose last tokens run."""
+        index = torch.tensor(rows, device=self.device)
+        return [
+            GroupCache(AttentionBatch.plan(query_lens, seq_lens, tables[index].contiguous(), BLOCK_SIZE), kv)
+            for tables, kv in zip(self.block_tables, self.arenas, strict=True)
+        ]
 
 
 def chunked_logprobs(model: CausalLM, tokens: Sequence[int], chunk: int) -> Tensor:

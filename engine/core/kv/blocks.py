@@ -60,6 +60,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find_block(self, block_hash: BlockHash, default: int) -> int:
+        """Return the cached block of this hash, or `default`."""
+        return self._block_of.get(block_hash, default)
+
     def fits(self, prefix: Sequence[int], num_blocks: int) -> bool:
         """Return whether a table of `num_blocks` that begins with the cached blocks `prefix` can be had now."""
         free_in_prefix = sum(self._refs[block] == 0 for block in prefix)

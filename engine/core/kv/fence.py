@@ -1,6 +1,7 @@
 """Rows and blocks that were given up while steps in flight may still touch them.
 
     retire(row, blocks, last_step) ── last_step settled ──> free row, released blocks
+    retire_behind(group, blocks, last_step) ── the same ──> released blocks        of a request that goes on
 
 A stop, an abort or a preemption takes effect at once in the scheduler's state, but the device may be about to run a
 step that was planned before. Until the newest such step is over, no other request and no transfer may write there.
@@ -8,8 +9,10 @@ step that was planned before. Until the newest such step is over, no other reque
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..requests.request import NEVER, NO_ROW
-from .blocks import BlockPool
+from .cache_groups import CacheGroup
 
 
 class RowPool:
@@ -38,33 +41,48 @@ class RowPool:
 
 
 class Fence:
-    def __init__(self, rows: RowPool, pool: BlockPool) -> None:
+    def __init__(self, rows: RowPool, groups: Sequence[CacheGroup]) -> None:
         self._rows = rows
-        self._pool = pool
+        self._pools = [group.pool for group in groups]
         self._settled = NEVER
-        self._retired: dict[int, list[tuple[int, list[int]]]] = {}
+        self._retired: dict[int, list[tuple[int, list[list[int]]]]] = {}
+        self._behind: dict[int, list[tuple[int, list[int]]]] = {}  # behind windows: the group and its blocks
 
     @property
     def closed(self) -> bool:
-        """True while rows or blocks wait for a step in flight."""
+        """True while all that a request gave up waits for a step in flight: enough for another one to start."""
         return bool(self._retired)
 
     def has_passed(self, step: int) -> bool:
         return step <= self._settled
 
-    def retire(self, row: int, blocks: list[int], last_step: int) -> None:
-        """Free a row and blocks once step `last_step` is settled, which may be now."""
+    def retire(self, row: int, blocks: list[list[int]], last_step: int) -> None:
+        """Free a row and blocks of each group once step `last_step` is settled, which may be now."""
         if self.has_passed(last_step):
             self._free(row, blocks)
         else:
             self._retired.setdefault(last_step, []).append((row, blocks))
 
+    def retire_behind(self, group: int, blocks: list[int], last_step: int) -> None:
+        """Free blocks of a request that goes on without them, once step `last_step` is settled."""
+        if self.has_passed(last_step):
+            self._pools[group].release(blocks)
+        else:
+            self._behind.setdefault(last_step, []).append((group, blocks))
+
+    def brings_back(self, group: int) -> bool:
+        """Return whether blocks behind windows of this group wait for a step in flight."""
+        return any(number == group for given_back in self._behind.values() for number, _ in given_back)
+
     def settled(self, step: int) -> None:
         self._settled = step
         for row, blocks in self._retired.pop(step, ()):
             self._free(row, blocks)
+        for group, given_back in self._behind.pop(step, ()):
+            self._pools[group].release(given_back)
 
-    def _free(self, row: int, blocks: list[int]) -> None:
+    def _free(self, row: int, blocks: list[list[int]]) -> None:
         if row != NO_ROW:
             self._rows.give_back(row)
-        self._pool.release(blocks)
+        for pool, owned in zip(self._pools, blocks, strict=False):  # of a request without blocks there is no group
+            pool.release(owned)

@@ -1,4 +1,7 @@
-"""The blocks of requests: reserved, grown, and registered in the prefix cache when they are full."""
+"""The blocks of requests: reserved, grown, registered in the prefix cache when full, given back behind windows.
+
+lookup ──> reserve ──> register, grow ... ──> give_back_behind ...        each in all cache groups at once
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,29 @@ from typing import NamedTuple
 from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
 from .blocks import BlockPool
+from .cache_groups import CacheGroup, WindowGroup
 
 MOST_KNOWN = 16  # lookups that are kept: as many requests as are looked at near the head of the queue
 
 
+class GroupHit(NamedTuple):
+    """The cached blocks in one group that a request may go on with."""
+
+    first: int  # the table entry of the first of them: what lies before it is not read any more
+    blocks: Sequence[int]
+
+
 class PrefixLookup(NamedTuple):
-    """The cached prefix of one request."""
+    """The cached prefix of one request: as deep as all groups have what the next token reads."""
 
     hashes: Sequence[BlockHash]  # of all full blocks that it need not compute where they are cached
-    blocks: Sequence[int]  # that hold the first of them
+    num_blocks: int  # of them that are hits
+    hits: Sequence[GroupHit]  # in each group
 
     @property
     def missing(self) -> Sequence[BlockHash]:
         """The hashes of full blocks behind the prefix hits."""
-        return self.hashes[len(self.blocks) :]
+        return self.hashes[self.num_blocks :]
 
 
 class _CachedLookup(NamedTuple):
@@ -35,15 +47,19 @@ class _CachedLookup(NamedTuple):
 class RequestMemory:
     """Reserves, grows and registers the blocks of requests. Knows nothing of the order in which they are served.
 
-    A `BlockWatcher` of the pool, so that a request that waits is looked up once, however many steps it waits.
+    A `BlockWatcher` of all arenas, so that a request that waits is looked up once, however many steps it waits.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, enable_prefix_caching: bool) -> None:
-        self._pool = pool
+    def __init__(self, groups: Sequence[CacheGroup], block_size: int, enable_prefix_caching: bool) -> None:
+        self._groups = groups
+        self._pools = [group.pool for group in groups]
+        self._windows = [(number, group) for number, group in enumerate(groups) if isinstance(group, WindowGroup)]
+        self.has_windows = bool(self._windows)  # requests may give back blocks while they run
         self._block_size = block_size
         self._caching = enable_prefix_caching
         self._known: dict[Request, _CachedLookup] = {}  # of requests that have no blocks yet, the oldest lookup first
-        pool.watch(self)
+        for pool in self._pools:
+            pool.watch(self)
 
     def lookup(self, request: Request) -> PrefixLookup:
         """Find the request's longest cached prefix.
@@ -55,11 +71,23 @@ class RequestMemory:
         known = self._known.get(request)
         if known is not None and len(known.prefix.hashes) == len(hashes):
             return known.prefix
-        prefix = PrefixLookup(hashes, self._pool.find_prefix(hashes))
-        self._known[request] = _CachedLookup(prefix, frozenset(hashes[: len(prefix.blocks) + 1]))
+        found = [group.find(hashes) for group in self._groups]
+        prefix = self._deepest(hashes, found)
+        self._known[request] = _CachedLookup(prefix, frozenset(hashes[: min(map(len, found)) + 1]))
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return prefix
+
+    def _deepest(self, hashes: Sequence[BlockHash], found: Sequence[Sequence[int]]) -> PrefixLookup:
+        """Return the deepest hit that all groups have, given what each has `found`."""
+        num_blocks, deeper = len(hashes), -1
+        while num_blocks != deeper:
+            deeper = num_blocks
+            for group, blocks in zip(self._groups, found, strict=True):
+                num_blocks = group.deepest(blocks, num_blocks)
+        firsts = [group.first_visible(num_blocks * self._block_size) for group in self._groups]
+        hits = [GroupHit(first, blocks[first:num_blocks]) for first, blocks in zip(firsts, found, strict=True)]
+        return PrefixLookup(hashes, num_blocks, hits)
 
     def stored(self, block_hash: BlockHash) -> None:
         self._forget_lookups(block_hash)
@@ -73,68 +101,103 @@ class RequestMemory:
                 del self._known[request]
 
     def num_blocks(self, request: Request) -> int:
-        """Return how many blocks the request needs to start, cached ones included."""
+        """Return how many blocks of a table the request needs to start, cached ones included."""
         return self._blocks_for(request.num_to_hold)
 
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
-        prefix = self.lookup(request).blocks
-        given_back = Counter(block for other in without for block in other.block_ids)
-        num_freed = sum(self._pool.references(block) == count for block, count in given_back.items())
-        num_freed -= sum(self._pool.references(block) == given_back[block] for block in prefix if block in given_back)
-        return self._pool.fits(prefix, self._blocks_for(request.num_to_hold) - num_freed)
+        num_blocks, hits = self._blocks_for(request.num_to_hold), self.lookup(request).hits
+        owned = [other.owned_blocks() for other in without]
+        return all(
+            _fits(group.pool, hit, num_blocks, without=[blocks[number] for blocks in owned])
+            for number, (group, hit) in enumerate(zip(self._groups, hits, strict=True))
+        )
 
     def reserve(self, request: Request) -> bool:
         """Give a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
 
         All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
         """
-        prefix = self.lookup(request).blocks
-        num_blocks = self._blocks_for(request.num_to_hold)
-        if not self._pool.fits(prefix, num_blocks):
+        prefix, num_blocks = self.lookup(request), self._blocks_for(request.num_to_hold)
+        if not self.fits(request):
             return False
         self._known.pop(request, None)
-        blocks = self._pool.take(prefix, num_blocks)
-        request.take_blocks(blocks, num_blocks * self._block_size, num_computed=len(prefix) * self._block_size)
+        tables = [
+            [0] * hit.first + group.pool.take(hit.blocks, num_blocks - hit.first)
+            for group, hit in zip(self._groups, prefix.hits, strict=True)
+        ]
+        request.take_blocks(
+            tables,
+            [hit.first for hit in prefix.hits],
+            num_blocks * self._block_size,
+            num_computed=prefix.num_blocks * self._block_size,
+        )
         if self._caching:
-            self._set_registered(request, len(prefix))
+            self._set_registered(request, prefix.num_blocks)
             if not request.stages.has_started and request.may_skip_computed_prefix:
-                self._pool.record_lookup(len(request.token_ids), request.num_computed)
+                self._pools[0].record_lookup(len(request.token_ids), request.num_computed)
         return True
 
-    def grow(self, request: Request) -> list[int]:
-        """Return one more block for the request, if there is one."""
-        if not self._pool.num_free:
-            return []
-        new = self._pool.allocate(1, after=request.block_ids[-1])
-        request.block_ids += new
+    def grow(self, request: Request) -> list[list[int]]:
+        """Return one more block for the request in each group; none where one of the arenas has none."""
+        for pool in self._pools:
+            if not pool.num_free:
+                return []
+        new = []
+        for pool, table in zip(self._pools, request.block_tables, strict=True):
+            blocks = pool.allocate(1, after=table[-1])
+            table += blocks
+            new.append(blocks)
         request.capacity += self._block_size
         return new
 
-    def register(self, request: Request) -> Sequence[int]:
-        """Register the blocks in the prefix cache that are full of known tokens. Returns those that were not before.
+    def dry_groups(self) -> list[int]:
+        """Return the groups whose arenas have no free block."""
+        return [number for number, pool in enumerate(self._pools) if not pool.num_free]
 
-        A planned step may still have to write them. Readers come in a later step, or in the same one with more than a
-        token: for those every layer writes the KV of all chunks before it reads any.
+    def give_back_behind(self, request: Request) -> Sequence[tuple[int, list[int]]]:
+        """Return, by group, the blocks that no later token of the request reads: they are the caller's now.
+
+        Steps in flight may read them. A block whose tokens are not all known stays: it is not registered yet.
+        """
+        given_back = []
+        for number, group in self._windows:
+            end = group.first_visible(request.num_computed)
+            if self._caching:
+                end = min(end, request.num_registered)
+            if end > request.first_kept[number]:
+                given_back.append((number, request.give_back(number, end)))
+        return given_back
+
+    def register(self, request: Request) -> Sequence[int]:
+        """Register the blocks in the prefix cache that are full of known tokens.
+
+        Returns those of the first group that were not registered before. A planned step may still have to write them.
+        Readers come in a later step, or in the same one with more than a token: for those every layer writes the KV of
+        all chunks before it reads any.
         """
         if not self._caching:
             return ()
         num_full = min(request.num_computed, len(request.token_ids)) // self._block_size
         self._hash_blocks(request, num_full)
         new = range(request.num_registered, num_full)
-        for index in new:
-            self._pool.register(request.block_ids[index], request.block_hashes[index])
+        for pool, table in zip(self._pools, request.block_tables, strict=True):
+            for index in new:
+                pool.register(table[index], request.block_hashes[index])
         self._set_registered(request, num_full)
-        return request.block_ids[new.start : new.stop]
+        return request.block_tables[0][new.start : new.stop]
 
     def is_decode_after(self, blocks: set[int], request: Request, budget: int) -> bool:
-        """Return whether it would run a single token next, after a prefix of which some lies in `blocks`."""
+        """Return whether it would run a single token next, after a prefix of which some lies in `blocks`.
+
+        These are of the first group: a step that fills a block does so in every group.
+        """
         num_known = len(request.token_ids) - 1
         if not blocks or (budget > 1 and num_known % self._block_size):
             return False
-        prefix = self.lookup(request).blocks
-        may_be_one = budget == 1 or len(prefix) * self._block_size == num_known
-        return may_be_one and not blocks.isdisjoint(prefix)
+        prefix = self.lookup(request)
+        may_be_one = budget == 1 or prefix.num_blocks * self._block_size == num_known
+        return may_be_one and not blocks.isdisjoint(prefix.hits[0].blocks)
 
     def skippable_hashes(self, request: Request) -> Sequence[BlockHash]:
         """Return the hashes of the full blocks that it need not compute where they are cached.
@@ -158,3 +221,11 @@ class RequestMemory:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+
+def _fits(pool: BlockPool, hit: GroupHit, num_blocks: int, without: Sequence[Sequence[int]]) -> bool:
+    """Return whether a table of `num_blocks` that begins with a hit can be had, once the blocks `without` are back."""
+    given_back = Counter(block for blocks in without for block in blocks)
+    num_freed = sum(pool.references(block) == count for block, count in given_back.items())
+    num_freed -= sum(pool.references(block) == given_back[block] for block in hit.blocks if block in given_back)
+    return pool.fits(hit.blocks, num_blocks - hit.first - num_freed)

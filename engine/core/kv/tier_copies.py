@@ -51,7 +51,10 @@ class _Restore(NamedTuple):
 
 
 class TierCopies:
-    """The copies between an engine's pool and its tiers. Without tiers nothing is stored and nothing found."""
+    """The copies between an engine's pool and its tiers. Without tiers nothing is stored and nothing found.
+
+    They move the blocks of one cache group.
+    """
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class TierCopies:
         """Separate a request from its blocks, some of which may still be written. No `Restoration` follows."""
         copy_id = self._copy_of.pop(request)
         first = request.num_computed // self._block_size
-        _, blocks = request.give_up_memory()
+        _, (blocks,) = request.give_up_memory()
         self._pool.release(blocks[:first])
         self.quarantine.admit(copy_id, blocks[first:])
 

@@ -47,7 +47,7 @@ class GrowingOffer(NamedTuple):
 
 
 class Transfers:
-    """All transfers of an engine; without a connector there are none."""
+    """All transfers of an engine; without a connector there are none. They move the blocks of one cache group."""
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
         self._connector = connector
@@ -115,10 +115,10 @@ class Transfers:
         if growing is not None and self._early is not None:
             self._early.advance(growing.transfer_id, -(-growing.source.num_tokens // self._block_size))
             return growing.source
-        blocks, num_tokens = request.block_ids, request.num_computed
+        (blocks,) = request.give_up_blocks()  # the offer's now
+        num_tokens = request.num_computed
         offer = self._connector.offer(request.request_id, request.generation, blocks, num_tokens)
         self.held.hold(offer.transfer_id, request.request_id, request.generation, blocks)
-        request.block_ids = []  # the offer's now
         return KVSource(offer.ticket, num_tokens)
 
     def withdraw(self, request_id: str, newest: float) -> None:
@@ -187,7 +187,7 @@ class Transfers:
         """Separate a request from its blocks, and quarantine those that the transfer may still write."""
         request, num_present = self._pulling.pop(transfer_id)
         del self._transfer_of[request]
-        _, blocks = request.give_up_memory()
+        _, (blocks,) = request.give_up_memory()
         self._pool.release(blocks[:num_present])
         self.quarantine.admit(transfer_id, blocks[num_present:])
         return request

@@ -100,10 +100,11 @@ class Request:
         "answered",
         "awaits_token",
         "block_hashes",
-        "block_ids",
+        "block_tables",
         "capacity",
         "drawn_from",
         "finish_rule",
+        "first_kept",
         "generation",
         "grammar",
         "has_asked",
@@ -153,7 +154,8 @@ class Request:
         self.num_blocks_passed = 0  # given to requests that overtook it at the head of the queue
 
         self.row = NO_ROW
-        self.block_ids: list[int] = []
+        self.block_tables: list[list[int]] = []  # of each cache group; empty: it has no blocks
+        self.first_kept: list[int] = []  # in each table, the first entry whose block it still owns
         self.capacity = 0  # tokens that its blocks can hold
         self.root = prefix_root(message.cache_salt)
         self.block_hashes: list[BlockHash] = []
@@ -193,9 +195,35 @@ class Request:
         """The number of tokens that need blocks before the request can run."""
         return len(self.token_ids) + self.awaits_token
 
-    def take_blocks(self, block_ids: list[int], capacity: int, *, num_computed: int) -> None:
-        """Own these blocks, which hold `capacity` tokens; the KV of the first `num_computed` is in them already."""
-        self.block_ids, self.capacity, self.num_computed = block_ids, capacity, num_computed
+    def take_blocks(self, tables: list[list[int]], first_kept: list[int], capacity: int, *, num_computed: int) -> None:
+        """Own the blocks of these tables from `first_kept` on.
+
+        They hold `capacity` tokens; the KV of the first `num_computed`, as far as it is still read, is there already.
+        """
+        self.block_tables, self.first_kept = tables, first_kept
+        self.capacity, self.num_computed = capacity, num_computed
+
+    @property
+    def has_blocks(self) -> bool:
+        return bool(self.block_tables)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Its blocks in an engine with one cache group, which reads all tokens."""
+        (blocks,) = self.block_tables
+        return blocks
+
+    def owned_blocks(self) -> list[list[int]]:
+        """Return the blocks that it owns in each group."""
+        return [table[first:] for table, first in zip(self.block_tables, self.first_kept, strict=True)]
+
+    def give_back(self, group: int, end: int) -> list[int]:
+        """Return the blocks of a group before entry `end` that it owned until now."""
+        table, first = self.block_tables[group], self.first_kept[group]
+        blocks = table[first:end]
+        table[first:end] = [0] * len(blocks)
+        self.first_kept[group] = max(first, end)
+        return blocks
 
     def loaded(self, num_computed: int) -> None:
         """Count the KV of the first `num_computed` tokens as there: a transfer or a tier has brought it."""
@@ -239,10 +267,16 @@ class Request:
         self.drawn_from = mask
         return mask
 
-    def give_up_memory(self) -> tuple[int, list[int]]:
-        """Return row and blocks, which are the caller's now. Drawn tokens are kept, computed KV is not."""
-        row, blocks = self.row, self.block_ids
-        self.row, self.block_ids = NO_ROW, []
+    def give_up_blocks(self) -> list[list[int]]:
+        """Return the blocks of each group, which are the caller's now; of a request without blocks, no group."""
+        blocks = self.owned_blocks()
+        self.block_tables, self.first_kept = [], []
+        return blocks
+
+    def give_up_memory(self) -> tuple[int, list[list[int]]]:
+        """Return row and blocks, see `give_up_blocks`. Drawn tokens are kept, computed KV is not."""
+        row, blocks = self.row, self.give_up_blocks()
+        self.row = NO_ROW
         self.capacity = self.num_computed = self.num_registered = 0
         self.next_registration = sys.maxsize
         return row, blocks
@@ -257,7 +291,7 @@ class Request:
             message.sampling,
             message.seed,
             sorted(self.finish_rule.stop_token_ids),
-            list(self.block_ids),
+            [list(table) for table in self.block_tables],
         )
 
 

@@ -100,7 +100,7 @@ class KVLoading:
             self._tier_copies.cancel(request)
         elif request.status is RequestStatus.WAITING_FOR_KV:
             self._transfers.cancel(request)
-        elif request.block_ids:
+        elif request.has_blocks:
             self.ready.remove(request)
 
     @property
@@ -118,7 +118,7 @@ class KVLoading:
 
     def _restored(self, restoration: Restoration) -> None:
         request = restoration.request
-        if request.block_ids:
+        if request.has_blocks:
             self._make_ready(request, request.num_computed + restoration.num_tokens)
         else:
             request.move_to(RequestStatus.WAITING)

@@ -21,7 +21,7 @@ from ..requests.request import Request, RequestStatus, advance_decodes
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
 from .waiting import WaitingQueue
 
-_NO_BLOCKS: list[int] = []  # shared by all chunks that bring none; never written to
+_NO_BLOCKS: list[list[int]] = []  # shared by all chunks that bring none; never written to
 _rank = attrgetter("rank")
 
 
@@ -195,7 +195,7 @@ class RunningRequests:
         insort(self._by_rank, request, key=_rank)
         draft.start(request)
         self._reading.append(request)
-        draft.filled_blocks.update(self._memory.register(request))
+        self._chunk_planned(request, draft)
 
     def remove(self, request: Request) -> None:
         """Remove a request that runs."""
@@ -241,8 +241,18 @@ class RunningRequests:
             if not draft.budget:
                 break
             draft.add(request)
-            draft.filled_blocks.update(self._memory.register(request))
+            self._chunk_planned(request, draft)
         draft.budget += kept
+
+    def _chunk_planned(self, request: Request, draft: StepDraft) -> None:
+        """Let other requests find the blocks that the chunk fills, and give back those behind windows."""
+        draft.filled_blocks.update(self._memory.register(request))
+        if self._memory.has_windows:
+            self._give_back_behind(request)
+
+    def _give_back_behind(self, request: Request) -> None:
+        for group, blocks in self._memory.give_back_behind(request):
+            self._fence.retire_behind(group, blocks, request.last_step)
 
     # -------------------------------------------------------------------------------- preemption
 
@@ -265,11 +275,14 @@ class RunningRequests:
         """Return whether its blocks would be free soon after a preemption; blocks on offer wait for their reader."""
         return request.has_unplanned_tokens and not self._transfers.grows(request)
 
-    def _grow(self, request: Request, draft: StepDraft) -> list[int]:
-        """Return one more block; none where the request has to sit this step out."""
+    def _grow(self, request: Request, draft: StepDraft) -> list[list[int]]:
+        """Return one more block in each group; none where the request has to sit this step out."""
+        if self._memory.has_windows:
+            self._give_back_behind(request)
         while not (new_blocks := self._memory.grow(request)):
             self.lacks_blocks = True
-            if self._fence.closed or self._transfers.any_asked_back:  # blocks are on their way back
+            behind = all(self._fence.brings_back(group) for group in self._memory.dry_groups())
+            if self._fence.closed or behind or self._transfers.any_asked_back:  # blocks are on their way back
                 return []
             last = self._last_in_rank()
             if last is not None and last is not request:

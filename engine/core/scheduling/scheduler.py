@@ -28,10 +28,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from ..config import EngineCoreConfig
+from ..config import EngineCoreConfig, InvalidEngineCoreConfig
 from ..connector import KVConnector
 from ..grammar import GrammarSource
-from ..kv.blocks import BlockPool, BlockPoolCorrupted
+from ..kv.blocks import BlockPoolCorrupted
+from ..kv.cache_groups import make_groups
 from ..kv.fence import Fence, RowPool
 from ..kv.request_memory import RequestMemory
 from ..kv.tier_copies import TierCopies
@@ -61,14 +62,17 @@ class Scheduler:
     ) -> None:
         self.config = config
         block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self.groups = make_groups(config.groups, block_size)
+        if not config.keeps_all_tokens and (connector is not None or tiers is not None):
+            raise InvalidEngineCoreConfig("hand-offs and tiers need one cache group, whose layers read all tokens")
+        pool = self.groups[0].pool
         self.rows = RowPool(config.max_num_seqs)
-        self.fence = Fence(self.rows, self.pool)
-        self.memory = RequestMemory(self.pool, block_size, config.enable_prefix_caching)
-        self.transfers = Transfers(connector, self.pool, block_size)
-        self.tier_copies = TierCopies(tiers, self.pool, block_size, clock)
+        self.fence = Fence(self.rows, self.groups)
+        self.memory = RequestMemory(self.groups, block_size, config.enable_prefix_caching)
+        self.transfers = Transfers(connector, pool, block_size)
+        self.tier_copies = TierCopies(tiers, pool, block_size, clock)
         self.constraints = Constraints(grammars)
-        self.backlog = PromptBacklog(self.memory, self.pool, block_size)
+        self.backlog = PromptBacklog(self.memory, pool, block_size)
         self.waiting = WaitingQueue(self.backlog)
         self.loading = KVLoading(
             self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
@@ -227,15 +231,19 @@ class Scheduler:
         if self.requests or self.steps or self.tier_copies.any_referenced:  # what is lent may be held, too
             return
         held, quarantined = self.transfers.held.num_blocks, self._num_quarantined
-        if self.pool.num_free + held + quarantined != self.pool.num_blocks:
+        if self._num_free + held + quarantined != self.config.num_blocks:
             raise BlockPoolCorrupted(
-                f"no request is left, yet of {self.pool.num_blocks} blocks {self.pool.num_free} are free, "
+                f"no request is left, yet of {self.config.num_blocks} blocks {self._num_free} are free, "
                 f"{held} held and {quarantined} quarantined"
             )
         if self.rows.num_free != self.rows.num_rows:
             raise BlockPoolCorrupted(
                 f"no request is left, yet {self.rows.num_free} of {self.rows.num_rows} rows are free"
             )
+
+    @property
+    def _num_free(self) -> int:
+        return sum(group.pool.num_free for group in self.groups)
 
     @property
     def _num_quarantined(self) -> int:
@@ -248,16 +256,16 @@ class Scheduler:
             num_requests_waiting=len(self.waiting) + len(self.loading.ready) + self.constraints.num_opening,
             num_requests_waiting_for_kv=self.loading.num_coming,
             num_waiting_tokens=self.backlog.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens,
-            num_blocks=self.pool.num_blocks,
-            num_blocks_free=self.pool.num_free,
+            num_blocks=self.config.num_blocks,
+            num_blocks_free=self._num_free,
             num_blocks_held=self.transfers.held.num_blocks,
             num_blocks_quarantined=self._num_quarantined,
             num_preemptions=self.running.num_preemptions,
             num_steps=self.steps.num_planned,
             prompt_tokens=self.admission.num_prompt_tokens,
             generation_tokens=self._num_drawn,
-            prefix_cache_queries=self.pool.prefix_queries,
-            prefix_cache_hits=self.pool.prefix_hits,
+            prefix_cache_queries=self.groups[0].pool.prefix_queries,
+            prefix_cache_hits=self.groups[0].pool.prefix_hits,
             num_grammars_compiled=grammars.num_compiled,
             num_grammars_refused=grammars.num_refused,
             num_grammar_hits=grammars.num_hits,

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from baton.kernels.attention import AttentionBatch
-
 from ...core.step import StepSize
+from ...layers.attention import GroupCache
 from ...layers.base import RankRows
 from ..inputs import Batch, CurrentBatch, InputBuffers
 from ..outputs import Event, StepOutputs
@@ -35,8 +34,7 @@ class Model(Protocol):
     def forward(
         self,
         token_ids: Tensor,
-        batch: AttentionBatch,
-        kv: Tensor,
+        caches: Sequence[GroupCache],
         wanted: Tensor | None,
         ranks: RankRows | None = None,
     ) -> Tensor:
@@ -60,7 +58,6 @@ class StepParts:
     """The objects that the steps of one runner read and write."""
 
     model: Model
-    kv: Tensor
     tables: RowTables
     current: CurrentBatch
     inputs: InputBuffers

@@ -71,7 +71,7 @@ class CpuStep:
         self._parts = parts
         tables, inputs = parts.tables, parts.inputs
         # The same memory: numpy takes less time than torch for arrays so small.
-        self._tokens, self._blocks = tables.tokens.tensor.numpy(), tables.blocks.tensor.numpy()
+        self._tokens, self._blocks = tables.tokens.tensor.numpy(), tables.blocks.numpy()
         self._rows, self._starts = tables.rows.tensor[0].numpy(), tables.starts.tensor[0].numpy()
         self._query_start = tables.query_start.tensor[0].numpy()
         self._token_ids, self._positions = inputs.token_ids.numpy(), inputs.positions.numpy()
@@ -146,7 +146,7 @@ class CpuStep:
 
     def _forward(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         inputs = self._parts.inputs.of(shape)
-        return self._parts.model.forward(inputs.token_ids, inputs.attention, self._parts.kv, inputs.wanted, ranks)
+        return self._parts.model.forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
 
     def _fill(self, shape: StepShape) -> None:
         """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""
@@ -166,9 +166,9 @@ class CpuStep:
         self._table_rows[:num_seqs] = rows
         self._token_ids[:num_tokens] = self._tokens[token_rows, positions]
         self._positions[:num_tokens] = positions
-        blocks = self._blocks[token_rows, positions // BLOCK_SIZE]
-        self._slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        self._slots[num_tokens : shape.num_tokens] = -1
+        blocks = self._blocks[:, token_rows, positions // BLOCK_SIZE]
+        self._slots[:, :num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        self._slots[:, num_tokens : shape.num_tokens] = -1
         self._seq_lens[num_seqs : shape.num_seqs] = 0
         if shape.num_wanted is not None:
             self._fill_wanted(batch)

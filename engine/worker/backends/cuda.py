@@ -75,7 +75,7 @@ class CudaStep:
         fill = decode_inputs if shape.is_decode else chunk_inputs
         fill(tables.step, batch, buffers)
         inputs = parts.inputs.of(shape)
-        hidden = parts.model.forward(inputs.token_ids, inputs.attention, parts.kv, inputs.wanted, ranks)
+        hidden = parts.model.forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]
         logits = self.logits[: shape.num_seqs]
         parts.model.logits(last, out=logits)
@@ -123,7 +123,7 @@ class CudaStep:
         return StepBuffers(
             token_ids=inputs.token_ids[:tokens],
             positions=inputs.positions[:tokens],
-            slots=inputs.slots[:tokens],
+            slots=inputs.slots[:, :tokens],
             seq_lens=inputs.seq_lens[:seqs],
             table_rows=inputs.table_rows[:seqs],
             last_tokens=inputs.wanted[:seqs],

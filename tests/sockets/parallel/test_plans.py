@@ -33,11 +33,11 @@ START = RowStart(
     sampling=SamplingParams(temperature=0.5, logit_bias={7: 1.5}, bad_words_token_ids=[[1], [2, 3]], logprobs=2),
     seed=2**62 + 1,
     stop_token_ids=[2],
-    block_ids=[9, 8],
+    block_tables=[[9, 8]],
 )
 PLANS = [
     StepPlan(0, [], [START], [Chunk(3, 0, 4, True, [])]),
-    StepPlan(1, [], [], [Chunk(3, 4, 1, True, [5])]),
+    StepPlan(1, [], [], [Chunk(3, 4, 1, True, [[5]])]),
     StepPlan(2, [3], [], []),
 ]
 

@@ -1,15 +1,15 @@
 """A model that is a pure function of the tokens before it, on a memory that shows every misplaced byte.
 
 The "KV" of position p is a number that stands for all tokens up to p. A chunk writes those of its positions into the
-blocks of its row and then reads everything from position 0 on, as attention would: a block that was lost, shared
-wrongly, overwritten or filled late is an assertion in the very step that would have read it. Decodes read their old
-positions before anything is written, too, as kernels may that fetch ahead.
+blocks of its row, in every cache group, and then reads what its tokens see in that group, as attention would: a block
+that was lost, shared wrongly, overwritten or filled late is an assertion in the very step that would have read it.
+Decodes read their old positions before anything is written, too, as kernels may that fetch ahead.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -76,7 +76,7 @@ class Row:
     request_id: str
     tokens: list[int]
     num_prompt: int
-    blocks: list[int]
+    tables: list[list[int]]  # of each cache group
     seed: int
     is_constrained: bool
     kv: list[int] = field(default_factory=list)
@@ -99,10 +99,12 @@ class KVMemory:
     def write(self, table: Sequence[int], position: int, value: int) -> None:
         self.blocks[table[position // self.block_size]][position % self.block_size] = value
 
-    def read(self, table: Sequence[int], num_tokens: int) -> list[int]:
-        values = [value for block in table for value in self.blocks[block]]
-        assert len(values) >= num_tokens, "the table is too short"
-        return values[:num_tokens]
+    def read(self, table: Sequence[int], num_tokens: int, first: int = 0) -> list[int]:
+        """The values of positions `first` to `num_tokens` of a table."""
+        skipped = first // self.block_size
+        values = [value for block in table[skipped:] for value in self.blocks[block]]
+        assert len(values) >= num_tokens - skipped * self.block_size, "the table is too short"
+        return values[first - skipped * self.block_size : num_tokens - skipped * self.block_size]
 
 
 class FakeRunner:
@@ -114,8 +116,11 @@ class FakeRunner:
     def __init__(self, config: EngineCoreConfig, *, lazy: bool = True) -> None:
         self.config = config
         self.lazy = lazy
-        self.memory = KVMemory(config.num_blocks, config.block_size)
+        self.memories = [KVMemory(group.num_blocks, config.block_size) for group in config.groups]
+        self.memory = self.memories[0]  # the one that transfers and tiers move
         self.rows: dict[int, Row] = {}
+        self.in_flight: dict[int, set[tuple[int, int]]] = {}  # groups and blocks that each step may touch
+        self._planned: dict[int, list[list[int]]] = {}  # the tables of each row behind all plans
         self.plans: list[StepPlan] = []
         self.fail_at_launch: Exception | None = None
         self.fail_at_result: Exception | None = None
@@ -134,11 +139,27 @@ class FakeRunner:
         assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks), "one chunk a row"
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)  # later changes must not reach us
         self.plans.append(plan)
+        self.in_flight[plan.step] = set(self._touched(plan))
         pending = FakePendingStep(self, plan)
         self._queue.append(pending)
         if not self.lazy:
             pending.run()
         return pending
+
+    def _touched(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
+        """Every block that a chunk of the plan reads or writes."""
+        self._planned.update({start.row: [list(table) for table in start.block_tables] for start in plan.started_rows})
+        for chunk in plan.chunks:
+            append(self._planned[chunk.row], chunk.new_block_ids)
+            last = (chunk.start + chunk.num_tokens - 1) // self.config.block_size
+            for group, table in enumerate(self._planned[chunk.row]):
+                first = self._first_seen(group, chunk.start) // self.config.block_size
+                yield from ((group, block) for block in table[first : last + 1])
+
+    def _first_seen(self, group: int, position: int) -> int:
+        """The first position that the token at this one reads."""
+        window = self.config.groups[group].window
+        return 0 if window is None else max(0, position - window + 1)
 
     def run_until(self, pending: FakePendingStep) -> None:
         while self._queue and pending.answer is None:
@@ -153,12 +174,11 @@ class FakeRunner:
             tokens = [*start.prompt_token_ids, *start.output_token_ids]
             is_constrained = start.sampling.structured_outputs is not None
             self.rows[start.row] = Row(
-                start.request_id, tokens, len(start.prompt_token_ids), start.block_ids, start.seed, is_constrained
+                start.request_id, tokens, len(start.prompt_token_ids), start.block_tables, start.seed, is_constrained
             )
         for chunk in plan.chunks:
-            row, start = self.rows[chunk.row], chunk.start
             if chunk.num_tokens == 1:
-                assert self.memory.read(row.blocks, start) == row.kv[:start], "a decode's old KV is of this step"
+                self._check_kv(self.rows[chunk.row], chunk.start, chunk.start, "a decode's old KV is of this step")
         self._check_masks(plan)
         for chunk in plan.chunks:
             self._write(chunk)
@@ -174,15 +194,22 @@ class FakeRunner:
 
     def _write(self, chunk: Chunk) -> None:
         row = self.rows[chunk.row]
-        row.blocks += chunk.new_block_ids
+        append(row.tables, chunk.new_block_ids)
         assert chunk.num_tokens > 0
         assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody has drawn"
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            self.memory.write(row.blocks, position, row.kv[position])
+            for memory, table in zip(self.memories, row.tables, strict=True):
+                memory.write(table, position, row.kv[position])
+
+    def _check_kv(self, row: Row, start: int, end: int, what: str) -> None:
+        """What the token at `start` and those behind it read before `end` is there in every group."""
+        for group, (memory, table) in enumerate(zip(self.memories, row.tables, strict=True)):
+            first = self._first_seen(group, start)
+            assert memory.read(table, end, first) == row.kv[first:end], f"{what}: {row.request_id}, group {group}"
 
     def _read_and_draw(self, chunk: Chunk) -> ChunkResult:
         row, end = self.rows[chunk.row], chunk.start + chunk.num_tokens
-        assert self.memory.read(row.blocks, end) == row.kv[:end], f"wrong KV for {row.request_id}"
+        self._check_kv(row, chunk.start, end, "wrong KV")
         assert chunk.samples == (end == len(row.tokens))
         prompt = None
         if chunk.prompt_logprobs:
@@ -212,7 +239,15 @@ class FakePendingStep:
             raise self._runner.fail_at_result
         self._runner.run_until(self)
         assert self.answer is not None
+        self._runner.in_flight.pop(self._plan.step, None)  # an empty step touches nothing
         return self.answer
+
+
+def append(tables: list[list[int]], new_block_ids: list[list[int]]) -> None:
+    """Each group gets its new blocks, where a chunk brings any."""
+    if new_block_ids:
+        for table, blocks in zip(tables, new_block_ids, strict=True):
+            table += blocks
 
 
 @dataclass

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
-from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
@@ -23,8 +24,14 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 50
 
 
-def config(**changes: object) -> EngineCoreConfig:
-    """A small engine. Depth 1 unless said, so that a test can follow every step."""
+def config(*, groups: Sequence[tuple[int, int | None]] | None = None, **changes: object) -> EngineCoreConfig:
+    """A small engine. Depth 1 unless said, so that a test can follow every step.
+
+    `groups`: the arenas of several cache groups, as pairs of blocks and window, in place of `num_blocks`.
+    """
+    if groups is not None:
+        changes["cache_groups"] = [CacheGroupConfig(num_blocks=count, window=window) for count, window in groups]
+        changes["num_blocks"] = sum(count for count, _ in groups)
     sizes: dict[str, object] = {
         "num_blocks": 32,
         "block_size": BLOCK_SIZE,
@@ -59,11 +66,12 @@ class Harness:
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
         self.connector = FakeConnector(self.runner.memory, fetch_from_ticket, offers_early=offers_early)
+        connector = self.connector if engine_config.keeps_all_tokens else None
         self.unbegun: dict[tuple[str, int], int] = {}  # the first tokens that nobody has told yet
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(self.runner.memory, min_restored_tokens)
-        self.core = EngineCore(engine_config, self.runner, self.connector, tiers=self.tiers, grammars=grammars)
+        self.core = EngineCore(engine_config, self.runner, connector, tiers=self.tiers, grammars=grammars)
         self.threads = LateThreads()  # unused but for `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
@@ -160,11 +168,14 @@ class Harness:
     # ---- rules
 
     def check(self) -> None:
-        self.scheduler.pool.check()
+        for group in self.scheduler.groups:
+            group.pool.check()
         self.connector.check_offers()
         if self.tiers is not None:
             self.tiers.check_lent()
-        check_references(self.scheduler)
+        for number in range(len(self.scheduler.groups)):
+            check_references(self.scheduler, number)
+        check_in_flight(self.scheduler, self.runner)
         check_rows(self.scheduler)
         check_places(self.scheduler)
         check_unread(self.scheduler)
@@ -204,25 +215,42 @@ class Harness:
             assert self.answers[key].finish_reason is not None, f"{key} was not answered to the end"
 
 
-def check_references(scheduler: Scheduler) -> None:
-    """Every reference has an owner, and what may be written belongs to one table only."""
-    transfers, size = scheduler.transfers, scheduler.config.block_size
-    tables = [request.block_ids for request in scheduler.requests.values()]
-    tables += [blocks for retired in scheduler.fence._retired.values() for _, blocks in retired]
-    tables += [held.blocks for held in transfers.held._offers.values()]
+def check_in_flight(scheduler: Scheduler, runner: FakeRunner) -> None:
+    """Nothing that a step in flight may read or write is free."""
+    for step, touched in runner.in_flight.items():
+        free = [(group, block) for group, block in touched if not scheduler.groups[group].pool.references(block)]
+        assert not free, f"step {step} is in flight and may touch {free}"
+
+
+def check_references(scheduler: Scheduler, number: int) -> None:
+    """Every reference in a group has an owner, and what may be written belongs to one table only."""
+    pool, fence = scheduler.groups[number].pool, scheduler.fence
+    owned = {each: each.owned_blocks()[number] for each in scheduler.requests.values() if each.has_blocks}
+    tables = list(owned.values())
+    tables += [blocks[number] for retired in fence._retired.values() for _, blocks in retired if blocks]
+    tables += [blocks for behind in fence._behind.values() for group, blocks in behind if group == number]
+    if number == 0:
+        tables += lent_blocks(scheduler)
+    owners = Counter(block for table in tables for block in table)
+    for block in range(pool.num_blocks):
+        assert pool.references(block) == owners[block], f"block {block} of group {number}"
+    for request, blocks in owned.items():
+        assert len(set(blocks)) == len(blocks)
+        for block in request.block_tables[number][request.num_computed // scheduler.config.block_size :]:
+            own = 1 + scheduler.transfers.grows(request)  # the offer of what it is about to write is its own
+            assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
+
+
+def lent_blocks(scheduler: Scheduler) -> list[list[int]]:
+    """What transfers and tiers hold."""
+    transfers = scheduler.transfers
+    tables = [held.blocks for held in transfers.held._offers.values()]
     tables += list(transfers.quarantine._blocks.values())
     tables += [*scheduler.tier_copies.quarantine._blocks.values(), *scheduler.tier_copies._lent.values()]
-    owners = Counter(block for table in tables for block in table)
-    for block in range(scheduler.pool.num_blocks):
-        assert scheduler.pool.references(block) == owners[block], f"block {block}"
-    for request in scheduler.requests.values():
-        assert len(set(request.block_ids)) == len(request.block_ids)
-        for block in request.block_ids[request.num_computed // size :]:
-            own = 1 + transfers.grows(request)  # the offer of what it is about to write is its own
-            assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
     held = {block for each in transfers.held._offers.values() for block in each.blocks}
     assert transfers.held.num_blocks == len(held)
     assert transfers.quarantine.num_blocks == sum(len(blocks) for blocks in transfers.quarantine._blocks.values())
+    return tables
 
 
 def check_rows(scheduler: Scheduler) -> None:
@@ -261,5 +289,5 @@ def check_unread(scheduler: Scheduler) -> None:
     assert set(queue) == set(counted)
     assert all(blocks * size + behind == each.num_tokens for each, (blocks, behind) in counted.items())
     names = {name for each, (blocks, _) in counted.items() for name in each.block_hashes[:blocks]}
-    missing = sum(not scheduler.pool.has(name) for name in names)
+    missing = sum(not scheduler.groups[0].pool.has(name) for name in names)
     assert scheduler.backlog.num_tokens == missing * size + sum(behind for _, behind in counted.values())

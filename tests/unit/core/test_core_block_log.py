@@ -28,9 +28,10 @@ def names_of(hashes: Collection[bytes]) -> set[int]:
 
 def true_places(engine: Harness) -> tuple[set[int], set[int], set[int]]:
     assert engine.tiers is not None
-    below = ({each for each in engine.tiers.kept_in(tier) if not engine.scheduler.pool.has(each)} for tier in Tier)
+    pool = engine.scheduler.groups[0].pool
+    below = ({each for each in engine.tiers.kept_in(tier) if not pool.has(each)} for tier in Tier)
     _, host, disk = below
-    return names_of(engine.scheduler.pool.findable), names_of(host), names_of(disk)
+    return names_of(pool.findable), names_of(host), names_of(disk)
 
 
 def test_what_was_stored_and_evicted_between_two_looks_is_no_news() -> None:
@@ -48,7 +49,7 @@ def test_what_was_stored_and_evicted_between_two_looks_is_no_news() -> None:
 def test_an_engine_that_nobody_asks_keeps_no_log() -> None:
     engine = Harness(config(), min_restored_tokens=1)
     assert engine.tiers is not None
-    engine.scheduler.pool.register(engine.scheduler.pool.allocate(1)[0], HASHES[0])
+    engine.scheduler.groups[0].pool.register(engine.scheduler.groups[0].pool.allocate(1)[0], HASHES[0])
     engine.tiers.keep({HASHES[0]: [], HASHES[1]: []})
     assert engine.tiers.watchers == []
     log = engine.core.block_log()

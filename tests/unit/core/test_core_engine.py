@@ -194,7 +194,7 @@ class TestFailure:
         engine = Harness(config())
         engine.core.add(request("a", 6, max_tokens=1))
         if what == "block":
-            engine.scheduler.pool.allocate(1)
+            engine.scheduler.groups[0].pool.allocate(1)
         else:
             engine.scheduler.rows.take()
         with pytest.raises(EngineFailed, match="no request is left") as failure:

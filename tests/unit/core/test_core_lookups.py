@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import baton.engine
-from baton.engine.core.kv.blocks import BlockPool
-from baton.engine.core.kv.request_memory import RequestMemory
+from baton.engine.core.config import CacheGroupConfig
+from baton.engine.core.kv.cache_groups import make_groups
+from baton.engine.core.kv.request_memory import GroupHit, RequestMemory
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.requests.request import FinishRule, Request
@@ -27,14 +28,14 @@ def tokens(value: int, num_tokens: int) -> list[int]:
 def lookups_of(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> Counter[BlockHash]:
     """Count the pool's lookups from now on, by the last hash of the chain: that of one prompt and no other."""
     counts: Counter[BlockHash] = Counter()
-    find = engine.scheduler.pool.find_prefix
+    find = engine.scheduler.groups[0].pool.find_prefix
 
     def counted(hashes: Sequence[BlockHash]) -> list[int]:
         if hashes:
             counts[hashes[-1]] += 1
         return find(hashes)
 
-    monkeypatch.setattr(engine.scheduler.pool, "find_prefix", counted)
+    monkeypatch.setattr(engine.scheduler.groups[0].pool, "find_prefix", counted)
     return counts
 
 
@@ -76,10 +77,10 @@ def test_a_head_that_does_not_fit_is_looked_up_once_in_the_pool_and_not_in_the_t
     find = engine.tiers.find
     monkeypatch.setattr(engine.tiers, "find", lambda hashes: asked_of_tiers.append(len(hashes)) or find(hashes))
     engine.add(request("head", tokens(2, 18 * BLOCK_SIZE), max_tokens=1))
-    registered = engine.scheduler.pool.num_registered
+    registered = engine.scheduler.groups[0].pool.num_registered
     engine.step(3 * BLOCK_SIZE)
     assert not engine.is_answered("head")
-    assert engine.scheduler.pool.num_registered > registered + 1, "meanwhile other blocks become findable"
+    assert engine.scheduler.groups[0].pool.num_registered > registered + 1, "meanwhile other blocks become findable"
     assert list(counts.values()) == [1]
     assert asked_of_tiers == []
     engine.run_to_the_end()
@@ -88,8 +89,9 @@ def test_a_head_that_does_not_fit_is_looked_up_once_in_the_pool_and_not_in_the_t
 
 
 def test_a_lookup_holds_until_a_block_of_its_own_prefix_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = BlockPool(9)
-    memory = RequestMemory(pool, BLOCK_SIZE, enable_prefix_caching=True)
+    groups = make_groups([CacheGroupConfig(num_blocks=9)], BLOCK_SIZE)
+    pool = groups[0].pool
+    memory = RequestMemory(groups, BLOCK_SIZE, enable_prefix_caching=True)
     looked_up = []
     find = pool.find_prefix
     monkeypatch.setattr(pool, "find_prefix", lambda hashes: looked_up.append(len(hashes)) or find(hashes))
@@ -113,11 +115,11 @@ def test_a_lookup_holds_until_a_block_of_its_own_prefix_comes_or_goes(monkeypatc
     assert looked_up == [2]
     first.loaded(length)
     memory.register(first)  # its two full blocks become findable
-    assert memory.lookup(second).blocks == first.block_ids[:2]
+    assert memory.lookup(second).hits == [GroupHit(0, first.block_ids[:2])]
     assert not memory.lookup(second).missing
     assert looked_up == [2, 2]
-    pool.release(first.give_up_memory()[1])
-    pool.release(other.give_up_memory()[1])
+    for each in (first, other):
+        pool.release(each.give_up_blocks()[0])
     pool.release(pool.allocate(9))  # evicts everything
     assert len(memory.lookup(second).missing) == 2
     assert looked_up == [2, 2, 2]

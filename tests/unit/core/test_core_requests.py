@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.core.config import EngineCoreConfig, InvalidEngineCoreConfig
-from baton.engine.core.kv.blocks import BlockPool
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, InvalidEngineCoreConfig
+from baton.engine.core.kv.cache_groups import make_groups
 from baton.engine.core.kv.request_memory import RequestMemory
 from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
@@ -60,8 +60,9 @@ class TestStatus:
 
 @pytest.fixture
 def queue() -> WaitingQueue:
-    pool = BlockPool(8)
-    return WaitingQueue(PromptBacklog(RequestMemory(pool, BLOCK_SIZE, enable_prefix_caching=True), pool, BLOCK_SIZE))
+    groups = make_groups([CacheGroupConfig(num_blocks=8)], BLOCK_SIZE)
+    memory = RequestMemory(groups, BLOCK_SIZE, enable_prefix_caching=True)
+    return WaitingQueue(PromptBacklog(memory, groups[0].pool, BLOCK_SIZE))
 
 
 class TestQueue:

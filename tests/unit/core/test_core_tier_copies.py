@@ -34,13 +34,13 @@ def fill_tiers(engine: Harness) -> None:
 
 
 def lose_the_pool(engine: Harness) -> None:
-    pool = engine.scheduler.pool
+    pool = engine.scheduler.groups[0].pool
     pool.release(pool.allocate(pool.num_blocks))
     assert pool.find_prefix(names()) == []
 
 
 def lose_all_but_quarantined(engine: Harness) -> None:
-    pool = engine.scheduler.pool
+    pool = engine.scheduler.groups[0].pool
     pool.release(pool.allocate(pool.num_free))
 
 
@@ -153,7 +153,7 @@ class TestPays:
         while engine.tiers.stores:
             engine.tiers.finish_all()
             engine.run_to_the_end()
-        pool = engine.scheduler.pool
+        pool = engine.scheduler.groups[0].pool
         pool.release(pool.allocate(pool.num_blocks))
 
     def test_what_takes_longer_to_restore_than_to_compute_is_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ class TestDecodeSide:
         engine.step()
         engine.connector.complete(engine.only_pull())
         engine.step()
-        assert len(engine.scheduler.pool.find_prefix(block_hashes([5] * 10, BLOCK_SIZE))) == 2
+        assert len(engine.scheduler.groups[0].pool.find_prefix(block_hashes([5] * 10, BLOCK_SIZE))) == 2
         engine.run_to_the_end()
 
     def test_blocks_that_have_not_arrived_serve_nobody(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
+from baton.engine.layers.attention import GroupCache
 from baton.engine.layers.base import rows_at
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
@@ -24,7 +25,7 @@ from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, StepLimits
 from baton.kernels import native
-from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
+from baton.kernels.attention import AttentionRule, paged_attention
 from baton.kernels.embedding import embedding
 from baton.kernels.linear import pack
 from baton.kernels.native.cpu_graph import CpuGraph, Workspace, record
@@ -202,8 +203,10 @@ class NativeModel:
         self._rule = AttentionRule(DIM**-0.5)
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor, wanted: Tensor | None, ranks: object = None
+        self, token_ids: Tensor, caches: Sequence[GroupCache], wanted: Tensor | None, ranks: object = None
     ) -> Tensor:
+        (cache,) = caches
+        batch, kv = cache.batch, cache.kv
         q, k, v = embedding(token_ids, self._qkv).unflatten(1, (-1, DIM)).split([HEADS] * 3, dim=1)
         q = rope_and_cache(q, k, v, self._cos_sin, kv, 0, batch)
         out = paged_attention(q, kv, 0, batch, self._rule).flatten(1)
@@ -221,7 +224,7 @@ class NativeModel:
 def native_core(num_blocks: int, *, captured: bool) -> tuple[EngineCore, ModelRunner]:
     """An engine of the native model. Its blocks start as NaN: reading one too many shows."""
     kv = allocate_kv(LAYOUT, num_blocks).fill_(float("nan"))
-    runner = ModelRunner(NativeModel(), kv, CpuBackend(CpuShapes(LIMITS)), LIMITS, VOCAB_SIZE)
+    runner = ModelRunner(NativeModel(), [kv], CpuBackend(CpuShapes(LIMITS)), LIMITS, VOCAB_SIZE)
     if captured:
         runner.capture()
         assert bool(torch.isnan(kv).all()), "recording computes nothing"

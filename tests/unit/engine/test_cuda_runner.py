@@ -58,13 +58,13 @@ class Workshop:
 
     def cpu_runner(self, num_blocks: int = 64) -> ModelRunner:
         backend = CpuBackend(CpuShapes(LIMITS))
-        return ModelRunner(self.model, self.kv(num_blocks), backend, LIMITS, self.config.vocab_size)
+        return ModelRunner(self.model, [self.kv(num_blocks)], backend, LIMITS, self.config.vocab_size)
 
     def device_runner(self, num_blocks: int = 64, *, max_captured_tokens: int = 32) -> ModelRunner:
         """One that has "captured" decodes and mixes of up to `max_captured_tokens` tokens; None: nothing at all."""
         shapes = CudaShapes(LIMITS, max_tokens=max_captured_tokens)
         backend = CudaBackend(InlineStream(), shapes, torch.float32)
-        return ModelRunner(self.model, self.kv(num_blocks), backend, LIMITS, self.config.vocab_size)
+        return ModelRunner(self.model, [self.kv(num_blocks)], backend, LIMITS, self.config.vocab_size)
 
     def captured_runner(self, num_blocks: int = 64) -> ModelRunner:
         runner = self.device_runner(num_blocks)
@@ -228,7 +228,7 @@ def test_rows_that_need_more_than_a_graph_draws_still_replay_it(workshop: Worksh
 
 def row_start(row: int, prompt: list[int], blocks: list[int]) -> RowStart:
     params = SamplingParams(temperature=0.0)
-    return RowStart(row, str(row), prompt, [], params, seed=0, stop_token_ids=[], block_ids=blocks)
+    return RowStart(row, str(row), prompt, [], params, seed=0, stop_token_ids=[], block_tables=[blocks])
 
 
 @pytest.mark.parametrize("kind", ["cpu_runner", "device_runner", "captured_runner"])
@@ -242,7 +242,7 @@ def test_a_request_whose_kv_is_damaged_ends_with_an_error_and_no_other_does(
     core.add(EngineRequest(request_id="damaged", prompt_token_ids=list(range(3, 40)), sampling=sampling))
     while not (outputs := core.step()):
         pass
-    runner.kv.fill_(float("nan"))
+    runner.arenas[0].fill_(float("nan"))
     core.add(EngineRequest(request_id="sound", prompt_token_ids=list(range(50, 90)), sampling=sampling))
     while core.has_work():
         outputs += core.step()
@@ -280,10 +280,10 @@ def test_a_prompt_larger_than_a_buffer_of_writes_arrives_whole(
     runner = workshop.captured_runner()
     prompts = [[row * 20 + i for i in range(50)] for row in range(3)]
     starts = [row_start(row, prompt, list(range(8 * row, 8 * row + 4))) for row, prompt in enumerate(prompts)]
-    chunks = [Chunk(row, 0, 50 if row == 0 else 1, row == 0, [50 + row]) for row in range(3)]
+    chunks = [Chunk(row, 0, 50 if row == 0 else 1, row == 0, [[50 + row]]) for row in range(3)]
     runner.launch(StepPlan(0, [], starts, chunks)).result()
     assert runner.tables.tokens.tensor[:3, :50].tolist() == prompts
-    assert runner.tables.blocks.tensor[:3, :5].tolist() == [[*range(8 * r, 8 * r + 4), 50 + r] for r in range(3)]
+    assert runner.tables.blocks[0, :3, :5].tolist() == [[*range(8 * r, 8 * r + 4), 50 + r] for r in range(3)]
     assert runner.writes.num_flushes > 10
 
 
@@ -292,7 +292,7 @@ def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> No
     padding_steps(runner, list(CudaShapes(LIMITS, max_tokens=32).in_capture_order()))
     assert torch.equal(runner.tables.memory, fresh.tables.memory)
     assert not runner.outputs.ring.pages.any()
-    assert bool(torch.isnan(runner.kv).all()), "padding wrote into a block"
+    assert bool(torch.isnan(runner.arenas[0]).all()), "padding wrote into a block"
 
 
 # ------------------------------------------------------------------------------------ before ready
@@ -321,7 +321,7 @@ def test_sizes_that_are_run_before_ready_reach_from_the_captured_ones_to_the_lar
     everything = list(eager_shapes(LIMITS, largest_captured=0))
     assert [shape.num_tokens for shape in everything] == [64, 64, 32, 16, 8, 4]
     padding_steps(runner, everything)
-    assert bool(torch.isnan(runner.kv).all()), "padding wrote into a block"
+    assert bool(torch.isnan(runner.arenas[0]).all()), "padding wrote into a block"
 
 
 def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Workshop) -> None:
@@ -337,10 +337,10 @@ def test_a_stub_model_steps_like_the_whole_one_with_weights_that_nothing_filled(
     workshop = Workshop(checkpoint)
     kept = workshop.model
     workshop.model = stub_model(workshop.config, device="cpu")
-    indexes = [layer.self_attn.layer for layer in workshop.model.model.layers]  # type: ignore[attr-defined]
+    indexes = [layer.self_attn.place.index for layer in workshop.model.model.layers]  # type: ignore[attr-defined]
     assert indexes == [0, len(kept.model.layers) - 1]
     runner = workshop.device_runner()
-    runner.kv.zero_()
+    runner.arenas[0].zero_()
     padding_steps(runner, list(eager_shapes(StepLimits(2, 8, 9), largest_captured=0)))
 
 
@@ -364,7 +364,7 @@ def test_a_profile_run_runs_every_size_and_gives_the_peaks_of_the_largest(
 
     def make_runner() -> ModelRunner:
         runner = workshop.device_runner()
-        runner.kv.zero_()
+        runner.arenas[0].zero_()
         return runner
 
     monkeypatch.setattr(CudaStep, "run", watched)

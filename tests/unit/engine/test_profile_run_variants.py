@@ -49,7 +49,7 @@ fp8.has_gpu_kernels = lambda device: True
 method.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 config = load_config(sys.argv[1], dtype="bfloat16", load_format="dummy")
-layout = config.layout
+layout = config.caches.only.blocks
 most_tokens = int(sys.argv[2])
 limits = StepLimits(40, most_tokens, 2048)
 sizes = CudaShapes(limits, max_tokens=128)
@@ -83,7 +83,7 @@ def any_plans(step):
         length = rng.choice([1, 2, rng.randint(1, longest), longest])
         cached = rng.choice([0, 0, 16 * rng.randint(0, 30)])
         request, total = any_request(), cached + length
-        starts.append(RowStart(row, str(row), [0] * total, [], request, 1, [2], [0] * (total // 16 + 1)))
+        starts.append(RowStart(row, str(row), [0] * total, [], request, 1, [2], [[0] * (total // 16 + 1)]))
         chunks.append(Chunk(row, cached, length, True, [], request.prompt_logprobs is not None))
     chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
     yield StepPlan(step, [], starts, chunks)
@@ -101,7 +101,7 @@ models = [load_model(config), stub_model(config, device="cpu")]
 torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
 kv = torch.zeros(layout.shape(1), dtype=torch.bfloat16)
 whole, stub = (
-    ModelRunner(model, kv, CudaBackend(InlineStream(), sizes, torch.bfloat16), limits, config.vocab_size)
+    ModelRunner(model, [kv], CudaBackend(InlineStream(), sizes, torch.bfloat16), limits, config.vocab_size)
     for model in models
 )
 with recording() as variants:

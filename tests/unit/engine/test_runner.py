@@ -42,13 +42,13 @@ def make_runner(checkpoint: Path) -> Callable[[], ModelRunner]:
         )
         kv = allocate_kv(layout, 32).fill_(float("nan"))
         limits = StepLimits(4, 128, config.max_model_len)
-        return ModelRunner(model, kv, CpuBackend(CpuShapes(limits)), limits, config.vocab_size)
+        return ModelRunner(model, [kv], CpuBackend(CpuShapes(limits)), limits, config.vocab_size)
 
     return make
 
 
 def row_start(row: int, prompt: list[int], blocks: list[int], sampling: SamplingParams = GREEDY) -> RowStart:
-    return RowStart(row, f"request-{row}", prompt, [], sampling, seed=5, stop_token_ids=[2], block_ids=blocks)
+    return RowStart(row, f"request-{row}", prompt, [], sampling, seed=5, stop_token_ids=[2], block_tables=[blocks])
 
 
 def step(
@@ -66,7 +66,7 @@ def greedy_tokens(runner: ModelRunner, row: int, blocks: list[int], chunk_len: i
         length = min(chunk_len, len(PROMPT) - computed) if computed < len(PROMPT) else 1
         needed = -(-(computed + length) // BLOCK_SIZE)
         samples = computed + length >= len(PROMPT)
-        (result,) = step(runner, Chunk(row, computed, length, samples, blocks[held:needed]), started=started)
+        (result,) = step(runner, Chunk(row, computed, length, samples, [blocks[held:needed]]), started=started)
         started, held, computed = (), needed, computed + length
         assert (result.token_id is None) == (not samples)
         if result.token_id is not None:
@@ -163,7 +163,7 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Cal
     tables = runner.tables
     for row, length, blocks in ((0, 20, [7, 3]), (1, 40, [9, 1, 4]), (2, 33, [5, 6, 8]), (3, 64, [10, 11, 12, 13])):
         tables.start(row_start(row, list(range(100 * row, 100 * row + length)), blocks[:1]))
-        tables.append_blocks([Chunk(row, 0, 1, False, blocks[1:])])
+        tables.append_blocks([Chunk(row, 0, 1, False, [blocks[1:]])])
     chunks = [
         Chunk(3, 63, 1, True, []),
         Chunk(0, 19, 1, True, []),
@@ -172,21 +172,22 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Cal
     ]
     for chosen in (chunks, chunks[:2], chunks[2:]):
         inputs = inputs_of(runner, chosen)
+        (cache,) = inputs.caches
         lens = [chunk.num_tokens for chunk in chosen]
         ends = [chunk.start + chunk.num_tokens for chunk in chosen]
         widest = -(-max(ends) // BLOCK_SIZE)
-        table = tables.blocks.tensor[[chunk.row for chunk in chosen], :widest]
+        table = tables.blocks[0, [chunk.row for chunk in chosen], :widest]
         expected = AttentionBatch.plan(lens, ends, table, BLOCK_SIZE)
         for name in ("query_start", "seq_lens", "positions", "slots"):
-            ours, theirs = getattr(inputs.attention, name), getattr(expected, name)
+            ours, theirs = getattr(cache.batch, name), getattr(expected, name)
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
-        assert inputs.attention.table_rows is not None
-        own_table = inputs.attention.block_tables[inputs.attention.table_rows.long(), :widest]
+        assert cache.batch.table_rows is not None
+        own_table = cache.batch.block_tables[cache.batch.table_rows.long(), :widest]
         assert own_table.dtype == expected.block_tables.dtype
         assert torch.equal(own_table, expected.block_tables)
         for name in ("max_query_len", "max_seq_len", "num_decodes", "num_kv_tokens"):
-            assert getattr(inputs.attention, name) == getattr(expected, name)
+            assert getattr(cache.batch, name) == getattr(expected, name)
         tokens = [100 * c.row + position for c in chosen for position in range(c.start, c.start + c.num_tokens)]
         assert inputs.token_ids.tolist() == tokens
         num_through_the_last_layer = len(tokens) if inputs.wanted is None else len(inputs.wanted)
@@ -198,8 +199,8 @@ def inputs_of(runner: ModelRunner, chunks: list[Chunk]) -> StepInputs:
     """What the model is given in a step of these chunks that is not captured."""
     seen: list[StepInputs] = []
 
-    def forward(token_ids: torch.Tensor, batch: AttentionBatch, kv: object, wanted: Any, ranks: object) -> None:
-        seen.append(StepInputs(token_ids, batch, wanted))
+    def forward(token_ids: torch.Tensor, caches: Any, wanted: Any, ranks: object) -> None:
+        seen.append(StepInputs(token_ids, caches, wanted))
 
     batch = Batch.of(chunks)
     assert batch.size == StepPlan(0, [], [], chunks).size

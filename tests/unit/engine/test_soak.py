@@ -34,7 +34,7 @@ def _leaking(build):  # type: ignore[no-untyped-def]
     def build_with_leak(config):  # type: ignore[no-untyped-def]
         engine = build(config)
         scheduler = engine.core._scheduler
-        scheduler.pool.allocate(1)
+        scheduler.groups[0].pool.allocate(1)
         scheduler.check_idle = lambda: None
         return engine
 

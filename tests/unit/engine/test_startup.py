@@ -30,10 +30,10 @@ def test_the_region_says_where_the_blocks_are_and_what_they_look_like(checkpoint
     config = EngineConfig.from_args({"model": str(checkpoint), "dtype": "float32", "num_gpu_blocks_override": 40})
     engine = build_engine(config, connect=seen.append)  # type: ignore[arg-type,func-returns-value]
     assert seen == [engine.region]
-    assert (engine.region.num_blocks, engine.region.layout) == (40, engine.layout)
+    assert (engine.region.num_blocks, engine.region.layout) == (40, engine.caches.only.blocks)
     assert engine.region.address % 4096 == 0
     assert "p" in permissions_at(engine.region.address), "shared memory is given no huge pages"
-    assert engine.layout.block_bytes == BLOCK_BYTES
+    assert engine.caches.only.blocks.block_bytes == BLOCK_BYTES
 
 
 def permissions_at(address: int) -> str:
@@ -62,10 +62,10 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(build: Any) -> None:
 
 def test_equal_weights_have_equal_fingerprints_and_others_do_not(build: Any) -> None:
     same, other, seeded = (
-        build(num_gpu_blocks_override=4, **args).layout.fingerprint
+        build(num_gpu_blocks_override=4, **args).caches.fingerprint
         for args in ({}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1})
     )
-    assert same == build(num_gpu_blocks_override=9, max_num_seqs=2).layout.fingerprint
+    assert same == build(num_gpu_blocks_override=9, max_num_seqs=2).caches.fingerprint
     assert len({same, other, seeded}) == 3
 
 

@@ -16,7 +16,7 @@ from baton.kernels.step import PIECE, OutputRing, StepBatch, StepBuffers, StepTa
 from ...helpers.aot import compile_for_h200
 
 ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
-PAGES = 3
+PAGES, GROUPS = 3, 2
 
 
 @dataclass
@@ -64,7 +64,7 @@ def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: 
     ends = [sum(lens[:i]) for i in range(len(lens) + 1)]
     starts = [rng.randrange(MODEL_LEN - 1 - length) for length in lens]
     return Step(
-        StepTables(integers(ROWS, MODEL_LEN), integers(ROWS, MODEL_LEN // BLOCK_SIZE), BLOCK_SIZE),
+        StepTables(integers(ROWS, MODEL_LEN), integers(GROUPS, ROWS, MODEL_LEN // BLOCK_SIZE), BLOCK_SIZE),
         StepBatch(
             rows=int32(rng.sample(range(ROWS), len(lens)) + [-1] * padding),
             starts=int32(starts + [rng.randrange(MODEL_LEN) for _ in range(padding)]),
@@ -74,7 +74,7 @@ def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: 
         StepBuffers(
             token_ids=poison(num_tokens, torch.int32),
             positions=poison(num_tokens, torch.int64),
-            slots=poison(num_tokens, torch.int64),
+            slots=poison(GROUPS * num_tokens, torch.int64).view(GROUPS, num_tokens),
             seq_lens=poison(num_seqs, torch.int32),
             table_rows=poison(num_seqs, torch.int32),
             last_tokens=poison(num_seqs, torch.int64),
@@ -98,8 +98,9 @@ def test_chunk_inputs_are_the_tokens_of_each_sequence_one_after_another(
     padding = num_tokens - len(where)
     assert step.inputs.token_ids.tolist() == [tokens[row][position] for row, position in where] + [0] * padding
     assert step.inputs.positions.tolist() == [position for _, position in where] + [0] * padding
-    slots = [blocks[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in where]
-    assert step.inputs.slots.tolist() == slots + [-1] * padding
+    for table, slots in zip(blocks, step.inputs.slots.tolist(), strict=True):
+        expected = [table[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in where]
+        assert slots == expected + [-1] * padding
     no_seqs = [0] * (num_seqs - len(lens))
     assert step.inputs.seq_lens.tolist() == [starts[i] + n for i, n in enumerate(lens)] + no_seqs
     assert step.inputs.table_rows.tolist() == rows[: len(lens)] + no_seqs
@@ -205,7 +206,8 @@ def test_more_pieces_than_programs_are_written(kernels: object, triton_device: t
 
 def test_more_sequences_than_one_program_takes_are_stored(kernels: object, triton_device: torch.device) -> None:
     count = PIECE + 3
-    tables = StepTables(*(torch.zeros(count, 4, dtype=torch.int32, device=triton_device) for _ in range(2)), BLOCK_SIZE)
+    zeros = torch.zeros(count, 4, dtype=torch.int32, device=triton_device)
+    tables = StepTables(zeros.clone(), zeros[None], BLOCK_SIZE)
     rows = torch.arange(count, dtype=torch.int32, device=triton_device)
     ones = torch.ones_like(rows)
     batch = StepBatch(rows, rows.clone(), rows, ones)
@@ -239,9 +241,10 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
             **dict.fromkeys(("tokens", "blocks", "rows", "starts", "query_start", "token_ids"), "*i32"),
             **dict.fromkeys(("positions", "slots", "last_tokens"), "*i64"),
             **dict.fromkeys(("seq_lens", "table_rows"), "*i32"),
-            **dict.fromkeys(("num_tokens", "num_seqs", "token_programs", "tokens_stride", "blocks_stride"), "i32"),
+            **dict.fromkeys(("num_tokens", "num_seqs", "token_programs"), "i32"),
+            **dict.fromkeys(("tokens_stride", "blocks_stride", "group_stride", "slots_stride"), "i32"),
         },
-        {"block_size": BLOCK_SIZE, "BLOCK": 128},
+        {"block_size": BLOCK_SIZE, "GROUPS": GROUPS, "BLOCK": 128},
     ),
 ]
 
@@ -260,8 +263,8 @@ def test_rows_past_four_gibibytes_are_reached() -> None:
 
     length = 1 << 21
     tokens = torch.zeros(520, length, dtype=torch.int32, device="cuda")  # 4.06 GiB
-    blocks = torch.zeros(520, length // BLOCK_SIZE, dtype=torch.int32, device="cuda")
-    tokens[519, length - 2], blocks[519, -1] = 123, 456
+    blocks = torch.zeros(GROUPS, 520, length // BLOCK_SIZE, dtype=torch.int32, device="cuda")
+    tokens[519, length - 2], blocks[:, 519, -1] = 123, 456
     step = make_step(torch.device("cuda"), [1], 1, 1)
     step.batch.rows.fill_(519)
     step.batch.starts.fill_(length - 2)
@@ -271,7 +274,7 @@ def test_rows_past_four_gibibytes_are_reached() -> None:
     for fill in (gpu.decode_inputs, gpu.chunk_inputs):
         fill(tables, step.batch, step.inputs)
         assert step.inputs.token_ids.tolist() == [123]
-        assert step.inputs.slots.tolist() == [456 * BLOCK_SIZE + 14]
+        assert step.inputs.slots.tolist() == [[456 * BLOCK_SIZE + 14]] * GROUPS
     gpu.store_tokens(torch.tensor([789], device="cuda"), tables, step.batch, step.inputs, step.mailbox)
     assert int(tokens[519, length - 1]) == 789
     to = tokens.numel() - 3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from baton.engine.core.layout import CacheKind
 from baton.engine.hf_config.attention import LatentShape
 from baton.engine.hf_config.errors import (
     InvalidModelConfig,
@@ -20,7 +21,7 @@ from baton.engine.hf_config.errors import (
     UnsupportedModel,
 )
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.hf_config.model_config import CacheShape, ModelConfig, Scales
+from baton.engine.hf_config.model_config import ModelConfig, Scales
 from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
 from baton.engine.models import load_config
 
@@ -660,12 +661,19 @@ LATENT: dict[str, Any] = {
 }
 
 
+def cache_of(config: ModelConfig) -> tuple[CacheKind, int, int, int]:
+    """What all layers keep: the kind, KV heads, planes and dimensions."""
+    group = config.caches.only
+    assert group.layers == tuple(range(config.num_layers))
+    return group.kind, group.blocks.num_kv_heads, group.blocks.num_planes, group.blocks.head_dim
+
+
 def test_latents_are_what_a_token_keeps_where_a_model_has_them(read: Callable[..., ModelConfig]) -> None:
     assert read().latent is None
-    assert read().cache == CacheShape(num_kv_heads=2, num_planes=2, head_dim=32)
+    assert cache_of(read()) == (CacheKind.FULL, 2, 2, 32)
     config = read(**{**LATENT, "q_lora_rank": 20})
     assert config.latent == LatentShape(rank=48, q_rank=20, nope_dim=24, rope_dim=8, value_dim=16)
-    assert config.cache == CacheShape(num_kv_heads=1, num_planes=1, head_dim=56)
+    assert cache_of(config) == (CacheKind.LATENT, 1, 1, 56)
     assert (config.head_dim, config.rotary_dim) == (32, 8)
 
 

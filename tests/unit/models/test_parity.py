@@ -13,11 +13,9 @@ import torch
 
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
-from baton.kernels.attention import AttentionBatch
 
 from ...helpers.checkpoints import ARCHITECTURES, ROPES, make_model, write_checkpoint
 from ...helpers.paged import (
-    BLOCK_SIZE,
     PagedRun,
     chunked_logprobs,
     greedy,
@@ -183,12 +181,11 @@ def test_asking_for_some_tokens_gives_their_hidden_states_and_writes_the_kv_of_a
     model, _ = pair(variant, dtype)
     tokens = torch.tensor(random_tokens(60))
     whole, asked = PagedRun(model, 1, 60), PagedRun(model, 1, 60)
-    batch = AttentionBatch.plan([60], [60], whole.block_tables, BLOCK_SIZE)
-    expected = model(tokens, batch, whole.kv)
+    expected = model(tokens, whole.caches([0], [60], [60]))
     for wanted in ([], [59], [59, 0, 17]):
         index = torch.tensor(wanted, dtype=torch.int64)
-        torch.testing.assert_close(model(tokens, batch, asked.kv, index), expected[index])
-        torch.testing.assert_close(asked.kv, whole.kv, equal_nan=True)
+        torch.testing.assert_close(model(tokens, asked.caches([0], [60], [60]), index), expected[index])
+        torch.testing.assert_close(asked.arenas, whole.arenas, equal_nan=True)
         assert model.logits(expected[index]).shape == (len(wanted), 256)
 
 

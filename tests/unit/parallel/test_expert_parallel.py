@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
+from baton.engine.layers.attention import GroupCache
 from baton.engine.models import load_config, stub_model
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from baton.engine.worker.expert_balance import spread_experts
@@ -129,9 +130,9 @@ def test_a_stub_of_a_rank_runs_its_kernels_and_waits_for_nobody(
         assert spread.placement.num_ranks == tp * dp
         tokens = 7
         batch = AttentionBatch.plan([tokens], [tokens], torch.zeros(1, 1, dtype=torch.int32), 16)
-        heads = config.layout.heads_of(groups.tp.rank, tp)
-        kv = torch.zeros(config.layout.shape(1, len(heads)))
-        assert model(torch.zeros(tokens, dtype=torch.int32), batch, kv).shape == (tokens, config.hidden_size)
+        layout = config.caches.of_rank(groups.tp.rank, tp).only.blocks
+        caches = [GroupCache(batch, torch.zeros(layout.shape(1)))]
+        assert model(torch.zeros(tokens, dtype=torch.int32), caches).shape == (tokens, config.hidden_size)
 
 
 def test_a_rank_without_requests_serves_the_others_and_starts_when_it_gets_some(

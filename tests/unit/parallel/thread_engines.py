@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import torch
 
 from baton.engine.core.config import EngineCoreConfig
@@ -162,9 +161,8 @@ class ThreadEngines:
 
     def _runner(self, groups: ParallelGroups) -> tuple[Runner, ExpertBalancer | None]:
         model = load_model(self._config, groups=groups)
-        layout, sizes = self._config.layout, self._core_config
-        heads = layout.heads_of(groups.tp.rank, groups.tp.size)
-        kv = allocate_kv(msgspec.structs.replace(layout, num_kv_heads=len(heads)), sizes.num_blocks)
+        layout = self._config.caches.of_rank(groups.tp.rank, groups.tp.size).only.blocks
+        kv = allocate_kv(layout, self._core_config.num_blocks)
         runner = self._cpu_runner(model, kv) if self._captured_tokens is None else self._device_runner(model, kv)
         balancer = ExpertBalancer.of(model, groups, moves=self._moves_experts)
         if balancer is not None:
@@ -177,14 +175,14 @@ class ThreadEngines:
 
     def _cpu_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
         limits = self._limits()
-        return ModelRunner(model, kv, CpuBackend(CpuShapes(limits)), limits, self._core_config.vocab_size)
+        return ModelRunner(model, [kv], CpuBackend(CpuShapes(limits)), limits, self._core_config.vocab_size)
 
     def _device_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
         """That of a GPU, which has "captured" mixes of up to so many tokens; of 0, nothing at all."""
         limits = self._limits()
         shapes = CudaShapes(limits, max_tokens=self._captured_tokens or 0)
         backend = CudaBackend(InlineStream(), shapes, torch.float32)
-        runner = ModelRunner(model, kv.fill_(float("nan")), backend, limits, self._core_config.vocab_size)
+        runner = ModelRunner(model, [kv.fill_(float("nan"))], backend, limits, self._core_config.vocab_size)
         if self._captured_tokens:
             self._capture.append(runner)
         return runner

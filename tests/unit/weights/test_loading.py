@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine.hf_config.errors import WeightsError
+from baton.engine.layers.attention import GroupCache
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model, make_model
@@ -37,11 +38,12 @@ def load(folder: Path, **given: str) -> CausalLM:
 
 def logits(model: CausalLM) -> Tensor:
     """Of four tokens. Depends on every parameter of the model."""
-    cache, num_layers = model.config.cache, model.config.num_layers
-    shape = (1, cache.num_kv_heads, num_layers, cache.num_planes, 16, cache.head_dim)
-    kv = torch.zeros(shape, dtype=getattr(torch, model.config.dtype))
     batch = AttentionBatch.plan([4], [4], torch.zeros(1, 1, dtype=torch.int32), 16)
-    return model.logits(model(torch.tensor([3, 1, 4, 1]), batch, kv))
+    dtype = getattr(torch, model.config.dtype)
+    caches = [
+        GroupCache(batch, torch.zeros(group.blocks.shape(1), dtype=dtype)) for group in model.config.caches.groups
+    ]
+    return model.logits(model(torch.tensor([3, 1, 4, 1]), caches))
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""The memory for blocks is divided between cache groups by what each would hold at full load."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCache
+from baton.engine.startup.arenas import blocks_at_full_load, divide_memory, requests_at_once
+
+FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
+WINDOW = msgspec.structs.replace(FULL, kind=CacheKind.WINDOW, window=128)
+WHOLE = 32_768 // BLOCK_SIZE
+
+
+def layout(*layers: LayerCache) -> CacheLayout:
+    return CacheLayout.of_layers("m", layers)
+
+
+def num_bytes(caches: CacheLayout, blocks: list[int]) -> int:
+    return sum(count * group.blocks.block_bytes for count, group in zip(blocks, caches.groups, strict=True))
+
+
+@given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000))
+def test_one_group_gets_all_blocks_that_fit_or_that_requests_could_fill(
+    memory: int, max_num_seqs: int, max_model_len: int
+) -> None:
+    caches = layout(FULL, FULL)
+    most = max_num_seqs * -(-max_model_len // BLOCK_SIZE)
+    (count,) = divide_memory(caches, memory, max_num_seqs, max_model_len)
+    assert count == min(most, memory // caches.only.blocks.block_bytes)
+
+
+@given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 5000))
+def test_arenas_never_exceed_the_memory_and_hold_one_whole_sequence_where_that_fits(
+    memory: int, max_num_seqs: int, max_model_len: int, window: int
+) -> None:
+    caches = layout(FULL, msgspec.structs.replace(WINDOW, window=window), FULL)
+    counts = list(divide_memory(caches, memory, max_num_seqs, max_model_len))
+    whole = -(-max_model_len // BLOCK_SIZE)
+    assert num_bytes(caches, counts) <= memory
+    if num_bytes(caches, [whole, whole]) <= memory:
+        assert min(counts) >= whole
+    else:
+        assert len(set(counts)) == 1
+
+
+def test_at_full_load_a_window_takes_little_beside_full_layers() -> None:
+    """Half of the layers have a window of 128 tokens, as in gpt-oss: 64 requests of 32k."""
+    full, windowed = layout(FULL, WINDOW).groups
+    needed = [blocks_at_full_load(group, 64, 32_768) for group in (full, windowed)]
+    assert needed[0] == 64 * WHOLE
+    assert sum(needed) <= 0.55 * 2 * needed[0]
+    assert list(divide_memory(layout(FULL, WINDOW), 1 << 50, 64, 32_768)) == needed
+
+
+def test_less_memory_than_full_load_is_divided_in_its_proportion() -> None:
+    caches = layout(FULL, WINDOW)
+    needed = [blocks_at_full_load(group, 64, 32_768) for group in caches.groups]
+    half = num_bytes(caches, [WHOLE + (count - WHOLE) // 2 for count in needed])
+    counts = divide_memory(caches, half, 64, 32_768)
+    assert list(counts) == [pytest.approx(WHOLE + (count - WHOLE) / 2, abs=1) for count in needed]
+
+
+def test_requests_of_a_size_that_fit_at_once() -> None:
+    full, windowed = layout(FULL, WINDOW).groups
+    assert requests_at_once(full, 10 * WHOLE + 1, 32_768) == 10
+    assert requests_at_once(windowed, WHOLE - 1, 32_768) == 0
+    assert requests_at_once(windowed, WHOLE + 22, 32_768) == 3, "one that is read, and two that hold 11 blocks each"

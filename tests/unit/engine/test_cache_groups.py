@@ -1,0 +1,160 @@
+"""Models whose windowed layers keep their window only draw what they draw where every layer keeps everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
+from baton.engine.core.layout import CacheKind, LayerCache
+from baton.engine.core.messages import EngineOutput
+from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
+from baton.engine.models import load_config, load_model
+from baton.engine.startup.kv_cache import allocate_kv
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.warmup import ProfileRun, warm_up
+
+from ...helpers.checkpoints import write_checkpoint
+from ...helpers.inline_stream import InlineStream
+from .random_workload import live, random_requests, same
+
+LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
+VARIANTS = {"gpt_oss": "gpt_oss", "gemma3": "gemma3_text", "mistral": "mistral"}  # in the last, all layers are windowed
+
+
+def keep_windows(config: ModelConfig, layer: int) -> LayerCache:
+    """Say of a layer with a window that it keeps no more than that."""
+    cache, window = keys_and_values(config, layer), config.layer_windows[layer]
+    if window is None:
+        return cache
+    return LayerCache(
+        kind=CacheKind.WINDOW,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        dtype=cache.dtype,
+        window=window,
+    )
+
+
+def in_groups(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, rules=dataclasses.replace(config.rules, cache=keep_windows))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, written = tmp_path_factory.mktemp("windows"), dict[str, Path]()
+
+    def write(variant: str) -> Path:
+        if variant not in written:
+            written[variant] = write_checkpoint(root / variant, VARIANTS[variant], sliding_window=24)
+        return written[variant]
+
+    return write
+
+
+def backend_of(kind: str) -> Backend:
+    if kind == "cpu":
+        return CpuBackend(CpuShapes(LIMITS))
+    return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32), torch.float32)
+
+
+def engine_of(config: ModelConfig, num_blocks: int, kind: str = "cpu", *, captured: bool = False) -> EngineCore:
+    """An engine with so many blocks in each arena, which start full of a number that shows where it has any weight."""
+    groups = config.caches.groups
+    arenas = [allocate_kv(group.blocks, num_blocks).fill_(1000.0) for group in groups]
+    runner = ModelRunner(load_model(config), arenas, backend_of(kind), LIMITS, config.vocab_size)
+    if captured:
+        runner.capture()
+    core_config = EngineCoreConfig(
+        num_blocks=num_blocks * len(groups),
+        cache_groups=[CacheGroupConfig(num_blocks=num_blocks, window=group.window) for group in groups],
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=[2],
+    )
+    return EngineCore(core_config, runner)
+
+
+def answers(core: EngineCore, seed: int) -> dict[str, tuple[list[int], object]]:
+    """The tokens and the end of each of many random requests."""
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, object] = {}
+    core_outputs: list[EngineOutput] = []
+    for request in random_requests(random.Random(seed), 14):
+        core.add(request)
+    while core.has_work():
+        core_outputs += core.step()
+    for output in core_outputs:
+        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        ends[output.request_id] = output.finish_reason
+    return {name: (tokens[name], ends[name]) for name in tokens}
+
+
+def test_layers_are_grouped_by_what_they_keep(folders: Callable[[str], Path]) -> None:
+    config = load_config(folders("gpt_oss"), dtype="float32")
+    assert [group.kind for group in config.caches.groups] == [CacheKind.FULL]
+    full, windowed = in_groups(config).caches.groups
+    assert (full.kind, full.window, windowed.kind, windowed.window) == (CacheKind.FULL, None, CacheKind.WINDOW, 24)
+    for group in (full, windowed):
+        assert group.layers == tuple(
+            layer for layer, window in enumerate(config.layer_windows) if window == group.window
+        )
+        assert group.blocks.num_layers == len(group.layers)
+    model = load_model(in_groups(config))
+    places = [layer.self_attn.place for layer in model.model.layers]  # type: ignore[attr-defined]
+    for number, group in enumerate((full, windowed)):
+        assert [place.index for place in places if place.group == number] == list(range(len(group.layers)))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_lives_are_those_with_one_group(
+    folders: Callable[[str], Path], variant: str, seed: int, captured: bool, kind: str
+) -> None:
+    config = load_config(folders(variant), dtype="float32")
+    ours = engine_of(in_groups(config), 100, kind, captured=captured)
+    theirs = engine_of(config, 100)
+    for outputs, expected in zip(live(ours, seed), live(theirs, seed), strict=True):
+        assert len(outputs) == len(expected)
+        assert all(map(same, outputs, expected)), (outputs, expected)
+    assert ours.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_small_arenas_preempt_and_change_no_answer(folders: Callable[[str], Path], variant: str) -> None:
+    config = load_config(folders(variant), dtype="float32")
+    ours, theirs = engine_of(in_groups(config), 13), engine_of(config, 100)
+    assert answers(ours, 3) == answers(theirs, 3)
+    assert ours.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_engine_with_groups_warms_up(folders: Callable[[str], Path], kind: str) -> None:
+    config = in_groups(load_config(folders("gpt_oss"), dtype="float32"))
+    model = load_model(config)
+    arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
+
+    def make_runner() -> ModelRunner:
+        return ModelRunner(model, arenas, backend_of(kind), LIMITS, config.vocab_size)
+
+    if kind == "cpu":
+        warm_up(make_runner(), LIMITS, 4, len(arenas))
+    else:
+        sizes = list(CudaShapes(LIMITS, max_tokens=32).in_capture_order())
+        ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()
+    assert all(bool(torch.isfinite(arena).all()) for arena in arenas)
+    assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
