@@ -23,7 +23,7 @@ STEPS: list[Options] = [
 ]
 INTRAS: list[Options] = [
     {"HEADS": heads, "SOLVE": solve, "num_warps": warps, "num_stages": 1}
-    for heads, solve, warps in itertools.product((1, 2), (16, 32), (4, 8))
+    for heads, solve, warps in itertools.product((1, 2), (8, 16), (4, 8))
 ]
 SCANS: list[Options] = [
     {"VALUES": values, "num_warps": warps, "num_stages": stages, "TMA": tma}

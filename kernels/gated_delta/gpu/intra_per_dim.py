@@ -79,23 +79,8 @@ def intra_chunk_per_dim(
     log_kept = tl.where(known[:, None], log_kept, 0.0)
     total = tl.cumsum(log_kept, axis=0)
     last = tl.sum(log_kept, axis=0)
-    strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate)
-    strength = tl.where(known, strength, 0.0)
-
-    dependence = tl.zeros([CHUNK, CHUNK], tl.float32)
-    weights = tl.where(row[:, None] == row[None, :], tl.sum(queries * keys, axis=1)[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
-        of_keys, of_queries = _across_middles(
-            queries, keys, total, CHUNK >> (level + 1), CHUNK, KEY_DIM, dtype, PRECISION
-        )
-        dependence += of_keys
-        weights += of_queries
-    solved = unit_lower_inverse(dependence * strength[:, None], CHUNK, SOLVE, PRECISION) * strength[None, :]
 
     place = chunk.to(tl.int64) * NUM_HEADS + head
-    squares = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
-    tl.store(mixing + squares, solved.to(mixing.dtype.element_ty))
-    tl.store(attention + squares, weights.to(attention.dtype.element_ty))
     wide = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim[None, :]
     since_start = tl.exp2(total)
     tl.store(read_keys + wide, (keys * since_start).to(dtype))
@@ -103,33 +88,41 @@ def intra_chunk_per_dim(
     tl.store(write_keys + wide, (keys * tl.exp2(last[None, :] - total)).to(dtype))
     tl.store(keep + place * KEY_DIM + dim, tl.exp2(last))
 
+    strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate)
+    strength = tl.where(known, strength, 0.0)
+
+    dependence = tl.zeros([CHUNK, CHUNK], tl.float32)
+    weights = tl.where(row[:, None] == row[None, :], tl.sum(queries * keys, axis=1)[:, None], 0.0)
+    for level in range(LEVELS):  # not unrolled: one level's operands are as much as registers hold
+        of_keys, of_queries = _across_middles(
+            queries, keys, total, CHUNK >> (level + 1), CHUNK, KEY_DIM, dtype, PRECISION
+        )
+        dependence += of_keys
+        weights += of_queries
+    solved = unit_lower_inverse(dependence * strength[:, None], CHUNK, SOLVE, PRECISION) * strength[None, :]
+
+    squares = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
+    tl.store(mixing + squares, solved.to(mixing.dtype.element_ty))
+    tl.store(attention + squares, weights.to(attention.dtype.element_ty))
+
 
 @triton.jit
 def _across_middles(
-    queries,
-    keys,
-    total,
-    HALF: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    queries, keys, total, half, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Return the products of later keys, and of later queries, with earlier keys across the middle of a block of 2 HALF
+    """Return the products of later keys, and of later queries, with earlier keys across the middle of a block of 2 half
     tokens: [CHUNK, CHUNK], zero elsewhere.
     """
     row = tl.arange(0, CHUNK)
-    blocks = tl.reshape(total, (CHUNK // (2 * HALF), 2 * HALF, KEY_DIM))
-    is_middle = tl.arange(0, 2 * HALF)[None, :, None] == HALF
-    middles = tl.sum(tl.where(is_middle, blocks, 0.0), axis=1, keep_dims=True)
-    of_middle = tl.reshape(tl.broadcast_to(middles, blocks.shape), (CHUNK, KEY_DIM))
-    later = (row & HALF)[:, None] != 0
+    middle = (row & ~(2 * half - 1)) + half
+    of_middle = tl.gather(total, tl.broadcast_to(middle[:, None], (CHUNK, KEY_DIM)), axis=0)
+    later = (row & half)[:, None] != 0
     apart = tl.exp2(tl.where(later, total - of_middle, of_middle - total))
-    columns = tl.trans(tl.where(later, 0.0, keys * apart).to(DTYPE))
-    rows_of_keys = tl.where(later, keys * apart, 0.0).to(DTYPE)
+    scaled_keys = keys * apart
+    columns = tl.trans(tl.where(later, 0.0, scaled_keys).to(DTYPE))
+    rows_of_keys = tl.where(later, scaled_keys, 0.0).to(DTYPE)
     rows_of_queries = tl.where(later, queries * apart, 0.0).to(DTYPE)
-    block = row // (2 * HALF)
-    same_block = block[:, None] == block[None, :]
+    same_block = middle[:, None] == middle[None, :]
     of_keys = tl.where(same_block, tl.dot(rows_of_keys, columns, input_precision=PRECISION), 0.0)
     of_queries = tl.where(same_block, tl.dot(rows_of_queries, columns, input_precision=PRECISION), 0.0)
     return of_keys, of_queries

@@ -2,10 +2,10 @@
 
     blocks on the diagonal, B x B       forward substitution, all of them at once: B - 1 steps of rank 1
     what lies below                     I + A = D^-1 (I + M), M = D N            D: their inverses, N: A below them
-                                        (I + M)^-1 = (I - M) (I + M^2), since M^4 = 0 for four blocks
+                                        (I + M)^-1 = (I - M) (I + M^2) (I + M^4), since M^8 = 0 for eight blocks
 
-Substitution is as accurate as the matrix allows, and the series ends after three terms: nothing grows as it would in a
-series over all of A. Products take the tensor cores (TF32).
+Substitution is as accurate as the matrix allows, and the series has few terms: nothing grows as it would in a series
+over all of A. Products take the tensor cores (TF32).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def unit_lower_inverse(a, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + a)^-1 for a [SIZE, SIZE], zero on and above its diagonal; SIZE is 1, 2 or 4 times BLOCK."""
+    """Return (I + a)^-1 for a [SIZE, SIZE], zero on and above its diagonal; SIZE is 1, 2, 4 or 8 times BLOCK."""
     blocks: tl.constexpr = SIZE // BLOCK
     block = tl.arange(0, blocks)
     same_block = block[:, None, None, None] == block[None, None, :, None]
@@ -37,6 +37,9 @@ def unit_lower_inverse(a, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl
         chained = tl.dot(result, below, input_precision=PRECISION)
         if blocks > 2:
             squared = tl.dot(chained, chained, input_precision=PRECISION)
+            if blocks > 4:
+                fourth = tl.dot(squared, squared, input_precision=PRECISION)
+                result = tl.dot(fourth, result, result, input_precision=PRECISION)
             result = tl.dot(squared, result, result, input_precision=PRECISION)
-        result = result - tl.dot(chained, result, input_precision=PRECISION)
+        result -= tl.dot(chained, result, input_precision=PRECISION)
     return result

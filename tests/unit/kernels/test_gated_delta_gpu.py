@@ -17,9 +17,9 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 gpu = pytest.importorskip("baton.kernels.gated_delta.gpu")
 
-from baton.kernels.gated_delta.gpu import intra, scan, scan_hopper, step  # noqa: E402
+from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, scan_hopper, step  # noqa: E402
 from baton.kernels.gated_delta.gpu.inverse import unit_lower_inverse  # noqa: E402
-from baton.kernels.gated_delta.gpu.options import INTRA, SCAN, STEP  # noqa: E402
+from baton.kernels.gated_delta.gpu.options import INTRA, INTRA_PER_DIM, SCAN, STEP  # noqa: E402
 
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
@@ -56,7 +56,7 @@ def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float, tri
     step.check(gpu.gated_delta, slack=100.0)  # differences of sums of decays are as exact as these sums
 
 
-@pytest.mark.parametrize("solve", [16, 32, 64])
+@pytest.mark.parametrize("solve", [8, 16, 32, 64])
 def test_keys_that_are_all_the_same_do_not_blow_up(solve: int, triton_device: torch.device) -> None:
     step = delta_step([64], triton_device, raw_gate=False, strength=0.0)
     gate = dataclasses.replace(step.gate, beta=torch.ones_like(step.gate.beta))
@@ -131,7 +131,7 @@ def _invert(a, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + cells, unit_lower_inverse(tl.load(a + cells), SIZE, BLOCK, "tf32x3"))
 
 
-@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("block", [8, 16, 32, 64])
 def test_the_inverse_of_a_triangle(block: int, triton_device: torch.device) -> None:
     a = (torch.randn(64, 64) / 4).tril(-1).to(triton_device)
     out = torch.full_like(a, float("nan"))
@@ -159,7 +159,7 @@ BOX = f"tensordesc<bf16[64,64],NVMMASharedLayout({BOXES})>"
 def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
     names = set(kernel.arg_names)  # type: ignore[attr-defined]
     launch = {name: value for name, value in options.items() if name.startswith("num_")}
-    words = {name: value for name, value in {**SIZES, **options, **constants}.items() if name in names}
+    words = {name: value for name, value in (SIZES | options | constants).items() if name in names}
     types = {name: kind for name, kind in TYPES.items() if name in names and name not in words}
     return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
 
@@ -169,6 +169,12 @@ def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
     assert made.wgmma
     assert made.widest_load_bytes == 16
     assert "griddepcontrol.wait" in made.ptx
+
+
+def test_so_is_what_they_know_with_decays_a_dimension() -> None:
+    words = {"GROUP": 1, "LEVELS": 6}
+    made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=128, **words)
+    assert made.ptx.count("wgmma.mma_async") < 100  # its levels are a loop
 
 
 @pytest.mark.parametrize("per_dim", [False, True])
