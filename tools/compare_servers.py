@@ -1,0 +1,290 @@
+"""Measure servers of one model on this machine's GPU, one after the other; `vllm bench serve` is the client of all.
+
+    python tools/compare_servers.py MODEL --servers baton baton-pd vllm vllm-pd --kv-gib 16 32 --out results.jsonl
+    python tools/compare_servers.py --table results.jsonl
+
+    baton       one unified engine, everything else as Baton chooses it
+    baton-pd    a prefill and a decode engine on the same GPU, with as many GiB of KV blocks as --kv-gib says
+    vllm        `vllm serve`
+    vllm-pd     two of them with its NixlConnector, and the proxy below, with KV memory as above
+
+Must run where `vllm` can be imported; `--baton` and `--vllm` are the commands, where they need another environment.
+MODEL is a folder with config.json and a tokenizer; weights are made up. Each server is asked for every length with
+every number of clients, after a short warm-up for each length. Each figure is a line of JSON that goes to --out as it
+comes; what is there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PORT, PREFILL_PORT, DECODE_PORT = 8000, 8100, 8200
+STARTS_S = 400.0
+ENDS_S = 60.0
+GIB = 1 << 30
+FIGURES = ["output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms"]
+
+
+# Servers
+
+
+@contextmanager
+def processes(
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run commands, each once the one before it answers, and end all of them; yields the last one, just started."""
+    started: list[subprocess.Popen[bytes]] = []
+    with log.open("ab") as out:
+        try:
+            for command, environment in zip(commands, environments, strict=True):
+                if started:  # the memory that it takes must be known before the next one looks how much is free
+                    before = commands[len(started) - 1]
+                    wait_until_ready(f"http://127.0.0.1:{before[before.index('--port') + 1]}", started[-1])
+                variables = {**os.environ, **environment}
+                started.append(subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True))
+            yield started[-1]
+        finally:
+            for each in reversed(started):
+                end(each)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None or number is signal.SIGKILL:
+            try:
+                os.killpg(process.pid, number)
+            except ProcessLookupError:
+                return
+        try:
+            process.wait(ENDS_S / 2)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Raise `SystemExit` where no answer to /health comes in time, or the process ends."""
+    end_s = time.monotonic() + STARTS_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args!r} ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+                if response.status == 200:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise SystemExit(f"{url}/health does not answer")
+
+
+def baton(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
+    command = [*shlex.split(options.baton), "serve", options.model, "--model-id", "m", "--load-format", "dummy"]
+    return [[*command, "--port", str(PORT), *shlex.split(options.baton_options)]], [{}]
+
+
+def baton_pair(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
+    fleets = {
+        role: {"num_gpus": 0.4, "engine": {"kv_cache_memory_bytes": round(gib * GIB)}}
+        for role, gib in zip(("prefill", "decode"), options.kv_gib, strict=True)
+    }
+    application = {
+        "model": options.model,
+        "model_id": "m",
+        "gateway": {"host": "127.0.0.1", "port": PORT, "drain_s": 0, "drain_timeout_s": 3},
+        "engine": {"load_format": "dummy", "device": "cuda"},
+        "fleets": fleets,
+    }
+    whole = {"name": "baton", "route_prefix": "/", "import_path": "baton.cluster.app:build_app", "args": application}
+    config = folder / "pair.yaml"  # JSON is YAML
+    config.write_text(json.dumps({"proxy_location": "Disabled", "applications": [whole]}))
+    return [[*shlex.split(options.baton), "serve", "--config", str(config), *shlex.split(options.baton_options)]], [{}]
+
+
+def vllm(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
+    return [[*vllm_command(options), "--port", str(PORT)]], [{}]
+
+
+def vllm_pair(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
+    transfers = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    commands, environments = [], []
+    for port, gib in zip((PREFILL_PORT, DECODE_PORT), options.kv_gib, strict=True):
+        memory = ["--kv-cache-memory-bytes", str(round(gib * GIB)), "--gpu-memory-utilization", "0.45"]
+        commands.append([*vllm_command(options), "--port", str(port), "--kv-transfer-config", transfers, *memory])
+        environments.append({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 50), "UCX_NET_DEVICES": "all"})
+    return [*commands, [sys.executable, __file__, "--proxy"]], [*environments, {}]
+
+
+def vllm_command(options: argparse.Namespace) -> list[str]:
+    command = [*shlex.split(options.vllm), "serve", options.model, "--served-model-name", "m", "--load-format", "dummy"]
+    return [*command, "--no-enable-log-requests", *shlex.split(options.vllm_options)]
+
+
+SERVERS: dict[str, Callable[[argparse.Namespace, Path], tuple[list[list[str]], list[dict[str, str]]]]] = {
+    "baton": baton,
+    "baton-pd": baton_pair,
+    "vllm": vllm,
+    "vllm-pd": vllm_pair,
+}
+
+
+# vLLM's pair behind one port
+
+
+def proxy() -> None:
+    """Answer completions with two `vllm serve`: the first reads a prompt, the second writes the answer."""
+    import aiohttp
+    from aiohttp import web
+
+    sessions: list[aiohttp.ClientSession] = []
+
+    async def session(_: web.Application) -> AsyncIterator[None]:
+        connections = aiohttp.TCPConnector(limit=0)
+        sessions.append(aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=None)))
+        yield
+        await sessions[0].close()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        headers = {"X-Request-Id": request.headers.get("X-Request-Id", os.urandom(8).hex())}
+        asked = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        first = {**body, "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": asked}
+        first.pop("stream_options", None)
+        url = f"http://127.0.0.1:%d{request.path}"
+        async with sessions[0].post(url % PREFILL_PORT, json=first, headers=headers) as read:
+            read.raise_for_status()
+            params = (await read.json()).get("kv_transfer_params")
+        second = {**body, "kv_transfer_params": params}
+        async with sessions[0].post(url % DECODE_PORT, json=second, headers=headers) as written:
+            response = web.StreamResponse(status=written.status, headers={"Content-Type": written.content_type})
+            await response.prepare(request)
+            async for piece in written.content.iter_any():
+                await response.write(piece)
+            return response
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    application = web.Application(client_max_size=1 << 30)
+    application.cleanup_ctx.append(session)
+    application.router.add_post("/v1/completions", answer)
+    application.router.add_get("/health", health)
+    web.run_app(application, host="127.0.0.1", port=PORT, print=None)
+
+
+# The client of all
+
+
+def bench(options: argparse.Namespace, length: str, clients: int, num_prompts: int, seed: int) -> dict[str, Any]:
+    """Return what `vllm bench serve` measures of one length and one number of clients, with prompts of this seed."""
+    from vllm.benchmarks.serve import add_cli_args, main_async
+
+    input_len, output_len = length.split("/")
+    given = f"--backend openai --base-url http://127.0.0.1:{PORT} --endpoint /v1/completions --model m"
+    given += f" --tokenizer {options.model} --dataset-name random --ignore-eos --temperature 1.0 --disable-tqdm"
+    given += f" --random-input-len {input_len} --random-output-len {output_len} --seed {seed}"
+    given += f" --max-concurrency {clients} --num-prompts {num_prompts} --percentile-metrics ttft,tpot,itl"
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    result: dict[str, Any] = asyncio.run(main_async(parser.parse_args(given.split())))
+    return result
+
+
+def measure(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {(row["model"], row["server"], row["length"], row["clients"]) for row in known}
+    model = Path(options.model).name
+    cells = [(length, clients) for length in options.lengths for clients in options.clients]
+    for server in options.servers:
+        left = [cell for cell in cells if (model, server, *cell) not in done]
+        if not left:
+            continue
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            commands, environments = SERVERS[server](options, Path(folder))
+            log = out.with_suffix(f".{model}.{server}.log")
+            with processes(commands, environments, log) as last:
+                wait_until_ready(f"http://127.0.0.1:{PORT}", last)
+                ready_s = time.monotonic() - began_s
+                for length in dict.fromkeys(length for length, _ in left):
+                    bench(options, length, 8, 16, seed=0)
+                    for clients in [clients for each, clients in left if each == length]:
+                        cell = {"model": model, "server": server, "length": length, "clients": clients}
+                        result = bench(options, length, clients, num_prompts(length, clients), seed=clients)
+                        figures = {name: result[name] for name in FIGURES}
+                        counts = {"completed": result["completed"], "failed": result.get("failed", 0)}
+                        with out.open("a") as lines:
+                            lines.write(json.dumps({**cell, **counts, **figures, "ready_s": ready_s}) + "\n")
+
+
+def num_prompts(length: str, clients: int) -> int:
+    """Return how many requests fill a server with so many clients for a while: long ones take longer."""
+    rounds = (4 if sum(map(int, length.split("/"))) < 4096 else 2) / (2 if clients > 64 else 1)
+    return max(6, round(rounds * clients))
+
+
+def table(path: Path) -> str:
+    """The figures as Markdown: output tokens/s, first token and time between tokens, median and 99th percentile."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    head = ["model", "in/out", "clients", "server", "tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99", "failed"]
+    lines = [head, ["---", "---", "--:", "---", *["--:"] * 6]]
+    order = {server: index for index, server in enumerate(SERVERS)}
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    keys = [(row["model"], lengths.index(row["length"]), row["clients"], order[row["server"]]) for row in rows]
+    for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0]):
+        rate, *times = (row[name] for name in FIGURES)
+        cells = [row["model"], row["length"], str(row["clients"]), row["server"], f"{rate:,.0f}".replace(",", " ")]
+        lines.append(
+            [*cells, *(f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in times), str(row["failed"])]
+        )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument("--lengths", nargs="+", default=["512/256", "1024/128", "8192/64"], metavar="IN/OUT")
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--kv-gib", nargs=2, type=float, default=[16.0, 32.0], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--baton", default="baton", help="the command")
+    parser.add_argument("--vllm", default="vllm", help="the command")
+    parser.add_argument("--baton-options", default="", help="more options of `baton serve`")
+    parser.add_argument("--vllm-options", default="", help="more options of each `vllm serve`")
+    parser.add_argument("--out", default="results.jsonl")
+    parser.add_argument("--table", type=Path, help="print what is in this file")
+    parser.add_argument("--proxy", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.proxy:
+        proxy()
+    elif options.table is not None:
+        print(table(options.table))
+    elif options.model is None:
+        parser.error("which MODEL?")
+    else:
+        measure(options)
+
+
+if __name__ == "__main__":
+    main()
