@@ -1,12 +1,13 @@
-"""RMSNorm of rows, with the residual addition before it."""
+"""RMSNorm of rows, with the residual addition before it, or of heads, with a gate behind it."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from . import cpu, reference
+from .gating import Gating
 
-__all__ = ["rms_norm"]
+__all__ = ["Gating", "gated_rms_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -23,3 +24,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
         return gpu.rms_norm(x, weight, eps, residual)
     return reference.rms_norm(x, weight, eps, residual)
+
+
+def gated_rms_norm(
+    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating = Gating.SILU, out: Tensor | None = None
+) -> Tensor:
+    """Compute `x / sqrt(mean(x^2) + eps) * weight * gating(gate)` over each head of x; [T, H, D] in x's dtype.
+
+    x and gate are [T, H, D] of one dtype, weight [D] is of that one or float32. Computed in float32 and rounded once.
+    Tokens of x, gate and out may lie any number of elements apart, a token's heads are contiguous. Raises `ValueError`
+    for tensors that do not fit each other.
+    """
+    views = (x, gate, *(() if out is None else (out,)))
+    if x.dim() != 3 or any(view.shape != x.shape for view in views) or weight.shape != x.shape[2:]:
+        raise ValueError(
+            f"x {list(x.shape)} with weight {list(weight.shape)} and gate {list(gate.shape)}: give x and gate "
+            "[T, H, D] and weight [D]"
+        )
+    if len(x) and not all(view[0].is_contiguous() for view in views):
+        raise ValueError("the heads of a token must be contiguous, in x, gate and out")
+    run = reference.gated_rms_norm
+    if x.is_cuda:
+        from . import gpu
+
+        run = gpu.gated_rms_norm
+    return run(x, weight, gate, eps, gating=gating, out=out)

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
+from .gating import Gating
+
 ELEMENTS_PER_THREAD = 8  # one load of 16 bytes
+GATED_ELEMENTS = 4096  # of a program, at 32 a thread
 MANY_ROWS = 1024  # from here on there are more programs than places, and each should have more to do
 
 
@@ -46,6 +49,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
             **pdl.launch_options(),
         )
     return out if total is None else (out, total)
+
+
+def gated_rms_norm(
+    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating = Gating.SILU, out: Tensor | None = None
+) -> Tensor:
+    """See `baton.kernels.rms_norm.gated_rms_norm`."""
+    num_tokens, num_heads, width = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    columns = triton.next_power_of_2(width)
+    num_rows, rows_per_program = num_tokens * num_heads, max(1, GATED_ELEMENTS // columns)
+    if num_rows and width:
+        _gated_rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+            x,
+            gate,
+            weight,
+            out,
+            num_rows,
+            x.stride(0),
+            gate.stride(0),
+            out.stride(0),
+            eps,
+            HEADS=num_heads,
+            WIDTH=width,
+            COLUMNS=columns,
+            ROWS=rows_per_program,
+            SIGMOID=gating is Gating.SIGMOID,
+            num_warps=4,
+            **pdl.launch_options(),
+        )
+    return out
 
 
 def _shape(num_rows: int, columns: int) -> tuple[int, int]:
@@ -94,3 +127,37 @@ def _rms_norm_kernel(
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / WIDTH + eps)
     tl.store(out + rows * WIDTH + columns, (values * scale * gain).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_rms_norm_kernel(
+    x,  # [tokens, HEADS, WIDTH], tokens x_stride apart
+    gate,
+    weight,  # [WIDTH]
+    out,
+    num_rows,
+    x_stride,
+    gate_stride,
+    out_stride,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,  # WIDTH, up to a power of two
+    ROWS: tl.constexpr,  # heads of a program
+    SIGMOID: tl.constexpr,
+):
+    pdl.let_next_start()
+    column = tl.arange(0, COLUMNS)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    mask = (row < num_rows) & (column < WIDTH)
+    token = (row // HEADS).to(tl.int64)
+    inner = row % HEADS * WIDTH + column
+    gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    pdl.wait_for_previous()
+    values = tl.load(x + token * x_stride + inner, mask=mask, other=0.0).to(tl.float32)
+    logits = tl.load(gate + token * gate_stride + inner, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / WIDTH + eps)
+    factor = 1.0 / (1.0 + tl.exp(-logits))
+    if not SIGMOID:
+        factor *= logits
+    tl.store(out + token * out_stride + inner, (values * scale * gain * factor).to(out.dtype.element_ty), mask=mask)

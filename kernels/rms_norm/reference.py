@@ -1,9 +1,11 @@
-"""Reference of RMSNorm (Zhang and Sennrich, arXiv:1910.07467), with the residual addition before it."""
+"""Reference of RMSNorm (Zhang and Sennrich, arXiv:1910.07467), with a residual addition before it or a gate behind."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .gating import Gating
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -19,3 +21,14 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     values = x.to(compute_dtype)
     scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight.to(compute_dtype)).to(x.dtype)
+
+
+def gated_rms_norm(
+    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating = Gating.SILU, out: Tensor | None = None
+) -> Tensor:
+    """See `baton.kernels.rms_norm.gated_rms_norm`."""
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    logits = gate.to(compute_dtype)
+    factor = logits.sigmoid() if gating is Gating.SIGMOID else torch.nn.functional.silu(logits)
+    result = (_normed(x.to(compute_dtype), weight, eps) * factor).to(x.dtype)
+    return result if out is None else out.copy_(result)

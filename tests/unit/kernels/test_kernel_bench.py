@@ -15,9 +15,11 @@ def test_every_op_has_a_bench() -> None:
         "activation",
         "attention",
         "block_copy",
+        "causal_conv",
         "embedding",
         "expert_map",
         "fp8",
+        "gated_delta",
         "linear",
         "logprobs",
         "mla",
@@ -58,7 +60,7 @@ def test_the_table_holds_every_case_of_an_op(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(roofline, "MEASURE_S", {"cpu": 0.001})
     monkeypatch.setattr(roofline, "CACHES_BYTES", 1 << 20)
     rows = bench.run_all(["rms_norm", "rope_kv"], CPU)
-    assert [row.op for row in rows] == ["rms_norm"] * 6 + ["rope_kv"] * 3
+    assert [row.op for row in rows] == ["rms_norm"] * 8 + ["rope_kv"] * 3
     assert all(row.time_us > 0 and row.roof_share > 0 for row in rows)
     assert bench.table(rows, CPU).row_count == len(rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.rms_norm import reference
+from baton.kernels.rms_norm import Gating, gated_rms_norm, reference
 
 from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate
@@ -63,6 +63,40 @@ def test_shapes_that_do_not_fit_are_refused(residual: torch.Tensor | None) -> No
         gpu.rms_norm(torch.zeros(2, 32), weight, EPS, residual)
 
 
+def check_gated(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, gating: Gating) -> None:
+    result = gpu.gated_rms_norm(x, weight, gate, EPS, gating=gating)
+    exact = reference.gated_rms_norm(x.double(), weight.double(), gate.double(), EPS, gating=gating)
+    assert_as_accurate(result, exact, reference.gated_rms_norm(x, weight, gate, EPS, gating=gating))
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("gating", list(Gating), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 2, 64), (1, 1, 1), (5, 3, 48), (70, 4, 128), (2, 1, 5000)])
+def test_gated_heads_of_any_width_and_number(
+    shape: tuple[int, ...], dtype: torch.dtype, gating: Gating, triton_device: torch.device
+) -> None:
+    x, gate = (torch.randn(shape).to(triton_device, dtype) for _ in range(2))
+    check_gated(x, torch.randn(shape[2], device=triton_device), gate, gating)
+
+
+def test_gates_may_be_a_view_of_a_wider_projection(triton_device: torch.device) -> None:
+    wide, weight = torch.randn(7, 6 * 32, device=triton_device), torch.randn(32, device=triton_device)
+    x, gate = wide[:, :64].unflatten(1, (2, 32)), wide[:, 96:160].unflatten(1, (2, 32))
+    check_gated(x, weight, gate, Gating.SILU)
+    out = torch.empty(7, 3, 32, device=triton_device)[:, :2]
+    assert gpu.gated_rms_norm(x, weight, gate, EPS, out=out) is out
+    assert torch.equal(out, gpu.gated_rms_norm(x, weight, gate, EPS))
+
+
+def test_gates_that_do_not_fit_are_refused() -> None:
+    x, weight = torch.zeros(2, 3, 8), torch.ones(8)
+    with pytest.raises(ValueError, match="give x and gate"):
+        gated_rms_norm(x, weight, x[:, :1], EPS)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        gated_rms_norm(x, weight, x.mT.contiguous().mT, EPS)
+
+
 @pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
 def test_loads_are_wide_and_a_row_stays_in_registers(weight: str) -> None:
     types = {**dict.fromkeys(("x", "residual", "out", "total"), "*bf16"), "weight": weight}
@@ -73,6 +107,22 @@ def test_loads_are_wide_and_a_row_stays_in_registers(weight: str) -> None:
         compiled = compile_for_h200(gpu._rms_norm_kernel, {**types, **sizes}, constants, num_warps=num_warps)
         assert compiled.widest_load_bytes == 16
         assert "griddepcontrol.wait" in compiled.ptx
+
+
+def test_gated_heads_are_loaded_16_bytes_at_a_time() -> None:
+    types = {**dict.fromkeys(("x", "gate", "out"), "*bf16"), "weight": "*fp32", "num_rows": "i32", "eps": "fp32"}
+    strides = dict.fromkeys(("x_stride", "gate_stride", "out_stride"), "i32:16")
+    words = {"HEADS": 32, "WIDTH": 128, "COLUMNS": 128, "ROWS": 32, "SIGMOID": False}
+    compiled = compile_for_h200(gpu._gated_rms_norm_kernel, {**types, **strides}, words, num_warps=4)
+    assert compiled.widest_load_bytes == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("shape", [(1, 32, 128), (700, 32, 128), (5, 3, 200)])
+def test_gated_bfloat16_on_the_device(shape: tuple[int, ...]) -> None:
+    x, gate = (torch.randn(shape).to("cuda", torch.bfloat16) for _ in range(2))
+    check_gated(x, torch.randn(shape[2], device="cuda"), gate, Gating.SILU)
 
 
 @pytest.mark.gpu

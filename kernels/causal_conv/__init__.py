@@ -1,0 +1,56 @@
+"""Depthwise causal convolution over the tokens of each sequence, with the tail of its inputs as a state.
+
+out[t, c] = silu(bias[c] + sum over i of weight[c, i] x[t - width + 1 + i, c])          width 2, 3 or 4
+
+state[slot][channel][width - 1]        the last inputs, oldest first; ranks of a tensor-parallel group divide the
+                                       channels as they do the heads that these belong to
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.kernels.state_batch import Checkpoint, StateBatch
+
+from . import reference
+
+__all__ = ["WIDTHS", "Checkpoint", "StateBatch", "causal_conv"]
+
+WIDTHS = (2, 3, 4)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve the tokens of `batch`, x [T, C], with weight [C, width] and return [T, C] in x's dtype.
+
+    Inputs before a sequence's first token are those of the state of its source, or zeros; the last width - 1 inputs are
+    written to its target, and those before each checkpoint to that one's slot. `state` is [slots, C, width - 1] of x's
+    dtype. Sums are float32, rounded once. `silu` applies x * sigmoid(x) to the sum.
+
+    Tokens of x and out may lie any number of elements apart, a token's channels are contiguous. Raises `ValueError` for
+    tensors that do not fit each other.
+    """
+    num_tokens, channels = x.shape
+    width = weight.shape[1]
+    if width not in WIDTHS or weight.shape[0] != channels or not weight.is_contiguous():
+        raise ValueError(f"weight {list(weight.shape)} of {channels} channels: give contiguous [{channels}, 2 to 4]")
+    if state.shape[1:] != (channels, width - 1) or not state[0].is_contiguous():
+        raise ValueError(f"state {list(state.shape)}: give contiguous [{channels}, {width - 1}] a slot")
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"bias {list(bias.shape)}: give [{channels}]")
+    if num_tokens and not (x[0].is_contiguous() and (out is None or out[0].is_contiguous())):
+        raise ValueError("the channels of a token must be contiguous, in x and out")
+    run = reference.causal_conv
+    if x.is_cuda:
+        from . import gpu
+
+        run = gpu.causal_conv
+    return run(x, weight, state, batch, bias=bias, silu=silu, out=out)

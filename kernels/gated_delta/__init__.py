@@ -1,0 +1,69 @@
+"""The gated delta rule: linear attention whose state forgets, and corrects what it holds.
+
+    S   = e^(g_t) S                                a state [key_dim, value_dim] a head, in float32
+    S  += k_t beta_t (v_t - S^T k_t)^T
+    out = scale S^T q_t
+
+Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv:2412.06464) has one decay g a head, Kimi Delta Attention (Kimi
+Linear, arXiv:2510.26692) one a key dimension.
+
+    state[slot][head][key_dim][value_dim]          float32; ranks of a tensor-parallel group divide the heads
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
+
+from . import cpu, reference
+from .gate import Gate
+
+__all__ = ["CHUNK", "Checkpoint", "Gate", "StateBatch", "gated_delta"]
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    scale: float,
+    norm_eps: float | None = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the rule over the tokens of `batch` and return what each reads, [T, H, V], in v's dtype.
+
+    q and k are [T, KH, K], v is [T, H, V], all of one dtype; heads of v are grouped as in attention: head h has the
+    queries and keys of head h * KH // H. With `norm_eps`, each head of q and k is first divided by
+    `sqrt(sum of squares + norm_eps)`; None takes them as they are. `gate` holds a decay for each of H heads, or of
+    H heads and K dimensions.
+
+    `state` [slots, H, K, V] float32 is read and written at the batch's slots (sources, targets, checkpoints), and
+    nowhere else. Sums are float32; products of chunks take operands in v's dtype.
+
+    Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, K and V
+    are powers of two from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
+    """
+    _check(q, k, v, gate, state, out)
+    run = cpu.gated_delta if q.is_cpu else reference.gated_delta
+    if q.is_cuda:
+        from . import gpu
+
+        run = gpu.gated_delta
+    return run(q, k, v, gate, state, batch, scale=scale, norm_eps=norm_eps, out=out)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor, out: Tensor | None) -> None:
+    num_tokens, num_heads, value_dim = v.shape
+    _, num_key_heads, key_dim = q.shape
+    if k.shape != q.shape or q.shape[0] != num_tokens or num_heads % num_key_heads:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other")
+    if state.shape[1:] != (num_heads, key_dim, value_dim) or not state[0].is_contiguous():
+        raise ValueError(f"state {list(state.shape)}: give contiguous [{num_heads}, {key_dim}, {value_dim}] a slot")
+    gate.check(num_tokens, num_heads, key_dim)
+    views = (q, k, v, gate.decay, gate.beta, *(() if out is None else (out,)))
+    if num_tokens and not all(view[0].is_contiguous() for view in views):
+        raise ValueError("the heads of a token must be contiguous, in q, k, v, gates and out")

@@ -1,0 +1,61 @@
+"""`Gate`: how much of a state each token keeps, and how much of its value it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gates of T tokens and H heads: one decay a head (GDN), or one for each of K key dimensions (KDA).
+
+    With `log_rate`, what projections give, and the op works out the gates in float32:
+
+        g = -exp(log_rate) * softplus(decay + bias)         beta = sigmoid(beta)
+
+    Without it, `decay` is g itself, natural logarithms that are 0 at most, and `beta` is beta.
+    """
+
+    decay: Tensor  # [T, H], or [T, H, K]
+    beta: Tensor  # [T, H]
+    log_rate: Tensor | None = None  # [H] float32, `A_log` in checkpoints
+    bias: Tensor | None = None  # [H] or [H, K] float32, `dt_bias` in checkpoints
+
+    @property
+    def per_dim(self) -> bool:
+        return self.decay.dim() == 3
+
+    def check(self, num_tokens: int, num_heads: int, key_dim: int) -> None:
+        """Raise `ValueError` for tensors that do not fit so many tokens, heads and key dimensions."""
+        heads = (num_heads, key_dim) if self.per_dim else (num_heads,)
+        wrong = self.decay.shape != (num_tokens, *heads) or self.beta.shape != (num_tokens, num_heads)
+        if self.log_rate is not None:
+            wrong |= self.bias is None or self.bias.shape != heads or self.log_rate.shape != (num_heads,)
+        if wrong:
+            raise ValueError(
+                f"decay {list(self.decay.shape)}, beta {list(self.beta.shape)}, log_rate {_shape(self.log_rate)} and "
+                f"bias {_shape(self.bias)} for {num_tokens} tokens, {num_heads} heads and {key_dim} key dimensions: "
+                "give decay [T, H] or [T, H, K], beta [T, H], and either neither of the others or log_rate [H] and "
+                "bias as one token's decay"
+            )
+
+    def sliced(self, tokens: slice) -> Gate:
+        """Return the gates of some of the tokens."""
+        return Gate(self.decay[tokens], self.beta[tokens], self.log_rate, self.bias)
+
+    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return g, shaped as `decay`, and beta [T, H]."""
+        decay, beta = self.decay.to(dtype), self.beta.to(dtype)
+        if self.log_rate is None or self.bias is None:
+            return decay, beta
+        rate = self.log_rate.to(dtype).exp()
+        softplus = functional.softplus(decay + self.bias.to(dtype))
+        return -(rate[:, None] if self.per_dim else rate) * softplus, beta.sigmoid()
+
+
+def _shape(tensor: Tensor | None) -> list[int] | None:
+    return None if tensor is None else list(tensor.shape)

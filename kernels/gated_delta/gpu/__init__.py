@@ -1,0 +1,193 @@
+"""The gated delta rule on a GPU.
+
+    decodes     `step`: one kernel, a state read and written once
+    others      `intra` (decays a head) or `intra_per_dim`: what needs no state, all chunks at the same time;
+                then `scan` or `scan_hopper`: the states from chunk to chunk, with outputs and checkpoints
+
+Between the two lie, for each chunk and head, two matrices in the inputs' type and a few factors: no state is written
+that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.kernels import pdl
+from baton.kernels.launch import cdiv
+from baton.kernels.state_batch import CHUNK, StateBatch
+from baton.kernels.tuned import Options
+
+from ..gate import Gate
+from . import scan_hopper
+from .intra import FACTORS, intra_chunk
+from .intra_per_dim import intra_chunk_per_dim
+from .options import Shape, intra_options, scan_options, step_options
+from .scan import scan_chunks
+from .step import step_tokens
+
+__all__ = ["gated_delta"]
+
+LINE_BYTES = 128
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    scale: float,
+    norm_eps: float | None = 1e-6,
+    out: Tensor | None = None,
+    step: Options | None = None,
+    intra: Options | None = None,
+    scan: Options | None = None,
+) -> Tensor:
+    """See `baton.kernels.gated_delta.gated_delta`; `step`, `intra` and `scan` are options to use instead of the tuned
+    ones.
+    """
+    _, num_heads, value_dim = v.shape
+    shape = Shape(num_heads, num_heads // q.shape[1], q.shape[2], value_dim, gate.per_dim)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    operands = (q, k, v, gate, state, batch, shape, scale, norm_eps, out)
+    if batch.num_decodes:
+        _step(*operands, step or step_options(shape, batch.num_decodes, q.device))
+    if batch.num_chunks:
+        intra = intra or intra_options(shape, q.shape[0], q.device)
+        tma = scan_hopper.serves(q, k, v, shape)
+        scan = scan or scan_options(shape, batch.num_prefills, q.shape[0], q.device, tma=tma)
+        _chunks(*operands, intra, scan)
+    return out
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    state: Tensor,
+    batch: StateBatch,
+    shape: Shape,
+    scale: float,
+    norm_eps: float | None,
+    out: Tensor,
+    options: Options,
+) -> None:
+    values = options["VALUES"]
+    step_tokens[(cdiv(shape.value_dim, values), shape.num_heads, batch.num_decodes)](
+        q,
+        k,
+        v,
+        gate.decay,
+        gate.beta,
+        gate.log_rate,
+        gate.bias,
+        state,
+        batch.query_start,
+        batch.sources,
+        batch.targets,
+        out,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        gate.decay.stride(0),
+        gate.beta.stride(0),
+        state.stride(0),
+        out.stride(0),
+        scale,
+        norm_eps or 0.0,
+        NUM_HEADS=shape.num_heads,
+        GROUP=shape.group,
+        KEY_DIM=shape.key_dim,
+        VALUE_DIM=shape.value_dim,
+        PER_DIM=shape.per_dim,
+        NORM=norm_eps is not None,
+        PREFETCH=min(values, LINE_BYTES // state.element_size()) if pdl.SUPPORTED.value else 0,
+        **options,
+        **pdl.launch_options(),
+    )
+
+
+def _chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    state: Tensor,
+    batch: StateBatch,
+    shape: Shape,
+    scale: float,
+    norm_eps: float | None,
+    out: Tensor,
+    intra: Options,
+    scan: Options,
+) -> None:
+    num_chunks, heads, key_dim = batch.num_chunks, shape.num_heads, shape.key_dim
+    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+    mixing, attention = (q.new_empty(num_chunks, heads, CHUNK, CHUNK) for _ in range(2))
+    sizes = {"NUM_HEADS": heads, "GROUP": shape.group, "KEY_DIM": key_dim, "CHUNK": CHUNK, "PRECISION": precision}
+    inputs = (q, k, gate.decay, gate.beta, gate.log_rate, gate.bias, batch.chunk_start)
+    strides = (q.stride(0), k.stride(0), gate.decay.stride(0), gate.beta.stride(0))
+    launch = {"NORM": norm_eps is not None, **pdl.launch_options()}
+    keys: tuple[Tensor, Tensor, Tensor | None]
+    if shape.per_dim:
+        reads, queries, writes = (q.new_empty(num_chunks, heads, CHUNK, key_dim) for _ in range(3))
+        factors = q.new_empty((num_chunks, heads, key_dim), dtype=torch.float32)
+        intra_chunk_per_dim[(heads, num_chunks)](
+            *inputs,
+            *(mixing, attention, reads, queries, writes, factors),
+            *strides,
+            scale,
+            norm_eps or 0.0,
+            LEVELS=CHUNK.bit_length() - 1,
+            **sizes,
+            **{name: value for name, value in intra.items() if name != "HEADS"},
+            **launch,
+        )
+        keys = queries, reads, writes
+    else:
+        factors = q.new_empty((num_chunks, heads, FACTORS.value, CHUNK), dtype=torch.float32)
+        intra_chunk[(heads // intra["HEADS"], num_chunks)](
+            *inputs,
+            *(mixing, attention, factors),
+            *strides,
+            scale,
+            norm_eps or 0.0,
+            **sizes,
+            **intra,
+            **launch,
+        )
+        keys = q, k, None
+    if scan["TMA"]:
+        consumers = scan["VALUES"] // scan_hopper.VALUES.value
+        tiles = (*keys, v, mixing, attention, factors, state, batch, out, shape)
+        scan_hopper.scan_chunks(*tiles, consumers=consumers, stages=scan["num_stages"])
+        return
+    scan_chunks[(cdiv(shape.value_dim, scan["VALUES"]), heads, batch.num_prefills)](
+        *keys,
+        v,
+        mixing,
+        attention,
+        factors,
+        state,
+        batch.sources,
+        batch.targets,
+        batch.chunk_start,
+        batch.checkpoints,
+        batch.seq_chunks,
+        out,
+        batch.num_decodes,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        state.stride(0),
+        out.stride(0),
+        VALUE_DIM=shape.value_dim,
+        PER_DIM=shape.per_dim,
+        **sizes,
+        **{name: value for name, value in scan.items() if name != "TMA"},
+        **pdl.launch_options(),
+    )

@@ -1,0 +1,98 @@
+"""The part of each chunk's work that needs no state, for decays a head: all chunks at the same time.
+
+    A[i, j] = beta_i (k_i . k_j) e^(G_i - G_j)   j < i             G: the sum of g up to and with a token
+    mixing = (I + A)^-1 diag(beta)                                 changes = mixing (v - e^G k S)
+    attention[i, j] = scale (q_i . k_j) e^(G_i - G_j)   j <= i     out = scale e^G q S + attention changes
+
+Keys and queries are multiplied as they lie there, and their lengths divided out afterwards: of products in the matrices
+here, of the others in the factors of each token, which the scan multiplies with.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton.kernels import pdl
+
+from .gates import log2_decay, reciprocal_length, write_strength
+from .inverse import unit_lower_inverse
+
+FACTORS = tl.constexpr(4)  # vectors of a chunk and head:
+READ_KEY, READ_QUERY, WRITE_KEY, KEEP = (tl.constexpr(number) for number in range(4))
+
+
+@triton.jit
+def intra_chunk(
+    q,  # [T, NUM_HEADS / GROUP, KEY_DIM], tokens q_stride apart
+    k,
+    decay,  # [T, NUM_HEADS], tokens decay_stride apart
+    beta,
+    log_rate,  # [NUM_HEADS] float32 or None
+    bias,
+    chunk_start,  # [num_chunks + 1]
+    mixing,  # [num_chunks, NUM_HEADS, CHUNK, CHUNK]
+    attention,
+    factors,  # [num_chunks, NUM_HEADS, FACTORS, CHUNK] float32
+    q_stride,
+    k_stride,
+    decay_stride,
+    beta_stride,
+    scale,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of values that share one of keys
+    HEADS: tl.constexpr,  # of a program; divides GROUP
+    KEY_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOLVE: tl.constexpr,  # rows that are solved by substitution
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    pdl.let_next_start()
+    chunk = tl.program_id(1)
+    first_head = tl.program_id(0) * HEADS
+    first = tl.load(chunk_start + chunk)
+    count = tl.load(chunk_start + chunk + 1) - first
+    row = tl.arange(0, CHUNK)
+    known = row < count
+    token = first.to(tl.int64) + row
+    dims = first_head // GROUP * KEY_DIM + tl.arange(0, KEY_DIM)
+    pdl.wait_for_previous()
+    keys = tl.load(k + token[:, None] * k_stride + dims[None, :], mask=known[:, None], other=0.0)
+    queries = tl.load(q + token[:, None] * q_stride + dims[None, :], mask=known[:, None], other=0.0)
+    key_products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    query_products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    on_diagonal = row[:, None] == row[None, :]
+    key_squares = tl.where(on_diagonal, key_products, 0.0)
+    key_rows = reciprocal_length(tl.sum(key_squares, axis=1), eps, NORM)
+    key_columns = reciprocal_length(tl.sum(key_squares, axis=0), eps, NORM)
+    wide = queries.to(tl.float32)
+    query_rows = reciprocal_length(tl.sum(wide * wide, axis=1), eps, NORM) * scale
+    key_products *= key_rows[:, None] * key_columns[None, :]
+    query_products *= query_rows[:, None] * key_columns[None, :]
+    for index in tl.static_range(HEADS):
+        head = first_head + index
+        rate, offset = None, None
+        if log_rate is not None:
+            rate, offset = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
+        gates = tl.load(decay + token * decay_stride + head, mask=known, other=0.0)
+        log_kept = tl.where(known, log2_decay(gates, rate, offset), 0.0)
+        strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate)
+        strength = tl.where(known, strength, 0.0)
+        total = tl.cumsum(log_kept, axis=0)
+        last = tl.sum(log_kept, axis=0)
+        at_or_below = row[:, None] >= row[None, :]
+        kept = tl.where(at_or_below, tl.exp2(tl.where(at_or_below, total[:, None] - total[None, :], 0.0)), 0.0)
+        dependence = tl.where(on_diagonal, 0.0, key_products * kept * strength[:, None])
+        solved = unit_lower_inverse(dependence, CHUNK, SOLVE, PRECISION) * strength[None, :]
+        place = chunk.to(tl.int64) * NUM_HEADS + head
+        cells = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
+        tl.store(mixing + cells, solved.to(mixing.dtype.element_ty))
+        tl.store(attention + cells, (query_products * kept).to(attention.dtype.element_ty))
+        vectors = factors + place * FACTORS * CHUNK + row
+        since_start = tl.exp2(total)
+        tl.store(vectors + READ_KEY * CHUNK, since_start * key_rows)
+        tl.store(vectors + READ_QUERY * CHUNK, since_start * query_rows)
+        tl.store(vectors + WRITE_KEY * CHUNK, tl.exp2(last - total) * key_rows)
+        tl.store(vectors + KEEP * CHUNK, tl.zeros([CHUNK], tl.float32) + tl.exp2(last))

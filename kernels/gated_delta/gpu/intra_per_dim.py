@@ -1,0 +1,128 @@
+"""The part of each chunk's work that needs no state, for decays a key dimension.
+
+    A[i, j] = beta_i sum_d k_id k_jd e^(G_id - G_jd)   j < i       attention: the same with q_i, no beta, and j <= i
+
+The factor of a pair does not come apart into a large and a small one without overflow, but relative to a token that
+lies between the two it does: both factors are 1 at most. So the triangle is taken in halves, each relative to its
+middle:
+
+    0  .            a block of 2 h tokens: rows of its second half, columns of its first, relative to token h
+    2  0  .         h = CHUNK / 2, ... 2, 1: each level is one product over the whole chunk, of which the cells
+    1  1  0  .      within the same block count
+    1  1  2  0
+
+The keys and queries that meet states are stored scaled: read = e^G k, queries = scale e^G q, write = e^(G_last - G) k.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton.kernels import pdl
+
+from .gates import log2_decay, reciprocal_length, write_strength
+from .inverse import unit_lower_inverse
+
+
+@triton.jit
+def intra_chunk_per_dim(
+    q,  # [T, NUM_HEADS / GROUP, KEY_DIM], tokens q_stride apart
+    k,
+    decay,  # [T, NUM_HEADS, KEY_DIM], tokens decay_stride apart
+    beta,  # [T, NUM_HEADS]
+    log_rate,  # [NUM_HEADS] float32 or None
+    bias,  # [NUM_HEADS, KEY_DIM] float32 or None
+    chunk_start,  # [num_chunks + 1]
+    mixing,  # [num_chunks, NUM_HEADS, CHUNK, CHUNK]
+    attention,
+    read_keys,  # [num_chunks, NUM_HEADS, CHUNK, KEY_DIM]
+    read_queries,
+    write_keys,
+    keep,  # [num_chunks, NUM_HEADS, KEY_DIM] float32: what is kept of a state
+    q_stride,
+    k_stride,
+    decay_stride,
+    beta_stride,
+    scale,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,  # CHUNK is 2 ** LEVELS
+    SOLVE: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pdl.let_next_start()
+    chunk = tl.program_id(1)
+    head = tl.program_id(0)
+    first = tl.load(chunk_start + chunk)
+    count = tl.load(chunk_start + chunk + 1) - first
+    row = tl.arange(0, CHUNK)
+    known = row < count
+    token = first.to(tl.int64) + row
+    dim = tl.arange(0, KEY_DIM)
+    rate, offset = None, None
+    if log_rate is not None:
+        rate, offset = tl.exp(tl.load(log_rate + head)), tl.load(bias + head * KEY_DIM + dim)[None, :]
+    pdl.wait_for_previous()
+    cells = head // GROUP * KEY_DIM + dim[None, :]
+    dtype: tl.constexpr = read_keys.dtype.element_ty
+    keys = tl.load(k + token[:, None] * k_stride + cells, mask=known[:, None], other=0.0).to(tl.float32)
+    queries = tl.load(q + token[:, None] * q_stride + cells, mask=known[:, None], other=0.0).to(tl.float32)
+    keys *= reciprocal_length(tl.sum(keys * keys, axis=1), eps, NORM)[:, None]
+    queries *= (reciprocal_length(tl.sum(queries * queries, axis=1), eps, NORM) * scale)[:, None]
+    gate_cells = decay + token[:, None] * decay_stride + head * KEY_DIM + dim[None, :]
+    log_kept = log2_decay(tl.load(gate_cells, mask=known[:, None], other=0.0), rate, offset)
+    log_kept = tl.where(known[:, None], log_kept, 0.0)
+    total = tl.cumsum(log_kept, axis=0)
+    last = tl.sum(log_kept, axis=0)
+
+    place = chunk.to(tl.int64) * NUM_HEADS + head
+    wide = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim[None, :]
+    since_start = tl.exp2(total)
+    tl.store(read_keys + wide, (keys * since_start).to(dtype))
+    tl.store(read_queries + wide, (queries * since_start).to(dtype))
+    tl.store(write_keys + wide, (keys * tl.exp2(last[None, :] - total)).to(dtype))
+    tl.store(keep + place * KEY_DIM + dim, tl.exp2(last))
+
+    strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate)
+    strength = tl.where(known, strength, 0.0)
+
+    dependence = tl.zeros([CHUNK, CHUNK], tl.float32)
+    weights = tl.where(row[:, None] == row[None, :], tl.sum(queries * keys, axis=1)[:, None], 0.0)
+    for level in range(LEVELS):  # not unrolled: one level's operands are as much as registers hold
+        of_keys, of_queries = _across_middles(
+            queries, keys, total, CHUNK >> (level + 1), CHUNK, KEY_DIM, dtype, PRECISION
+        )
+        dependence += of_keys
+        weights += of_queries
+    solved = unit_lower_inverse(dependence * strength[:, None], CHUNK, SOLVE, PRECISION) * strength[None, :]
+
+    squares = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
+    tl.store(mixing + squares, solved.to(mixing.dtype.element_ty))
+    tl.store(attention + squares, weights.to(attention.dtype.element_ty))
+
+
+@triton.jit
+def _across_middles(
+    queries, keys, total, half, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return the products of later keys, and of later queries, with earlier keys across the middle of a block of 2 half
+    tokens: [CHUNK, CHUNK], zero elsewhere.
+    """
+    row = tl.arange(0, CHUNK)
+    middle = (row & ~(2 * half - 1)) + half
+    of_middle = tl.gather(total, tl.broadcast_to(middle[:, None], (CHUNK, KEY_DIM)), axis=0)
+    later = (row & half)[:, None] != 0
+    apart = tl.exp2(tl.where(later, total - of_middle, of_middle - total))
+    scaled_keys = keys * apart
+    columns = tl.trans(tl.where(later, 0.0, scaled_keys).to(DTYPE))
+    rows_of_keys = tl.where(later, scaled_keys, 0.0).to(DTYPE)
+    rows_of_queries = tl.where(later, queries * apart, 0.0).to(DTYPE)
+    same_block = middle[:, None] == middle[None, :]
+    of_keys = tl.where(same_block, tl.dot(rows_of_keys, columns, input_precision=PRECISION), 0.0)
+    of_queries = tl.where(same_block, tl.dot(rows_of_queries, columns, input_precision=PRECISION), 0.0)
+    return of_keys, of_queries

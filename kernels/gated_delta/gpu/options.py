@@ -1,0 +1,74 @@
+"""Launch options of the kernels: defaults, and the keys under which measured ones are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels import tuned
+from baton.kernels.launch import multiprocessors
+from baton.kernels.tuned import Options
+
+STEP: Options = {"VALUES": 32, "num_warps": 4}
+INTRA: Options = {"HEADS": 1, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
+INTRA_PER_DIM: Options = {**INTRA, "num_warps": 8}
+SCAN: Options = {"VALUES": 64, "num_warps": 4, "num_stages": 2, "TMA": 0}  # TMA: whether `scan_hopper` serves
+WIDE_TMA_SCAN: Options = {"VALUES": 128, "num_warps": 4, "num_stages": 3, "TMA": 1}
+TMA_SCAN: Options = {**WIDE_TMA_SCAN, "VALUES": 64}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that options depend on."""
+
+    num_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    per_dim: bool
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Return what of a key must be equal."""
+        gates = "a dimension" if self.per_dim else "a head"
+        return {"gates": gates, "key_dim": str(self.key_dim), "value_dim": str(self.value_dim)}
+
+
+def step_key(shape: Shape, num_seqs: int) -> tuned.Key:
+    return {"kernel": "step", **shape.words, "heads": shape.num_heads * num_seqs}
+
+
+def intra_key(shape: Shape, num_tokens: int) -> tuned.Key:
+    return {"kernel": "intra", **shape.words, "group": str(shape.group), "head_tokens": shape.num_heads * num_tokens}
+
+
+def scan_key(shape: Shape, num_seqs: int, num_tokens: int) -> tuned.Key:
+    """Return the key of a step's prompts: how many scans run side by side, and how long they are."""
+    heads, tokens = shape.num_heads * num_seqs, num_tokens // max(1, num_seqs)
+    return {"kernel": "scan", **shape.words, "heads": heads, "tokens_per_seq": tokens}
+
+
+def step_options(shape: Shape, num_seqs: int, device: torch.device) -> Options:
+    return tuned.config("gated_delta", device, step_key(shape, num_seqs), _narrowed(STEP, shape))
+
+
+def intra_options(shape: Shape, num_tokens: int, device: torch.device) -> Options:
+    default = INTRA_PER_DIM if shape.per_dim else INTRA
+    return tuned.config("gated_delta", device, intra_key(shape, num_tokens), default)
+
+
+def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.device, *, tma: bool) -> Options:
+    """Return the options of a scan; `tma` tells whether `scan_hopper` can serve it."""
+    if not tma:
+        return _narrowed(SCAN, shape)
+    fills_device = shape.num_heads * num_seqs >= multiprocessors(device)
+    default = WIDE_TMA_SCAN if fills_device and shape.value_dim % WIDE_TMA_SCAN["VALUES"] == 0 else TMA_SCAN
+    if shape.per_dim:
+        default = {**default, "num_stages": 2}
+    return tuned.config("gated_delta", device, scan_key(shape, num_seqs, num_tokens), default)
+
+
+def _narrowed(options: Options, shape: Shape) -> Options:
+    """Return options for programs with no more value dimensions than there are."""
+    return {**options, "VALUES": min(options["VALUES"], shape.value_dim)}

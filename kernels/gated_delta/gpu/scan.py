@@ -1,0 +1,115 @@
+"""The state from chunk to chunk, and the outputs on the way: a program has some value dimensions of one head.
+
+    read     = e^G k S            products with the state as it was before the chunk
+    changes  = mixing (v - read)
+    out      = e^G q S + attention changes
+    S        = e^G_last S + (e^(G_last - G) k)^T changes
+
+All of it transposed, value dimensions first, so that each product's result is the next one's first operand as it lies
+in the registers: nothing passes through shared memory between the products of the chain but what is read from memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from baton.kernels import pdl
+
+from .intra import FACTORS, KEEP, READ_KEY, READ_QUERY, WRITE_KEY
+
+
+@triton.jit(do_not_specialize=["first_seq"])
+def scan_chunks(
+    q,  # decays a head: [T, NUM_HEADS / GROUP, KEY_DIM], tokens q_stride apart; a dimension: see intra_per_dim
+    k,
+    write_keys,  # None, or as k: what is multiplied with the changes
+    v,  # [T, NUM_HEADS, VALUE_DIM], tokens v_stride apart
+    mixing,  # [num_chunks, NUM_HEADS, CHUNK, CHUNK]
+    attention,
+    factors,  # [num_chunks, NUM_HEADS, FACTORS, CHUNK], or [num_chunks, NUM_HEADS, KEY_DIM]: what is kept of a state
+    state,  # [slots, NUM_HEADS, KEY_DIM, VALUE_DIM] float32, slots state_stride apart
+    sources,
+    targets,
+    chunk_start,
+    checkpoints,
+    seq_chunks,
+    out,  # [T, NUM_HEADS, VALUE_DIM], tokens out_stride apart
+    first_seq,
+    q_stride,
+    k_stride,
+    v_stride,
+    state_stride,
+    out_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr,  # of a program
+    CHUNK: tl.constexpr,
+    PER_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pdl.let_next_start()
+    seq = tl.program_id(2)
+    head = tl.program_id(1)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    row = tl.arange(0, CHUNK)
+    dim = tl.arange(0, KEY_DIM)
+    first_chunk = tl.load(seq_chunks + seq)
+    end_chunk = tl.load(seq_chunks + seq + 1)
+    source = tl.load(sources + first_seq + seq).to(tl.int64)
+    target = tl.load(targets + first_seq + seq).to(tl.int64)
+    begin = tl.load(chunk_start + first_chunk)
+    inner = head * KEY_DIM * VALUE_DIM + dim.to(tl.int64)[None, :] * VALUE_DIM + value.to(tl.int64)[:, None]
+    tile = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    pdl.wait_for_previous()
+    from_arena = source >= 0 and first_chunk < end_chunk
+    kept = tl.zeros([VALUES, KEY_DIM], tl.float32)
+    if from_arena:
+        kept = tl.load(state + source * state_stride + inner)
+    for chunk in range(first_chunk, end_chunk):
+        end = tl.load(chunk_start + chunk + 1)
+        known = (row < end - begin)[:, None]
+        token = (begin.to(tl.int64) + row)[:, None]
+        place = tl.cast(chunk, tl.int64) * NUM_HEADS + head
+        if PER_DIM:
+            key_cells = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim[None, :]
+            keys = tl.load(k + key_cells)
+            queries = tl.load(q + key_cells)
+            writers = tl.load(write_keys + key_cells)
+            keep = tl.load(factors + place * KEY_DIM + dim)[None, :]
+        else:
+            key_cells = head // GROUP * KEY_DIM + dim[None, :]
+            keys = tl.load(k + token * k_stride + key_cells, mask=known, other=0.0)
+            queries = tl.load(q + token * q_stride + key_cells, mask=known, other=0.0)
+            vectors = factors + place * FACTORS * CHUNK + row
+            read_key = tl.load(vectors + READ_KEY * CHUNK)[None, :]
+            read_query = tl.load(vectors + READ_QUERY * CHUNK)[None, :]
+            write_key = tl.load(vectors + WRITE_KEY * CHUNK)[None, :]
+            keep = tl.load(factors + (place * FACTORS + KEEP) * CHUNK)
+        values = tl.load(v + token * v_stride + head * VALUE_DIM + value[None, :], mask=known, other=0.0)
+        solved = tl.load(mixing + place * CHUNK * CHUNK + tile)
+        weights = tl.load(attention + place * CHUNK * CHUNK + tile)
+
+        rounded = kept.to(keys.dtype)
+        read = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)
+        result = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
+        if not PER_DIM:
+            read *= read_key
+            result *= read_query
+        error = tl.trans(values).to(tl.float32) - read
+        changes = tl.dot(error.to(keys.dtype), tl.trans(solved), input_precision=PRECISION)
+        result = tl.dot(changes.to(keys.dtype), tl.trans(weights), result, input_precision=PRECISION)
+        if PER_DIM:
+            kept = tl.dot(changes.to(keys.dtype), writers, kept * keep, input_precision=PRECISION)
+        else:
+            kept = tl.dot((changes * write_key).to(keys.dtype), keys, kept * keep, input_precision=PRECISION)
+        cells = out + token * out_stride + head * VALUE_DIM + value[None, :]
+        tl.store(cells, tl.trans(result).to(out.dtype.element_ty), mask=known)
+        checkpoint = tl.load(checkpoints + chunk).to(tl.int64)
+        if checkpoint >= 0:
+            tl.store(state + checkpoint * state_stride + inner, kept)
+        begin = end
+    if target >= 0 and first_chunk < end_chunk:
+        tl.store(state + target * state_stride + inner, kept)

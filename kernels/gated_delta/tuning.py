@@ -1,0 +1,57 @@
+"""Tuning candidates of the gated delta rule, at the sizes of `bench`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from baton.kernels.tune import Problem
+from baton.kernels.tuned import Key, Options
+
+from . import gpu
+from .bench import GDN, KDA, DeltaModel, step
+from .gpu.options import Shape, intra_key, scan_key, step_key
+
+DECODES = (1, 4, 16, 64, 256)  # sequences
+PREFILLS = ((1, 512), (1, 4096), (16, 1024), (16, 4096), (2, 32768))  # sequences, tokens of each
+
+STEPS: list[Options] = [
+    {"VALUES": values, "num_warps": warps}
+    for values, warps in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
+]
+INTRAS: list[Options] = [
+    {"HEADS": heads, "SOLVE": solve, "num_warps": warps, "num_stages": 1}
+    for heads, solve, warps in itertools.product((1, 2), (8, 16), (4, 8))
+]
+SCANS: list[Options] = [
+    {"VALUES": values, "num_warps": warps, "num_stages": stages, "TMA": tma}
+    for (values, warps, tma), stages in itertools.product(
+        ((64, 4, 1), (128, 4, 1), (32, 4, 0), (64, 4, 0), (64, 8, 0), (128, 8, 0)), (2, 3)
+    )
+]
+
+
+def problems(device: torch.device) -> Iterator[Problem]:
+    for model in (GDN, KDA):
+        shape = Shape(model.num_heads, model.num_heads // model.num_key_heads, model.dim, model.dim, model.per_dim)
+        for num_seqs in DECODES:
+            yield _problem(model, [1] * num_seqs, step_key(shape, num_seqs), "step", STEPS, device)
+        for num_seqs, length in PREFILLS:
+            tokens = num_seqs * length
+            intras = [options for options in INTRAS if shape.group % options["HEADS"] == 0]
+            yield _problem(model, [length] * num_seqs, intra_key(shape, tokens), "intra", intras, device)
+            yield _problem(model, [length] * num_seqs, scan_key(shape, num_seqs, tokens), "scan", SCANS, device)
+
+
+def _problem(
+    model: DeltaModel, lengths: list[int], key: Key, kernel: str, candidates: Sequence[Options], device: torch.device
+) -> Problem:
+    """Return the problem of one kernel; a run has the others of the step as well, with options that stay the same."""
+    made = step(model, lengths, device)
+
+    def make_run(options: Options) -> Callable[[], object]:
+        return made.run(gpu.gated_delta, **{kernel: options})
+
+    return Problem(key, candidates, make_run)

@@ -1,0 +1,270 @@
+"""The gated delta rule in Triton against the definition; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from baton.kernels.gated_delta import StateBatch, gated_delta, reference
+
+from ...helpers.aot import Compiled, compile_for_h200
+from .kernel_checks import assert_as_accurate
+from .state_cases import SCALE, SMALL, DeltaStep, Heads, delta_step
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+gpu = pytest.importorskip("baton.kernels.gated_delta.gpu")
+
+from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, scan_hopper, step  # noqa: E402
+from baton.kernels.gated_delta.gpu.inverse import unit_lower_inverse  # noqa: E402
+from baton.kernels.gated_delta.gpu.options import INTRA, INTRA_PER_DIM, SCAN, STEP  # noqa: E402
+
+RAGGED = [1, 1, 0, 63, 64, 65, 200]
+CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
+QWEN = Heads(16, 32, 128, 128)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_ragged_sequences_with_states_and_checkpoints(
+    dtype: torch.dtype, per_dim: bool, triton_device: torch.device
+) -> None:
+    step = delta_step(RAGGED, triton_device, dtype=dtype, per_dim=per_dim, fresh=[1, 5], checkpoints=CHECKPOINTS)
+    step.check(gpu.gated_delta)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("heads", [Heads(1, 1), Heads(2, 2, 16, 64), Heads(1, 4, 64, 16), Heads(3, 6)], ids=str)
+def test_head_groups_and_sizes(heads: Heads, per_dim: bool, triton_device: torch.device) -> None:
+    delta_step([1, 70], triton_device, heads=heads, per_dim=per_dim, in_place=False).check(gpu.gated_delta)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+def test_a_few_tokens_go_one_by_one(per_dim: bool, triton_device: torch.device) -> None:
+    step = delta_step([4, 1, 0, 3], triton_device, decode_tokens=4, per_dim=per_dim, fresh=[1])
+    assert step.batch.num_decodes == 4
+    step.check(gpu.gated_delta)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("strength", [0.0, 50.0])
+def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float, triton_device: torch.device) -> None:
+    step = delta_step([1, 150], triton_device, per_dim=per_dim, raw_gate=False, strength=strength, norm_eps=None)
+    step.check(gpu.gated_delta, slack=100.0)  # differences of sums of decays are as exact as these sums
+
+
+@pytest.mark.parametrize("solve", [8, 16, 32, 64])
+def test_keys_that_are_all_the_same_do_not_blow_up(solve: int, triton_device: torch.device) -> None:
+    step = delta_step([64], triton_device, raw_gate=False, strength=0.0)
+    gate = dataclasses.replace(step.gate, beta=torch.ones_like(step.gate.beta))
+    same = dataclasses.replace(step, k=step.k[:1].expand_as(step.k).contiguous(), gate=gate)
+    same.check(gpu.gated_delta, intra={**INTRA, "SOLVE": solve})
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("values", [16, 32])
+def test_options_change_nothing_but_the_time(heads: int, values: int, triton_device: torch.device) -> None:
+    options = {"intra": {**INTRA, "HEADS": heads}, "scan": {**SCAN, "VALUES": values}, "step": {**STEP, "VALUES": 8}}
+    delta_step([1, 100], triton_device).check(gpu.gated_delta, **options)  # type: ignore[arg-type]
+
+
+def test_a_neighbour_that_is_not_a_number_stays_one(triton_device: torch.device) -> None:
+    step = delta_step([1, 40, 70], triton_device)
+    clean, clean_state = step.run(gpu.gated_delta)
+    for x in (step.q, step.k, step.v):
+        x[41:] = float("nan")
+    out, state = step.run(gpu.gated_delta)
+    assert torch.equal(out[:41], clean[:41])
+    assert torch.equal(state[step.written[:2]], clean_state[step.written[:2]])
+    assert out[41:].isnan().all()
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+def test_padding_of_a_captured_graph_reads_and_writes_nothing(per_dim: bool, triton_device: torch.device) -> None:
+    step = delta_step([1, 1, 1], triton_device, fresh=[1, 2], per_dim=per_dim)
+    targets = step.batch.targets.clone()
+    targets[2] = -1
+    padded = dataclasses.replace(step, batch=dataclasses.replace(step.batch, targets=targets))
+    padded.check(gpu.gated_delta)
+
+
+def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
+    step = delta_step([1, 70], triton_device)
+    tokens = len(step.q)
+    packed = torch.cat([x.reshape(tokens, -1) for x in (step.q, step.k, step.v)], 1)
+    q, k, v = packed.split([x[0].numel() for x in (step.q, step.k, step.v)], 1)
+    gates = torch.cat([step.gate.beta, step.gate.decay], 1)
+    beta, decay = gates.split(SMALL.values, 1)
+    viewed = dataclasses.replace(
+        step,
+        q=q.unflatten(1, (SMALL.keys, -1)),
+        k=k.unflatten(1, (SMALL.keys, -1)),
+        v=v.unflatten(1, (SMALL.values, -1)),
+        gate=dataclasses.replace(step.gate, beta=beta, decay=decay),
+    )
+    out, _ = viewed.run(gpu.gated_delta)
+    assert torch.equal(out, step.run(gpu.gated_delta)[0])
+
+
+def test_whole_or_in_pieces_or_token_by_token(triton_device: torch.device) -> None:
+    step = delta_step([135], triton_device)
+    exact, exact_state = step.converted(torch.float64).run(reference.gated_delta)
+    slot = step.batch.sources.tolist()
+    for cuts in ([135], [64, 71], [1] * 5 + [30, 100]):
+        state, parts, first = step.state.clone(), [], 0
+        for length in cuts:
+            tokens = slice(first, first + length)
+            batch = StateBatch.plan([length], slot, slot, device=triton_device)
+            inputs = (step.q[tokens], step.k[tokens], step.v[tokens], step.gate.sliced(tokens))
+            parts.append(gpu.gated_delta(*inputs, state, batch, scale=SCALE))
+            first += length
+        assert_as_accurate(torch.cat(parts), exact, step.run(reference.gated_delta)[0], slack=8.0)
+        torch.testing.assert_close(state[slot].double(), exact_state[slot], atol=1e-4, rtol=1e-4)
+
+
+@triton.jit
+def _invert(a, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    cells = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out + cells, unit_lower_inverse(tl.load(a + cells), SIZE, BLOCK, "tf32x3"))
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 64])
+def test_the_inverse_of_a_triangle(block: int, triton_device: torch.device) -> None:
+    a = (torch.randn(64, 64) / 4).tril(-1).to(triton_device)
+    out = torch.full_like(a, float("nan"))
+    _invert[(1,)](a, out, SIZE=64, BLOCK=block)
+    exact = torch.linalg.inv(torch.eye(64).double() + a.cpu().double())
+    torch.testing.assert_close(out.cpu().double(), exact, atol=1e-5 * exact.abs().max().item(), rtol=1e-5)
+
+
+# ---- compiled ahead -------------------------------------------------------------------------------------------------
+
+TENSORS = ("q", "k", "v", "decay", "beta", "mixing", "attention", "out", "read_keys", "read_queries", "write_keys")
+TYPES = {
+    **dict.fromkeys(TENSORS, "*bf16"),
+    **dict.fromkeys(("log_rate", "bias", "factors", "keep", "state"), "*fp32"),
+    **dict.fromkeys(("query_start", "sources", "targets", "chunk_start", "checkpoints", "seq_chunks"), "*i32"),
+    **dict.fromkeys(("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride"), "i32:16"),
+    **dict.fromkeys(("state_stride", "out_stride"), "i32:16"),
+    **{"first_seq": "i32", "scale": "fp32", "eps": "fp32"},
+}
+SIZES = {"NUM_HEADS": 32, "GROUP": 2, "KEY_DIM": 128, "CHUNK": 64, "PRECISION": "tf32", "NORM": True, "VALUE_DIM": 128}
+BOXES = "swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[]"
+BOX = f"tensordesc<bf16[64,64],NVMMASharedLayout({BOXES})>"
+
+
+def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
+    names = set(kernel.arg_names)  # type: ignore[attr-defined]
+    launch = {name: value for name, value in options.items() if name.startswith("num_")}
+    words = {name: value for name, value in (SIZES | options | constants).items() if name in names}
+    types = {name: kind for name, kind in TYPES.items() if name in names and name not in words}
+    return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
+
+
+def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
+    made = compiled(intra.intra_chunk, INTRA)
+    assert made.wgmma
+    assert made.widest_load_bytes == 16
+    assert "griddepcontrol.wait" in made.ptx
+
+
+def test_so_is_what_they_know_with_decays_a_dimension() -> None:
+    words = {"GROUP": 1, "LEVELS": 6}
+    made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=128, **words)
+    assert made.ptx.count("wgmma.mma_async") < 100  # its levels are a loop
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("values", [8, 32, 128])
+def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool) -> None:
+    options = {"VALUES": values, "num_warps": {8: 1, 32: 4, 128: 8}[values]}
+    made = compiled(step.step_tokens, options, PER_DIM=per_dim, PREFETCH=min(values, 32))
+    assert made.widest_load_bytes == 16
+    assert "prefetch.global.L2" in made.ptx
+
+
+def test_the_portable_scan_runs_on_tensor_cores() -> None:
+    options = {
+        "VALUES": 128,
+        "num_warps": 8,
+        "num_stages": 2,
+    }  # where a warp's tile is widest: on an H200, `scan_hopper`
+    assert compiled(scan.scan_chunks, options, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
+
+
+@pytest.mark.parametrize(("per_dim", "consumers", "stages"), [(False, 1, 3), (False, 2, 3), (True, 1, 2), (True, 2, 2)])
+def test_the_scan_for_hopper_chains_its_products_in_registers(per_dim: bool, consumers: int, stages: int) -> None:
+    boxes = dict.fromkeys(("q", "k", "v", "mixing", "attention", *(["write_keys"] if per_dim else [])), BOX)
+    types = {name: TYPES[name] for name in scan_hopper.scan_heads.arg_names if name in TYPES} | boxes
+    words = {name: SIZES[name] for name in ("NUM_HEADS", "KEY_DIM", "VALUE_DIM")}
+    words |= {"GROUP": 1 if per_dim else 2, "CONSUMERS": consumers, "STAGES": stages, "PER_DIM": per_dim}
+    if not per_dim:
+        words["write_keys"] = None
+        types.pop("write_keys")
+    # What spills are the addresses of checkpoints, which few chunks need.
+    made = compile_for_h200(scan_hopper.scan_heads, types, words, max_spill_bytes=320, num_warps=4)
+    assert made.ptx.count("wgmma.mma_async") == consumers * 28
+    assert "cp.async.bulk.tensor" in made.ptx
+
+
+# ---- on the device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("tma", [0, 1])
+@pytest.mark.parametrize("values", [64, 128])
+def test_bfloat16_on_the_device(values: int, tma: int, per_dim: bool) -> None:
+    device = torch.device("cuda")
+    heads = Heads(32, 32, 128, 128) if per_dim else QWEN
+    step = delta_step(
+        [*RAGGED, 700],
+        device,
+        heads=heads,
+        dtype=torch.bfloat16,
+        per_dim=per_dim,
+        fresh=[1, 5],
+        checkpoints=[*CHECKPOINTS, (7, 512)],
+    )
+    options = {"VALUES": values, "num_warps": values // 16, "num_stages": 2, "TMA": tma}
+    step.check(gpu.gated_delta, scan=options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [65, 130]])
+def test_slots_past_4_gib_are_found(lengths: list[int]) -> None:
+    device = torch.device("cuda")
+    options = {"heads": QWEN, "dtype": torch.bfloat16}
+    near = delta_step(lengths, device, **options)  # type: ignore[arg-type]
+    far = delta_step(lengths, device, first_slot=(1 << 32) // near.state[0].numel() + 1, **options)  # type: ignore[arg-type]
+    out, state = far.run(gpu.gated_delta)
+    expected, expected_state = near.run(gpu.gated_delta)
+    assert torch.equal(out, expected)
+    assert torch.equal(state[far.written], expected_state[near.written])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_slots_that_came_after_it() -> None:
+    step = delta_step([1] * 8, torch.device("cuda"), heads=QWEN, dtype=torch.bfloat16)
+    batch, state = step.batch, step.state.nan_to_num(0.5)
+
+    def run(step: DeltaStep) -> torch.Tensor:
+        return gated_delta(step.q, step.k, step.v, step.gate, state, step.batch, scale=SCALE)
+
+    run(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(step)
+    for turn in range(3):
+        slots = torch.randperm(len(state), generator=torch.Generator().manual_seed(turn))[:8].int().cuda()
+        batch.sources.copy_(slots)
+        batch.targets.copy_(slots)
+        before = state.clone()
+        graph.replay()
+        after, state[:] = state.clone(), before
+        assert torch.equal(result, run(step))
+        assert torch.equal(state, after)

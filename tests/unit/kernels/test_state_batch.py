@@ -1,0 +1,88 @@
+"""How a step's sequences are cut into chunks, and which checkpoints can be asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.kernels.state_batch import CHUNK, LEAST_CUT, Checkpoint, StateBatch
+
+
+def test_short_sequences_in_front_go_token_by_token_and_the_others_in_chunks() -> None:
+    batch = StateBatch.plan([1, 1, 130, 0, 1], [4, -1, 2, 3, 0], [4, 5, 2, 3, -1])
+    assert (batch.num_seqs, batch.num_decodes, batch.num_prefills, batch.num_chunks) == (5, 2, 3, 4)
+    assert batch.query_start.tolist() == [0, 1, 2, 132, 132, 133]
+    assert batch.chunk_start.tolist() == [2, 66, 130, 132, 133]
+    assert batch.chunk_seqs.tolist() == [2, 2, 2, 4]
+    assert batch.seq_chunks.tolist() == [0, 3, 3, 4]
+    assert (batch.sources.tolist(), batch.targets.tolist()) == ([4, -1, 2, 3, 0], [4, 5, 2, 3, -1])
+
+
+def test_a_chunk_ends_at_every_checkpoint() -> None:
+    kept = [Checkpoint(0, 100, 7), Checkpoint(0, 128, 8), Checkpoint(1, 10, 9)]
+    batch = StateBatch.plan([200, 10], [0, 1], [0, 1], checkpoints=kept)
+    assert batch.chunk_start.tolist() == [0, 64, 100, 128, 192, 200, 210]
+    assert batch.checkpoints.tolist() == [-1, 7, 8, -1, -1, 9]
+
+
+def test_a_step_of_decodes_has_no_chunks() -> None:
+    batch = StateBatch.plan([1, 1, 0], [0, 1, -1], [0, 1, -1])
+    assert (batch.num_decodes, batch.num_chunks, batch.seq_chunks.tolist()) == (3, 0, [0])
+
+
+def test_a_few_tokens_may_be_a_decode() -> None:
+    batch = StateBatch.plan([1, 4, 5, 2], [0] * 4, [0] * 4, decode_tokens=4)
+    assert (batch.num_decodes, batch.chunk_seqs.tolist()) == (2, [2, 3])
+
+
+@given(st.data())
+def test_chunks_cover_every_token_once(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
+    first = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
+    kept = [
+        Checkpoint(seq, tokens, 100 + index)
+        for index, (seq, tokens) in enumerate(
+            (seq, tokens)
+            for seq, length in enumerate(lengths)
+            if seq >= first and length >= LEAST_CUT
+            for tokens in data.draw(st.sets(st.integers(LEAST_CUT, length), max_size=4))
+        )
+    ]
+    batch = StateBatch.plan(lengths, [0] * len(lengths), [0] * len(lengths), checkpoints=kept)
+    starts, chunks = batch.query_start.tolist(), batch.chunk_start.tolist()
+    assert chunks[0] == starts[first]
+    assert chunks[-1] == starts[-1]
+    assert all(1 <= end - begin <= CHUNK for begin, end in itertools.pairwise(chunks))
+    for index, seq in enumerate(batch.chunk_seqs.tolist()):
+        assert starts[seq] <= chunks[index] < chunks[index + 1] <= starts[seq + 1]
+        assert batch.seq_chunks[seq - first] <= index < batch.seq_chunks[seq - first + 1]
+    ends = {end: slot for end, slot in zip(chunks[1:], batch.checkpoints.tolist(), strict=True) if slot >= 0}
+    assert ends == {starts[seq] + tokens: slot for seq, tokens, slot in kept}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        (Checkpoint(0, 1, 5), "give one of 1 to 2"),
+        (Checkpoint(3, 64, 5), "give one of 1 to 2"),
+        (Checkpoint(1, 101, 5), "behind 101 of sequence 1's 100 tokens"),
+        (Checkpoint(1, LEAST_CUT - 1, 5), "give from 8 to all"),
+        (Checkpoint(2, 2, 5), "give from 8 to all"),
+    ],
+)
+def test_checkpoints_that_cannot_be_are_refused(checkpoint: Checkpoint, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StateBatch.plan([1, 100, 3], [0, 1, 2], [0, 1, 2], checkpoints=[checkpoint])
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="one of each for every sequence"):
+        StateBatch.plan([1, 2], [0], [0, 1])
+    with pytest.raises(ValueError, match="give 0 or more"):
+        StateBatch.plan([-1], [0], [0])
+    with pytest.raises(TypeError, match=r"sources is torch\.int64"):
+        StateBatch(*(torch.zeros(2, dtype=dtype) for dtype in (torch.int32, torch.int64)), *[torch.zeros(1)] * 6)  # type: ignore[arg-type]
