@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from baton.engine.core.connector import TransferId
@@ -41,25 +41,38 @@ class ReadEvent(NamedTuple):
     reason: str = ""
 
 
+class _Piece(NamedTuple):
+    """A read, or a part of one, that is timed."""
+
+    began_s: float
+    blocks_before: int  # that had come of the peer by then
+
+
 class ReadPace:
     """The time that reads of one peer take, by their blocks.
 
     It begins with the rate that was measured at pairing. Where several receives read from the peer at once, each of
-    them counts the blocks of all: so the line is the peer's, not a share of it.
+    them counts the blocks of all: so the line is the peer's, not a share of it. Of reads that overlap, one counts:
+    what holds one of them up holds up all, and a single delay must not look like many.
     """
 
     def __init__(self, block_bytes: int, bytes_per_s: float | None, now_s: float) -> None:
         """`block_bytes` and `bytes_per_s` are those of one rank: the others read their shares at the same time."""
         self._fit = LineFit()
         self.num_blocks = 0  # that have come
-        self.num_reads = 0
+        self.num_reads = 0  # that counted
+        self._counted_until_s = now_s
         if bytes_per_s:
             blocks = max(1, PROBE_BYTES // block_bytes)
             self._fit.add(blocks, blocks * block_bytes / bytes_per_s, now_s)
 
-    def measured(self, num_blocks: int, seconds: float, now_s: float) -> None:
-        self.num_reads += 1
-        self._fit.add(num_blocks, seconds, now_s)
+    def measured(self, ended: Iterable[_Piece], now_s: float) -> None:
+        """Count the longest of the reads that ended now and that overlap with none counted before."""
+        apart = [piece for piece in ended if piece.began_s >= self._counted_until_s]
+        if apart:
+            longest = min(apart, key=lambda piece: piece.began_s)
+            self.num_reads, self._counted_until_s = self.num_reads + 1, now_s
+            self._fit.add(self.num_blocks - longest.blocks_before, now_s - longest.began_s, now_s)
 
     def line(self) -> Line | None:
         """Return the line; None where nothing was measured."""
@@ -81,8 +94,7 @@ class _BlockRead:
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: no further batch begins
     progress_at: float = 0.0  # when a batch ended, or the first of those that run began
-    began_at: float | None = None  # the piece that is read now
-    blocks_before: int = 0  # that had come of the peer by then
+    piece: _Piece | None = None  # that is read now
 
     @property
     def has_all(self) -> bool:
@@ -119,6 +131,7 @@ class BlockReads:
         self._clock = clock
         self._paces: dict[PeerHandle, ReadPace] = {}
         self._entries: dict[TransferId, _BlockRead] = {}
+        self._ended: collections.defaultdict[PeerHandle, list[_Piece]] = collections.defaultdict(list)
         self.num_early = 0  # blocks that came while others of the same receive were not written yet
 
     def __len__(self) -> int:
@@ -179,6 +192,9 @@ class BlockReads:
         events: list[ReadEvent] = []
         for entry in list(self._entries.values()):
             events += self._advance(entry, now)
+        for peer, ended in self._ended.items():
+            self.pace(peer).measured(ended, self._clock())
+        self._ended.clear()
         return events
 
     def _batch_blocks(self, peer: PeerHandle) -> int:
@@ -190,8 +206,8 @@ class BlockReads:
         events: list[ReadEvent] = []
         if not entry.is_under_way:
             entry.progress_at = now
-        if entry.began_at is None and entry.waiting:
-            entry.began_at, entry.blocks_before = self._clock(), self.pace(entry.peer).num_blocks
+        if entry.piece is None and entry.waiting:
+            entry.piece = _Piece(self._clock(), self.pace(entry.peer).num_blocks)
         reason = self._settle(entry, list(entry.running), now)  # batches that have ended make room
         if not reason and not entry.ended_early:
             reason = self._settle(entry, self._start_batches(entry), now)  # some transports copy before `read` returns
@@ -200,8 +216,8 @@ class BlockReads:
         if reason and not entry.ended_early:
             entry.ended_early = True
             events.append(ReadEvent(entry.receive, ReadOutcome.FAILED, reason))
-        if entry.began_at is not None:
-            self._measure(entry, entry.began_at)
+        if entry.piece is not None:
+            self._end_piece(entry, entry.piece)
         entry.releasing = [read for read in entry.releasing if not self._group.release(read)]
         if not entry.is_under_way and (entry.ended_early or entry.has_all):
             del self._entries[entry.receive]
@@ -227,15 +243,15 @@ class BlockReads:
                 self.num_early += num_blocks
         return reason
 
-    def _measure(self, entry: _BlockRead, began_at: float) -> None:
-        """Note the time of a finished piece, and of parts of a long one."""
+    def _end_piece(self, entry: _BlockRead, piece: _Piece) -> None:
+        """Note a finished piece, and parts of a long one."""
         pace, now = self.pace(entry.peer), self._clock()
-        num_blocks, goes_on = pace.num_blocks - entry.blocks_before, bool(entry.running or entry.waiting)
-        if goes_on and (num_blocks <= 0 or now - began_at < MEASURED_S):
+        has_blocks, goes_on = pace.num_blocks > piece.blocks_before, bool(entry.running or entry.waiting)
+        if goes_on and (not has_blocks or now - piece.began_s < MEASURED_S):
             return
-        if num_blocks > 0 and not entry.ended_early:
-            pace.measured(num_blocks, now - began_at, now)
-        entry.began_at, entry.blocks_before = (now, pace.num_blocks) if goes_on else (None, 0)
+        if has_blocks and not entry.ended_early:
+            self._ended[entry.peer].append(piece)
+        entry.piece = _Piece(now, pace.num_blocks) if goes_on else None
 
     def _start_batches(self, entry: _BlockRead) -> list[ReadHandle]:
         started = []

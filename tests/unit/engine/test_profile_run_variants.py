@@ -29,7 +29,7 @@ from tests.helpers.inline_stream import InlineStream
 
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
-from baton.engine.layers import method
+from baton.engine.layers import embedding, method
 from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -46,7 +46,7 @@ TILES = {
 }
 
 fp8.has_gpu_kernels = lambda device: True
-method.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
+method.pack = embedding.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 config = load_config(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.caches.only.blocks

@@ -183,8 +183,25 @@ def test_what_reading_takes_is_measured_for_the_peer_however_many_receives_share
         reader.reads.extend(receive, blocks, blocks)
     reader.look()
     assert len(reader.look(READ_S)) == 2
-    assert reader.reads.pace(reader.peer).num_reads == 2
+    assert reader.reads.pace(reader.peer).num_reads == 1
     assert line_of(reader).at(4) == pytest.approx(READ_S, rel=0.5)
+
+
+def test_one_delay_that_holds_up_many_reads_counts_once(reader: Reader) -> None:
+    for receive in range(1, 6):
+        reader.reads.start(receive, reader.peer, 1)
+        reader.reads.extend(receive, [receive], [receive])
+    reader.look()
+    reader.look(100 * READ_S)
+    assert not len(reader.reads)
+    assert reader.reads.pace(reader.peer).num_reads == 1
+    for receive in (6, 7):
+        reader.reads.start(receive, reader.peer, 1)
+        reader.reads.extend(receive, [receive], [receive])
+        reader.look()
+        reader.look(READ_S)
+    assert reader.reads.pace(reader.peer).num_reads == 3
+    assert line_of(reader).at(1) == pytest.approx(READ_S, rel=0.5), "two of three were fast"
 
 
 def test_a_long_read_is_measured_before_its_end(reader: Reader) -> None:
