@@ -29,6 +29,7 @@ from .stop_signals import StopSignals, TolerantOutput
 
 DEFAULT_HOST = "127.0.0.1"
 ALL_STOPPED = "Stopped: every process has ended."
+CORES_FOR_TWO_GATEWAYS = 8
 DISK_LOOK_S = 2.0  # between looks at how full the disks are
 SIGNAL_S = 1.0  # in which a signal that ended Ray has reached this process, too
 QUICK_DRAIN = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # for Ctrl-C, with no balancer that must notice
@@ -59,7 +60,15 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
         raise InvalidSpec("no model: name its folder, or a --config file that does; see baton serve --help")
     if options.config is None:
         args["fleets"] = asked or {"unified": {"replicas": 1}}
+        if options.gateways is None and options.address is None:
+            args["gateway"]["replicas"] = _num_gateways(engine_args)
     return name, load_spec(args)
+
+
+def _num_gateways(engine_args: Mapping[str, Any]) -> int:
+    """Return how many gateways this machine should have: a GPU makes tokens faster than one process sends them."""
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) and engine_args.get("device") != "cpu"
+    return 2 if has_gpu and len(os.sched_getaffinity(0)) >= CORES_FOR_TWO_GATEWAYS else 1
 
 
 def _put_into(args: dict[str, Any], key: str, given: dict[str, Any]) -> None:
