@@ -111,7 +111,7 @@ def baton_pair(options: argparse.Namespace, folder: Path) -> tuple[list[list[str
     whole = {"name": "baton", "route_prefix": "/", "import_path": "baton.cluster.app:build_app", "args": application}
     config = folder / "pair.yaml"  # JSON is YAML
     config.write_text(json.dumps({"proxy_location": "Disabled", "applications": [whole]}))
-    return [[*shlex.split(options.baton), "serve", "--config", str(config)]], [{}]
+    return [[*shlex.split(options.baton), "serve", "--config", str(config), *shlex.split(options.baton_options)]], [{}]
 
 
 def vllm(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
@@ -149,12 +149,11 @@ def proxy() -> None:
     import aiohttp
     from aiohttp import web
 
-    connections = aiohttp.TCPConnector(limit=0)
     sessions: list[aiohttp.ClientSession] = []
 
     async def session(_: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None)
-        sessions.append(aiohttp.ClientSession(connector=connections, timeout=timeout))
+        connections = aiohttp.TCPConnector(limit=0)
+        sessions.append(aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=None)))
         yield
         await sessions[0].close()
 
@@ -196,14 +195,14 @@ def proxy() -> None:
 # The client of all
 
 
-def bench(options: argparse.Namespace, length: str, clients: int, num_prompts: int) -> dict[str, Any]:
-    """Return what `vllm bench serve` measures of one length and one number of clients."""
+def bench(options: argparse.Namespace, length: str, clients: int, num_prompts: int, seed: int) -> dict[str, Any]:
+    """Return what `vllm bench serve` measures of one length and one number of clients, with prompts of this seed."""
     from vllm.benchmarks.serve import add_cli_args, main_async
 
     input_len, output_len = length.split("/")
     given = f"--backend openai --base-url http://127.0.0.1:{PORT} --endpoint /v1/completions --model m"
     given += f" --tokenizer {options.model} --dataset-name random --ignore-eos --temperature 1.0 --disable-tqdm"
-    given += f" --random-input-len {input_len} --random-output-len {output_len} --seed {clients}"
+    given += f" --random-input-len {input_len} --random-output-len {output_len} --seed {seed}"
     given += f" --max-concurrency {clients} --num-prompts {num_prompts} --percentile-metrics ttft,tpot,itl"
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
@@ -229,10 +228,10 @@ def measure(options: argparse.Namespace) -> None:
                 wait_until_ready(f"http://127.0.0.1:{PORT}", last)
                 ready_s = time.monotonic() - began_s
                 for length in dict.fromkeys(length for length, _ in left):
-                    bench(options, length, 8, 16)
+                    bench(options, length, 8, 16, seed=0)
                     for clients in [clients for each, clients in left if each == length]:
                         cell = {"model": model, "server": server, "length": length, "clients": clients}
-                        result = bench(options, length, clients, num_prompts(length, clients))
+                        result = bench(options, length, clients, num_prompts(length, clients), seed=clients)
                         figures = {name: result[name] for name in FIGURES}
                         counts = {"completed": result["completed"], "failed": result.get("failed", 0)}
                         with out.open("a") as lines:
@@ -271,7 +270,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", nargs=2, type=float, default=[16.0, 32.0], metavar=("PREFILL", "DECODE"))
     parser.add_argument("--baton", default="baton", help="the command")
     parser.add_argument("--vllm", default="vllm", help="the command")
-    parser.add_argument("--baton-options", default="", help="more options of `baton serve`, of the unified engine")
+    parser.add_argument("--baton-options", default="", help="more options of `baton serve`")
     parser.add_argument("--vllm-options", default="", help="more options of each `vllm serve`")
     parser.add_argument("--out", default="results.jsonl")
     parser.add_argument("--table", type=Path, help="print what is in this file")

@@ -23,6 +23,7 @@ class ServeOptions:
     unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None
     prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None
     decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None
+    gateways: Annotated[int | None, typer.Option(min=1, help=r"Gateways that share the port.  \[default: 1]")] = None
     port: Annotated[int | None, typer.Option(min=1, max=65535, help=r"Port of the HTTP server.  \[default: 8000]")] = (
         None
     )

@@ -45,7 +45,7 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
         name, args = _application_in(options.config)
     given = {"model": options.model, "model_id": options.model_id}
     args |= {key: value for key, value in given.items() if value is not None}
-    gateway: dict[str, Any] = {"host": options.host, "port": options.port}
+    gateway: dict[str, Any] = {"host": options.host, "port": options.port, "replicas": options.gateways}
     gateway |= {"api_keys": options.api_key or None, "allowed_origins": options.allowed_origin or None}
     _put_into(args, "gateway", {key: value for key, value in gateway.items() if value is not None})
     _put_into(args, "engine", engine_args)

@@ -291,6 +291,7 @@ THROUGH_TCP = "KV blocks of GPUs go from machine to machine through TCP, at 1 GB
 
 def _note_what_is_slow(plan: Plan) -> None:
     _note_spread_engines(plan)
+    _note_shared_gpus(plan)
     nodes = {role: {rank.node for rank in plan.ranks if rank.role is role} for role in (Role.PREFILL, Role.DECODE)}
     on_gpus = any(fleet.role is Role.DECODE and fleet.device == "cuda" for fleet in plan.fleets)
     crosses_nodes = any(one != other for one in nodes[Role.PREFILL] for other in nodes[Role.DECODE])
@@ -298,6 +299,15 @@ def _note_what_is_slow(plan: Plan) -> None:
         plan.notes.append(
             f"transfer.transport ucx: the UCX of its package has no InfiniBand, so {THROUGH_TCP}; take nixl, or start "
             "Ray with RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true where the machines have a UCX of their own"
+        )
+
+
+def _note_shared_gpus(plan: Plan) -> None:
+    shares = {fleet.role: plan.spec.gpus_of(fleet.role, plan.machines.gpus_per_node) for fleet in plan.fleets}
+    if any(fleet.device == "cuda" and 0 < shares[fleet.role] < 1 for fleet in plan.fleets):
+        plan.notes.append(
+            "engines that share a GPU take turns in using all of it, so prompts are read half as fast while answers "
+            "are written: start nvidia-cuda-mps-control -d before Ray, and they run at the same time"
         )
 
 

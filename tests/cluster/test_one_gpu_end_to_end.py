@@ -85,4 +85,4 @@ async def test_a_decode_engine_that_is_killed_while_it_reads_costs_no_answer(ser
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
     before = num_received(server)
     await recall(server, tmp_path, samples=5)
-    assert num_received(server) > before, "its successor reads nothing"
+    assert num_received(server) > before, f"its successor reads nothing: {server.rank_of('decode')}"

@@ -16,7 +16,7 @@ from baton.engine.core.sampling import SamplingParams
 
 from .core_fakes import FakeConnector, FakeRunner, fetch_from_ticket
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request
-from .test_core_state_machine import STEMS, prompts, samplings
+from .core_prompts import STEMS, prompts, samplings
 
 LONG = [(11 * position + 5) % VOCAB_SIZE for position in range(200)]
 WINDOW = 6  # tokens: a window ends inside a block
