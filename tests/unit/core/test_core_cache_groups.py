@@ -7,12 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from baton.engine.core.config import CacheGroupConfig, InvalidEngineCoreConfig
+from baton.engine.core.bench import result_of
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.kv.cache_groups import NOT_CACHED, WindowGroup, make_groups
 from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.scheduler import Scheduler
 
 from .core_fakes import FakeConnector, FakeRunner, fetch_from_ticket
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request
@@ -84,6 +86,36 @@ class TestWindows:
         engine.add(*(request(f"r{index}", LONG[index : index + 20], max_tokens=40) for index in range(6)))
         engine.run_to_the_end()
         assert {answer.finish_reason for answer in engine.answers.values()} == {FinishReason.LENGTH}
+
+    def test_where_every_second_layer_has_a_window_requests_hold_little_more_than_half(self) -> None:
+        """64 requests of 4096 tokens behind windows of 128, in blocks of 16, as in gpt-oss."""
+        num_requests, num_tokens, whole = 64, 4096, 270
+        groups = [
+            CacheGroupConfig(num_blocks=num_requests * whole),
+            CacheGroupConfig(num_blocks=whole + num_requests * 11, window=128),
+        ]
+        scheduler = Scheduler(
+            EngineCoreConfig(
+                num_blocks=sum(group.num_blocks for group in groups),
+                cache_groups=groups,
+                max_num_seqs=num_requests,
+                max_num_batched_tokens=2048,
+                max_model_len=whole * 16,
+                vocab_size=32_000,
+            )
+        )
+        sampling = SamplingParams(max_tokens=None)
+        for index in range(num_requests):
+            prompt = [(index * 7 + position) % 1000 for position in range(num_tokens)]
+            scheduler.add(EngineRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+        while len(scheduler.running) < num_requests or scheduler.running.num_unread_tokens:
+            plan = scheduler.plan_step()
+            assert plan is not None
+            scheduler.settle(result_of(plan))
+        assert scheduler.running.num_preemptions == 0
+        full, windowed = (group.pool.num_blocks - group.pool.num_free for group in scheduler.groups)
+        assert full >= num_requests * num_tokens // 16
+        assert full + windowed <= 0.55 * 2 * full
 
 
 class TestHits:
