@@ -33,10 +33,6 @@ def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
     return {str(outcome): 0 for outcome in outcomes}
 
 
-def _kv_usage(stats: EngineStats) -> float:
-    return 1 - stats.num_blocks_free / stats.num_blocks if stats.num_blocks else 0.0
-
-
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the engine's batch.", lambda stats: stats.num_requests_running),
     "num_requests_waiting": ("Requests that wait to start.", lambda stats: stats.num_requests_waiting),
@@ -48,7 +44,7 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Requests that wait for blocks of another engine or a tier.",
         lambda stats: stats.num_requests_waiting_for_kv,
     ),
-    "kv_cache_usage_perc": ("Used share of the KV blocks; 1 is full.", _kv_usage),
+    "kv_cache_usage_perc": ("Used share of the KV blocks; 1 is full.", lambda stats: stats.kv_usage),
     "kv_blocks_held": ("Blocks of finished prefills, kept for decode engines.", lambda stats: stats.num_blocks_held),
     "kv_blocks_quarantined": (
         "Blocks that a failed transfer may still write.",

@@ -157,7 +157,9 @@ class EngineWorker:
         from baton.engine.startup.build import follow
 
         with contextlib.ExitStack() as ending:
-            follow(self._config, member, follow_leader(self._launch, self._engine_id, member, leader, ending))
+            moves_blocks = leader.reads or leader.tiers
+            connect = follow_leader(self._launch, self._engine_id, member, leader, ending) if moves_blocks else None
+            follow(self._config, member, connect)
 
     def _build(self, member: Member) -> EngineRecord:
         from baton.engine.startup.build import build_engine

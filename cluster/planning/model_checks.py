@@ -35,6 +35,7 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
         max_model_len=config.max_model_len,
         load_format="dummy",
         kv_cache_dtype=config.kv_cache_dtype,
+        window_caches=not config.disable_hybrid_kv_cache_manager,
     )
     check_division(model, config)
     return model

@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.startup.arenas import divide_memory, requests_at_once
+from baton.engine.startup.arenas import arenas_of, divide_memory, requests_at_once
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
 
@@ -177,7 +177,7 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     caches = model.caches.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
     budget, setting = _kv_budget(spec, role, machines, device, weights + step)
     if config.num_gpu_blocks_override is not None:
-        sizes: Sequence[int] = [config.num_gpu_blocks_override] * len(caches.groups)
+        sizes = arenas_of(caches, config.num_gpu_blocks_override, steps.max_num_seqs, model.max_model_len)
         setting = "num_gpu_blocks_override"
     else:
         sizes = divide_memory(caches, max(0, budget), steps.max_num_seqs, model.max_model_len)

@@ -119,6 +119,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: int  # of prompts, not yet computed: cached ones do not count, shared ones once
     num_blocks: int
     num_blocks_free: int  # including those that hold reusable prefixes
+    kv_usage: float = 0.0  # share of the blocks in use, in the cache group that has fewest left
     num_blocks_held: int  # on offer to readers of prompts
     num_blocks_quarantined: int  # a failed transfer may still write into them
     num_preemptions: int

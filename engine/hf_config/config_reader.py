@@ -35,6 +35,7 @@ def read_config(
     load_format: str,
     kv_cache_dtype: str,
     seed: int,
+    window_caches: bool,
 ) -> ModelConfig:
     """Read a checkpoint's folder, by the rules of its architecture; see `engine.models.load_config`."""
     _require_choice("load_format", load_format, LOAD_FORMATS)
@@ -62,6 +63,7 @@ def read_config(
         generation=read_generation(folder.generation),
         load_format=load_format,
         seed=seed,
+        window_caches=window_caches,
         identity=_identity(computed, folder.checkpoint, seed),
     )
 

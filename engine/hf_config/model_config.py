@@ -37,9 +37,16 @@ class Scales:
 
 
 def keys_and_values(config: ModelConfig, layer: int) -> LayerCache:
-    """Keep a key and a value of every KV head."""
+    """Keep a key and a value of every KV head, of the layer's window only where the config says so."""
+    window = config.layer_windows[layer] if config.window_caches else None
+    if window is not None and window >= config.max_model_len:
+        window = None
     return LayerCache(
-        kind=CacheKind.FULL, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=config.cache_dtype
+        kind=CacheKind.FULL if window is None else CacheKind.WINDOW,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.cache_dtype,
+        window=window,
     )
 
 
@@ -109,6 +116,7 @@ class ModelConfig:
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
     scales: Scales
     layer_windows: tuple[int | None, ...]  # of each layer: how many keys a query sees, itself included; None: all
+    window_caches: bool  # whether layers with a window keep no more than that
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: tuple[int, ...]

@@ -51,13 +51,14 @@ def load_config(
     load_format: str = "auto",
     kv_cache_dtype: str = "auto",
     seed: int = 0,
+    window_caches: bool = False,
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in `folder`.
 
     `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
     `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
     many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and
-    needs config.json only. Raises `ModelError`.
+    needs config.json only. With `window_caches`, layers with a window keep no more than that. Raises `ModelError`.
     """
     return read_config(
         folder,
@@ -67,6 +68,7 @@ def load_config(
         load_format=load_format,
         kv_cache_dtype=kv_cache_dtype,
         seed=seed,
+        window_caches=window_caches,
     )
 
 

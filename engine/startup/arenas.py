@@ -25,6 +25,14 @@ def blocks_at_full_load(group: GroupLayout, max_num_seqs: int, max_model_len: in
     return whole + (max_num_seqs - 1) * _blocks_while_running(group, max_model_len)
 
 
+def arenas_of(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
+    """Return `num_blocks` for each group, and for one with a window no more than full load needs."""
+    return [
+        num_blocks if group.window is None else min(num_blocks, blocks_at_full_load(group, max_num_seqs, max_model_len))
+        for group in caches.groups
+    ]
+
+
 def requests_at_once(group: GroupLayout, num_blocks: int, num_tokens: int) -> int:
     """Return how many requests of `num_tokens` each can run at once with so many blocks, one of them being read."""
     whole = -(-num_tokens // BLOCK_SIZE)

@@ -59,6 +59,8 @@ def build_engine(
     version cannot load, `GroupFailed` where another member of the group does not come or fails.
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
+    if connect is not None or open_tiers is not None:
+        config = config.moving_blocks()
     phases = Phases()
     with loaded_member(config, member, phases) as loaded:
         with phases("connect"):
@@ -99,6 +101,8 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[KVRegion], o
     `build_engine` raises, and `GroupFailed` where the group ends before its time.
     """
     assert member.tp_rank > 0, "the rank that schedules is built"
+    if connect is not None:
+        config = config.moving_blocks()
     phases = Phases()
     with loaded_member(config, member, phases) as loaded:
         with phases("connect"):
@@ -123,13 +127,14 @@ def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> XGrammarBa
 
 def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
     num_blocks = loaded.core_config.num_blocks
+    num_tokens = max(group.num_blocks for group in loaded.core_config.groups) * BLOCK_SIZE
     logger.info(
         "%s is ready in %.2f s (%s) with %d KV blocks for %d tokens, and steps of up to %d requests and %d tokens",
         loaded.model_config.architecture,
         phases.total,
         phases,
         num_blocks,
-        num_blocks * BLOCK_SIZE,
+        num_tokens,
         loaded.steps.max_num_seqs,
         loaded.steps.max_num_batched_tokens,
         extra={"startup_s": phases.seconds},

@@ -21,7 +21,7 @@ import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import BLOCK_SIZE, CacheLayout, KVLayout, KVRegion
-from .arenas import divide_memory
+from .arenas import arenas_of, divide_memory
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def size_kv_cache(
     blocks_per_seq = -(-context_len // BLOCK_SIZE)
     if config.num_gpu_blocks_override is not None:
         given_blocks = config.num_gpu_blocks_override
-        arenas: Sequence[int] = [given_blocks] * len(caches.groups)
+        arenas = arenas_of(caches, given_blocks, max_num_seqs, context_len)
         setting, given, enough = "num_gpu_blocks_override", f"{given_blocks} blocks", f"{blocks_per_seq} blocks"
     else:
         asked = config.kv_cache_memory_bytes

@@ -72,6 +72,7 @@ def _read_model_config(config: EngineConfig) -> ModelConfig:
         load_format=config.load_format,
         kv_cache_dtype=config.kv_cache_dtype,
         seed=config.seed,
+        window_caches=not config.disable_hybrid_kv_cache_manager,
     )
     check_division(model_config, config)
     return model_config

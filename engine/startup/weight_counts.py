@@ -67,7 +67,7 @@ def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
     """Count a layer's attention weights: those that may be in 8 bits, and a latent's up-projections, which may not."""
     hidden, heads = model.hidden_size, model.num_heads / ranks
     if (latent := model.latent) is None:
-        kv_heads = len(model.caches.only.blocks.heads_of(0, ranks))
+        kv_heads = max(1, model.num_kv_heads // ranks)
         return hidden * model.head_dim * (2 * heads + 2 * kv_heads), 0
     if latent.q_rank is None:
         queries = hidden * heads * latent.head_dim

@@ -258,6 +258,7 @@ class Scheduler:
             num_waiting_tokens=self.backlog.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens,
             num_blocks=self.config.num_blocks,
             num_blocks_free=self._num_free,
+            kv_usage=max(1 - group.pool.num_free / group.pool.num_blocks for group in self.groups),
             num_blocks_held=self.transfers.held.num_blocks,
             num_blocks_quarantined=self._num_quarantined,
             num_preemptions=self.running.num_preemptions,

@@ -349,6 +349,7 @@ def test_an_engine_exports_its_state_its_hand_offs_and_its_tiers() -> None:
         CountingEngine().stats(),
         num_blocks=4,
         num_blocks_free=1,
+        kv_usage=0.75,
         prompt_tokens=20,
         num_waiting_tokens=7,
         tiers=TierStats(blocks={"disk": 8}, failures={"slow": 9}),

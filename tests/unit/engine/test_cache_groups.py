@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.engine import EngineCore
-from baton.engine.core.layout import CacheKind, LayerCache
+from baton.engine.core.layout import CacheKind
 from baton.engine.core.messages import EngineOutput
-from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, load_model
+from baton.engine.startup.arenas import blocks_at_full_load
+from baton.engine.startup.build import build_engine
 from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
@@ -32,22 +35,8 @@ LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200
 VARIANTS = {"gpt_oss": "gpt_oss", "gemma3": "gemma3_text", "mistral": "mistral"}  # in the last, all layers are windowed
 
 
-def keep_windows(config: ModelConfig, layer: int) -> LayerCache:
-    """Say of a layer with a window that it keeps no more than that."""
-    cache, window = keys_and_values(config, layer), config.layer_windows[layer]
-    if window is None:
-        return cache
-    return LayerCache(
-        kind=CacheKind.WINDOW,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
-        dtype=cache.dtype,
-        window=window,
-    )
-
-
 def in_groups(config: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(config, rules=dataclasses.replace(config.rules, cache=keep_windows))
+    return dataclasses.replace(config, window_caches=True)
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +147,26 @@ def test_an_engine_with_groups_warms_up(folders: Callable[[str], Path], kind: st
         ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()
     assert all(bool(torch.isfinite(arena).all()) for arena in arenas)
     assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
+
+
+ARGS = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 200, "max_num_seqs": 4}
+
+
+def test_an_engine_by_itself_gives_back_and_one_that_moves_blocks_keeps_all(folders: Callable[[str], Path]) -> None:
+    args = {**ARGS, "model": str(folders("gpt_oss")), "num_gpu_blocks_override": 60}
+    alone = build_engine(EngineConfig.from_args(args))
+    assert [group.kind for group in alone.caches.groups] == [CacheKind.FULL, CacheKind.WINDOW]
+    most = blocks_at_full_load(alone.caches.groups[1], 4, 200)
+    assert [group.num_blocks for group in alone.core.config.groups] == [60, min(60, most)]
+    kept = build_engine(EngineConfig.from_args(args | {"disable_hybrid_kv_cache_manager": True}))
+    reader = build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]
+    assert kept.caches.only.kind == reader.caches.only.kind == CacheKind.FULL
+    assert kept.caches.fingerprint == reader.caches.fingerprint
+    for engine in (alone, kept, reader):
+        engine.close()
+
+
+def test_giving_back_what_is_handed_over_is_refused_by_name(folders: Callable[[str], Path]) -> None:
+    args = {**ARGS, "model": str(folders("gpt_oss")), "disable_hybrid_kv_cache_manager": False}
+    with pytest.raises(InvalidEngineConfig, match="disable_hybrid_kv_cache_manager"):
+        build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]

@@ -22,7 +22,7 @@ from baton.engine.models import load_config, make_model
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
 from baton.engine.startup.weight_counts import weights_of_rank
 
-from ...helpers.checkpoints import DIFFERENCES, SHAPE
+from ...helpers.checkpoints import DIFFERENCES, SHAPE, write_checkpoint
 from ...helpers.served import BATON
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -368,3 +368,23 @@ def test_ray_takes_its_cluster_files(file: Path) -> None:
     for resource in ("prefill_node", "decode_node"):
         asked = any(resource in (CONFIGS / "serve" / f"{name}.yaml").read_text() for name in served)
         assert (resource in text) == asked
+
+
+def test_layers_with_a_window_have_an_arena_of_their_own_where_blocks_stay_in_their_engine(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss", sliding_window=24, max_position_embeddings=4096)
+
+    def arenas_of(fleets: dict[str, Any], role: str) -> list[tuple[str, int]]:
+        spec = load_spec({"model": str(model), "fleets": fleets, "engine": {"max_num_seqs": 16}})
+        plan = make_plan(spec, ONE_NODE, Traffic())
+        assert plan.refusals == []
+        (fleet,) = (fleet for fleet in plan.fleets if fleet.role == role)
+        return [(arena.group.kind, arena.num_blocks) for arena in fleet.arenas]
+
+    assert arenas_of({"unified": {}}, "unified") == [("full", 16 * 256), ("window", 256 + 15 * 4)]
+    both = {"prefill": {}, "decode": {}}
+    assert arenas_of(both, "prefill") == arenas_of(both, "decode") == [("full", 16 * 256)]
+    tiers = {"unified": {"kv_tiers": {"host_bytes": 10**9}}}
+    assert arenas_of(tiers, "unified") == [("full", 16 * 256)]
+    done = baton("plan", str(CONFIGS / "serve/unified.yaml"), "--model", str(model))
+    assert "KV memory of each worker by cache group" in done.stdout
+    assert "the last 24 tokens" in done.stdout
