@@ -214,12 +214,21 @@ def too_expensive(reason: str) -> ApiError:
 
 
 def memory_full(limit_bytes: int, retry_after_s: float) -> ApiError:
-    """Refuse a request whose body or prompt exceeds the memory that all requests share."""
+    """Refuse a request whose body, prompt or answer exceeds the memory that all requests share."""
     message = (
         f"The requests of this gateway hold all of the {limit_bytes} bytes that they may have together, or large "
-        f"bodies their part of them. Try again in {retry_after_s:g} s."
+        f"bodies and answers their part of them. Try again in {retry_after_s:g} s."
     )
     return _unavailable(message, "memory_full", retry_after_s)
+
+
+def answer_too_large(limit_bytes: int) -> ApiError:
+    """Refuse a request whose answer is held until it is whole, and takes more memory than one may."""
+    message = (
+        f"The answer takes more than {limit_bytes} bytes until it is whole and can be sent. Set 'stream' to true, or "
+        "ask for fewer choices, tokens or log probabilities."
+    )
+    return bad_request(None, message, "answer_too_large")
 
 
 def readers_full(retry_after_s: float) -> ApiError:

@@ -205,6 +205,8 @@ def _refuse(name: str) -> None:
 class MessagesRenderer:
     """The `Renderer` of `/v1/messages`."""
 
+    needs_each_delta = True
+
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
         self._job = job
         self._model_id = model_id

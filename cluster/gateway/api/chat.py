@@ -101,6 +101,8 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 class ChatRenderer:
     """The `Renderer` of chat completions."""
 
+    needs_each_delta = False
+
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
         self._id = f"chatcmpl-{job.request_id}"
         self._job = job

@@ -43,6 +43,8 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
 class CompletionRenderer:
     """The `Renderer` of completions."""
 
+    needs_each_delta = False
+
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
         self._job = job
         self._model_id = model_id

@@ -185,7 +185,7 @@ class GenerationEndpoint:
                 if prepared.streams:
                     await writer.write_events(renderer, steps, resumable)
                 else:
-                    await writer.write_whole(renderer, steps)
+                    await writer.write_whole(renderer, steps, held)
         except ApiError as error:
             error.rename(prepared.client_field_names)  # engines name fields as the wire does
             raise

@@ -42,6 +42,11 @@ class Usage(msgspec.Struct):
 class Renderer(Protocol):
     """Writes one response as JSON. Call either `event` for each delta and then `end`, or `whole`."""
 
+    @property
+    def needs_each_delta(self) -> bool:
+        """True if `whole` counts the tokens of parts of a text: it needs deltas as they came, or log probabilities."""
+        ...
+
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         """Return server-sent events for a choice's delta; empty if it adds nothing that clients see.
 

@@ -12,6 +12,7 @@ from itertools import chain
 
 from starlette.types import Send
 
+from ..bodies.budget import Reservation
 from ..bodies.json_structure import PIECE_BYTES
 from ..errors import ApiError
 from ..serving.sequence import ServedSequence
@@ -23,6 +24,11 @@ Step = list[tuple[int, ChoiceDelta]]
 Steps = AsyncGenerator[Step, None]
 
 JOINED_AT_ONCE = 64  # deltas of a whole response that become one
+# Of a whole response until it is sent:
+DELTA_BYTES = 300  # that is not joined with others
+TOKEN_BYTES = 300  # with log probabilities, beside these
+LOGPROB_BYTES = 100  # packed, and the text that is made of it at the end
+TOKEN_ID_BYTES = 40
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -100,11 +106,12 @@ class ResponseWriter:
             await self.begin(STREAM_HEADERS | _path_header(self.sequences))
         await self._write_blocks(await self._turns.write(renderer.end()), more=False)
 
-    async def write_whole(self, renderer: Renderer, steps: Steps) -> None:
-        choices = [_CollectedChoice() for _ in self.sequences]
+    async def write_whole(self, renderer: Renderer, steps: Steps, held: Reservation) -> None:
+        """Send the response when it is whole, and hold its bytes until then. Raises `ApiError` if they are too many."""
+        choices = [_CollectedChoice(joins=not renderer.needs_each_delta) for _ in self.sequences]
         async for step in steps:
             for index, delta in step:
-                choices[index].add(delta)
+                held.add_answer(choices[index].add(delta))
         blocks = await self._turns.write(renderer.whole([choice.deltas() for choice in choices]))
         length = {"content-length": str(sum(map(len, blocks)))}
         await self.begin(JSON_HEADERS | length | _path_header(self.sequences))
@@ -136,20 +143,28 @@ class ResponseWriter:
 
 
 class _CollectedChoice:
-    """The deltas of a choice. Those with log probabilities are joined as they come: a long answer has one a token.
+    """The deltas of a choice, joined as they come: there is one a token.
 
-    Without them the offsets of tokens are not known, and what reasoning took is estimated for each delta.
+    With `joins` false only those with log probabilities are: without them the offsets of tokens are not known, and what
+    reasoning took is estimated for each delta.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, joins: bool) -> None:
+        self._joins = joins
         self._joined: list[ChoiceDelta] = []
         self._newest: list[ChoiceDelta] = []
 
-    def add(self, delta: ChoiceDelta) -> None:
+    def add(self, delta: ChoiceDelta) -> int:
+        """Add a delta. Returns about how many bytes it takes until the response is sent."""
         self._newest.append(delta)
+        joins = self._joins or bool(delta.tokens)
         if len(self._newest) == JOINED_AT_ONCE:
-            self._joined += [join(self._newest)] if any(each.tokens for each in self._newest) else self._newest
+            joins = joins or any(each.tokens for each in self._newest)
+            self._joined += [join(self._newest)] if joins else self._newest
             self._newest = []
+        logprobs = len(delta.tokens) * TOKEN_BYTES + delta.num_logprobs * LOGPROB_BYTES
+        text = len(delta.text) + len(delta.token_ids) * TOKEN_ID_BYTES
+        return logprobs + text + (0 if joins else DELTA_BYTES)
 
     def deltas(self) -> list[ChoiceDelta]:
         return self._joined + self._newest

@@ -144,6 +144,8 @@ class ResponseEvent(msgspec.Struct):
 class ResponsesRenderer:
     """The `Renderer` of `/v1/responses`."""
 
+    needs_each_delta = True
+
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
         self._job = job
         self._tokenizer = tokenizer

@@ -1,9 +1,10 @@
-"""Memory budget of one gateway's requests: bodies while they are read, and prompts while they are served.
+"""Memory budget of one gateway's requests: bodies while they are read, prompts while they are served, and answers that
+are sent when they are whole.
 
-    a body arrives ──hold_body──> it is read ──hold_prompts──> the answer ends ──release──>
+    a body arrives ──hold_body──> it is read ──hold_prompts──> tokens come ──add_answer──> the answer ends ──release──>
 
-All requests together have `limit_bytes`, and bodies above `SMALL_BYTES` a quarter of it, so that clients that send
-large ones leave memory for all others.
+All requests together have `limit_bytes`. Large bodies and answers have a quarter of it, so that clients with large ones
+leave memory for all others.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from ..errors import memory_full
+from ..errors import answer_too_large, memory_full
 
-SMALL_BYTES = 64 << 10
-LARGE_SHARE = 4  # large bodies may hold 1 / LARGE_SHARE of the budget
+SMALL_BYTES = 64 << 10  # of a body
+SMALL_ANSWER_BYTES = 1 << 20
+LARGE_SHARE = 4  # large bodies and answers may hold 1 / LARGE_SHARE of the budget
 TOKEN_BYTES = 40  # of a prompt: a Python integer, and a pointer to it
 RETRY_S = 1.0  # large bodies are read in well under a second each
 
@@ -25,7 +27,11 @@ class MemoryBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
-        self.large_bytes = 0  # of bodies above `SMALL_BYTES`
+        self.large_bytes = 0  # of large bodies and answers
+
+    @property
+    def limit_of_large_bytes(self) -> int:
+        return self.limit_bytes // LARGE_SHARE
 
     def reservation(self) -> Reservation:
         """Return an empty reservation for one request."""
@@ -39,6 +45,7 @@ class Reservation:
         self._budget = budget
         self._held_bytes = 0
         self._large_bytes = 0
+        self._answer_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -62,12 +69,23 @@ class Reservation:
         """Hold an answer in place of the body. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_bytes, 0)
 
+    def add_answer(self, num_bytes: int) -> None:
+        """Hold more of an answer that is sent when it is whole, beside the prompts.
+
+        Raises `ApiError`: 400 if the answer alone is more than large ones may be, 503 if the budget is exhausted.
+        """
+        self._answer_bytes += num_bytes
+        if self._answer_bytes > self._budget.limit_of_large_bytes:
+            raise answer_too_large(self._budget.limit_of_large_bytes)
+        is_large = self._answer_bytes > SMALL_ANSWER_BYTES
+        self._hold(self._held_bytes + num_bytes, self._answer_bytes if is_large else 0)
+
     def _hold(self, held_bytes: int, large_bytes: int) -> None:
         budget = self._budget
         grows = held_bytes > self._held_bytes
         held = budget.held_bytes - self._held_bytes + held_bytes
         large = budget.large_bytes - self._large_bytes + large_bytes
-        if grows and (held > budget.limit_bytes or (large_bytes and large > budget.limit_bytes // LARGE_SHARE)):
+        if grows and (held > budget.limit_bytes or (large_bytes and large > budget.limit_of_large_bytes)):
             raise memory_full(budget.limit_bytes, RETRY_S)
         self._set(held_bytes, large_bytes)
 

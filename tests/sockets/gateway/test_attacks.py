@@ -93,3 +93,15 @@ async def test_large_template_variables_leave_nothing_behind() -> None:
         after = gateway.memory_mib("VmRSS")
         assert after[gateway.process.pid] - before[gateway.process.pid] < 50
         assert sum(after.values()) - sum(before.values()) < 150
+
+
+async def test_answers_with_many_log_probabilities_hold_no_more_than_they_may() -> None:
+    """Each has a million values, of which some 100 MB would be held until it is whole."""
+    body = {"model": "tiny", "prompt": "hello", "n": 64, "max_tokens": 800, "logprobs": 20, "ignore_eos": True}
+    with attacked_gateway(request_memory_bytes=64 * MIB) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
+            assert (await http.post("/v1/completions", json={**body, "n": 2, "max_tokens": 20})).status_code == 200
+            before = sum(gateway.memory_mib("VmRSS").values())
+            answers = await asyncio.gather(*[http.post("/v1/completions", json=body) for _ in range(3)])
+        assert {answer.status_code for answer in answers} <= {400, 503}, [answer.text[:200] for answer in answers]
+        assert sum(gateway.memory_mib("VmHWM").values()) - before < 60

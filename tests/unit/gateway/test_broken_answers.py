@@ -10,6 +10,7 @@ import pytest
 from baton.cluster.gateway.api.detokenize import ChoiceDelta
 from baton.cluster.gateway.api.renderer import Renderer
 from baton.cluster.gateway.api.response_writer import ResponseWriter, WritingTurns
+from baton.cluster.gateway.bodies.budget import MemoryBudget
 from baton.cluster.gateway.errors import ApiError, draining
 
 
@@ -30,6 +31,8 @@ class Connection:
 
 
 class ContentPart:
+    needs_each_delta = False
+
     def event(self, index: int, delta: ChoiceDelta) -> bytes:
         raise AssertionError("nothing came")
 
@@ -53,7 +56,8 @@ async def test_only_a_stream_that_breaks_off_ends_with_an_event(streams: bool, b
     """A whole answer has said how long it is: its client sees that it ends early."""
     connection, words = Connection(), cast(Renderer, ContentPart())
     answer = ResponseWriter(connection.send, WritingTurns(), ApiError.body)
+    held = MemoryBudget(2**30).reservation()
     with pytest.raises(InterruptedError):
-        await (answer.write_events(words, nothing(), None) if streams else answer.write_whole(words, nothing()))
+        await (answer.write_events(words, nothing(), None) if streams else answer.write_whole(words, nothing(), held))
     await answer.fail(draining())
     assert connection.bodies == bodies
