@@ -27,6 +27,7 @@ def test_every_op_has_a_bench() -> None:
         "rms_norm",
         "rope_kv",
         "sampling",
+        "ssd",
         "step",
     }
 

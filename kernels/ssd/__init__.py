@@ -1,0 +1,73 @@
+"""Mamba-2: linear attention whose state decays, one rate a head (structured state-space duality, SSD).
+
+    S   = e^(dt_t A) S + dt_t x_t B_t^T            a state [head_dim, state_dim] a head, in float32
+    out = S C_t + D x_t
+
+Dao and Gu, arXiv:2405.21060. B and C are shared by the heads of a group, as keys are in attention; A and D are one
+number a head; dt, the time step, one a token and head.
+
+    state[slot][head][head_dim][state_dim]         float32; ranks of a tensor-parallel group divide the heads
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
+
+from . import cpu, reference
+from .time_steps import TimeSteps
+
+__all__ = ["CHUNK", "Checkpoint", "StateBatch", "TimeSteps", "ssd"]
+
+
+def ssd(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    time_steps: TimeSteps,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    skip: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the recurrence over the tokens of `batch` and return what each reads, [T, H, P], in x's dtype.
+
+    x is [T, H, P], b and c are [T, G, N], all of one dtype; head h has the b and c of group h * G // H. `time_steps`
+    holds dt and A. `skip` [H] float32 is D; None: nothing is added.
+
+    `state` [slots, H, P, N] float32 is read and written at the batch's slots (sources, targets, checkpoints), and
+    nowhere else. Sums are float32; products of chunks take operands in x's dtype.
+
+    Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, P and N
+    are powers of two, from 16 to 128 and from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
+    """
+    _check(x, b, c, time_steps, state, skip, out)
+    run = cpu.ssd if x.is_cpu else reference.ssd
+    if x.is_cuda:
+        from . import gpu
+
+        run = gpu.ssd
+    return run(x, b, c, time_steps, state, batch, skip=skip, out=out)
+
+
+def _check(
+    x: Tensor, b: Tensor, c: Tensor, time_steps: TimeSteps, state: Tensor, skip: Tensor | None, out: Tensor | None
+) -> None:
+    num_tokens, num_heads, head_dim = x.shape
+    _, num_groups, state_dim = b.shape
+    if c.shape != b.shape or b.shape[0] != num_tokens or num_heads % num_groups:
+        raise ValueError(f"x {list(x.shape)}, b {list(b.shape)} and c {list(c.shape)} do not fit each other")
+    if b.dtype != x.dtype or c.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, b {b.dtype} and c {c.dtype}: give one dtype")
+    if state.shape[1:] != (num_heads, head_dim, state_dim) or not state[0].is_contiguous():
+        raise ValueError(f"state {list(state.shape)}: give contiguous [{num_heads}, {head_dim}, {state_dim}] a slot")
+    if skip is not None and skip.shape != (num_heads,):
+        raise ValueError(f"skip {list(skip.shape)}: give one number for each of {num_heads} heads")
+    if out is not None and out.shape != x.shape:
+        raise ValueError(f"out {list(out.shape)}: give {list(x.shape)}, as x")
+    time_steps.check(num_tokens, num_heads)
+    views = (x, b, c, time_steps.raw, *(() if out is None else (out,)))
+    if num_tokens and not all(view[0].is_contiguous() for view in views):
+        raise ValueError("the heads of a token must be contiguous, in x, b, c, time steps and out")

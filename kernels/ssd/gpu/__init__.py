@@ -1,0 +1,126 @@
+"""Mamba-2's recurrence on a GPU.
+
+    decodes     `step`: one kernel, a state read and written once
+    others      `time_steps`: dt, and its sums over each chunk, all chunks at the same time;
+                then `scan`: the states from chunk to chunk, with outputs and checkpoints
+
+Between the two lie two float32 a token and head: no state is written that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.kernels import pdl
+from baton.kernels.launch import cdiv
+from baton.kernels.state_batch import CHUNK, StateBatch
+from baton.kernels.tuned import Options
+
+from ..time_steps import TimeSteps
+from .options import SUMS, SSDShape, scan_options, step_options
+from .scan import scan_chunks
+from .step import step_tokens
+from .time_steps import FACTORS, sum_time_steps
+
+__all__ = ["ssd"]
+
+LINE_BYTES = 128
+
+
+def ssd(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    time_steps: TimeSteps,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    skip: Tensor | None = None,
+    out: Tensor | None = None,
+    step: Options | None = None,
+    scan: Options | None = None,
+) -> Tensor:
+    """See `baton.kernels.ssd.ssd`; `step` and `scan` are options to use instead of the tuned ones."""
+    num_tokens, num_heads, head_dim = x.shape
+    shape = SSDShape(num_heads, num_heads // b.shape[1], head_dim, b.shape[2])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    operands = _Operands(x, b, c, time_steps, state, batch, skip, out, shape)
+    if batch.num_decodes:
+        operands.run_decodes(step or step_options(shape, batch.num_decodes, x.device))
+    if batch.num_chunks:
+        operands.run_chunks(scan or scan_options(shape, batch.num_prefills, num_tokens, x.dtype, x.device))
+    return out
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The tensors of one call, and the launches that take them."""
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    time_steps: TimeSteps
+    state: Tensor
+    batch: StateBatch
+    skip: Tensor | None
+    out: Tensor
+    shape: SSDShape
+
+    def run_decodes(self, options: Options) -> None:
+        shape, batch, steps = self.shape, self.batch, self.time_steps
+        step_tokens[(cdiv(shape.head_dim, options["VALUES"]), shape.num_heads, batch.num_decodes)](
+            *(self.x, self.b, self.c),
+            *(steps.raw, steps.log_rate, steps.bias),
+            *(self.skip, self.state),
+            *(batch.query_start, batch.sources, batch.targets),
+            self.out,
+            *(self.x.stride(0), self.b.stride(0), self.c.stride(0), steps.raw.stride(0)),
+            *(self.state.stride(0), self.out.stride(0)),
+            *steps.limits,
+            **self._sizes,
+            PREFETCH=min(shape.state_dim, LINE_BYTES // self.state.element_size()) if pdl.SUPPORTED.value else 0,
+            **options,
+            **pdl.launch_options(),
+        )
+
+    def run_chunks(self, options: Options) -> None:
+        shape, batch, steps = self.shape, self.batch, self.time_steps
+        factors = self.x.new_empty((batch.num_chunks, shape.num_heads, FACTORS.value, CHUNK), dtype=torch.float32)
+        sum_time_steps[(cdiv(shape.num_heads, SUMS["HEADS"]), batch.num_chunks)](
+            *(steps.raw, steps.log_rate, steps.bias),
+            *(batch.chunk_start, factors),
+            steps.raw.stride(0),
+            *steps.limits,
+            NUM_HEADS=shape.num_heads,
+            CHUNK=CHUNK,
+            **SUMS,
+            **pdl.launch_options(),
+        )
+        grid = (cdiv(shape.head_dim, options["VALUES"]), shape.num_heads // options["HEADS"], batch.num_prefills)
+        scan_chunks[grid](
+            *(self.x, self.b, self.c),
+            *(factors, self.skip, self.state),
+            *(batch.sources, batch.targets, batch.chunk_start, batch.checkpoints, batch.seq_chunks),
+            self.out,
+            batch.num_decodes,
+            *(self.x.stride(0), self.b.stride(0), self.c.stride(0)),
+            *(self.state.stride(0), self.out.stride(0)),
+            **self._sizes,
+            CHUNK=CHUNK,
+            PRECISION="tf32x3" if self.x.dtype == torch.float32 else "tf32",
+            **options,
+            **pdl.launch_options(),
+        )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        shape = self.shape
+        return {
+            "NUM_HEADS": shape.num_heads,
+            "GROUP": shape.group,
+            "HEAD_DIM": shape.head_dim,
+            "STATE_DIM": shape.state_dim,
+        }

@@ -1,0 +1,50 @@
+"""`TimeSteps`: how long each token lasts for each head, and how fast a head forgets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class TimeSteps:
+    """The time steps of T tokens and H heads, out of what a projection gives, worked out in float32.
+
+    dt = clamp(softplus(raw + bias), *limits)         A = -exp(log_rate)
+    """
+
+    raw: Tensor  # [T, H]
+    log_rate: Tensor  # [H] float32, `A_log` in checkpoints
+    bias: Tensor | None = None  # [H] float32, `dt_bias` in checkpoints
+    limits: tuple[float, float] = (0.0, math.inf)  # `time_step_limit` in configs
+
+    def check(self, num_tokens: int, num_heads: int) -> None:
+        """Raise `ValueError` for tensors that do not fit so many tokens and heads, and limits that leave nothing."""
+        bias = None if self.bias is None else list(self.bias.shape)
+        if (
+            self.raw.shape != (num_tokens, num_heads)
+            or self.log_rate.shape != (num_heads,)
+            or bias not in (None, [num_heads])
+        ):
+            raise ValueError(
+                f"raw {list(self.raw.shape)}, log_rate {list(self.log_rate.shape)} and bias {bias} for {num_tokens} "
+                f"tokens and {num_heads} heads: give raw [T, H], log_rate [H] and bias [H] or None"
+            )
+        if not 0.0 <= self.limits[0] <= self.limits[1]:
+            raise ValueError(
+                f"time steps from {self.limits[0]} to {self.limits[1]}: give limits of 0 or more, in order"
+            )
+
+    def sliced(self, tokens: slice) -> TimeSteps:
+        """Return the time steps of some of the tokens."""
+        return TimeSteps(self.raw[tokens], self.log_rate, self.bias, self.limits)
+
+    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return dt and the logarithm of what a state keeps, dt A, both [T, H]."""
+        raw = self.raw.to(dtype)
+        dt = functional.softplus(raw if self.bias is None else raw + self.bias.to(dtype)).clamp(*self.limits)
+        return dt, -self.log_rate.to(dtype).exp() * dt

@@ -1,0 +1,50 @@
+"""Tuning candidates of Mamba-2's recurrence, at the sizes of `bench`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from baton.kernels.tune import Problem
+from baton.kernels.tuned import Key, Options
+
+from . import gpu
+from .bench import GRANITE_4, NEMOTRON_H, MambaModel, step
+from .gpu.options import SSDShape, scan_key, step_key
+
+DECODES = (1, 4, 16, 64, 256)  # sequences
+PREFILLS = ((1, 512), (1, 4096), (16, 1024), (16, 4096), (2, 32768))  # sequences, tokens of each
+
+STEPS: list[Options] = [
+    {"VALUES": values, "num_warps": warps}
+    for values, warps in ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 4), (32, 8), (64, 4), (64, 8))
+]
+SCANS: list[Options] = [
+    {"HEADS": heads, "VALUES": values, "num_warps": warps, "num_stages": stages}
+    for (heads, values, warps), stages in itertools.product(
+        ((1, 64, 4), (1, 64, 8), (2, 64, 8), (1, 32, 4), (2, 32, 4)), (2, 3)
+    )
+]
+
+
+def problems(device: torch.device) -> Iterator[Problem]:
+    for model in (NEMOTRON_H, GRANITE_4):
+        shape = SSDShape(model.num_heads, model.num_heads // model.num_groups, model.head_dim, model.state_dim)
+        for num_seqs in DECODES:
+            yield _problem(model, [1] * num_seqs, step_key(shape, num_seqs), "step", STEPS, device)
+        for num_seqs, length in PREFILLS:
+            key = scan_key(shape, num_seqs, num_seqs * length)
+            yield _problem(model, [length] * num_seqs, key, "scan", SCANS, device)
+
+
+def _problem(
+    model: MambaModel, lengths: list[int], key: Key, kernel: str, candidates: Sequence[Options], device: torch.device
+) -> Problem:
+    made = step(model, lengths, device)
+
+    def make_run(options: Options) -> Callable[[], object]:
+        return made.run(gpu.ssd, **{kernel: options})
+
+    return Problem(key, candidates, make_run)

@@ -1,0 +1,235 @@
+"""Mamba-2's recurrence in Triton against the definition; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from baton.kernels.ssd import StateBatch, ssd
+
+from ...helpers.aot import Compiled, compile_for_h200
+from .ssd_cases import SMALL, Sizes, SSDStep, ssd_step
+
+triton = pytest.importorskip("triton")
+gpu = pytest.importorskip("baton.kernels.ssd.gpu")
+
+from baton.kernels.ssd.gpu import scan, step, time_steps  # noqa: E402
+from baton.kernels.ssd.gpu.options import SCAN, STEP, SUMS  # noqa: E402
+
+RAGGED = [1, 1, 0, 63, 64, 65, 200]
+CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
+NEMOTRON = Sizes(128, 8, 64, 128)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_ragged_sequences_with_states_and_checkpoints(
+    dtype: torch.dtype, heads: int, triton_device: torch.device
+) -> None:
+    step = ssd_step(RAGGED, triton_device, dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS)
+    step.check(gpu.ssd, scan={**SCAN, "HEADS": heads, "VALUES": 32, "num_stages": 1})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(1, 1), Sizes(2, 2, 16, 64), Sizes(4, 1, 64, 16), Sizes(6, 2, 16, 256), Sizes(2, 1, 128, 16)],
+    ids=str,
+)
+def test_groups_and_sizes(sizes: Sizes, triton_device: torch.device) -> None:
+    ssd_step([1, 70], triton_device, sizes=sizes, in_place=False).check(gpu.ssd)
+
+
+def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
+    step = ssd_step([4, 1, 0, 3], triton_device, decode_tokens=4, fresh=[1])
+    assert step.batch.num_decodes == 4
+    step.check(gpu.ssd)
+
+
+@pytest.mark.parametrize("log_rate", [-20.0, 6.0])
+def test_decays_may_be_nothing_or_nearly_all(log_rate: float, triton_device: torch.device) -> None:
+    step = ssd_step([1, 150], triton_device, log_rate=log_rate)
+    step.check(gpu.ssd, slack=100.0)  # differences of sums of decays are as exact as these sums
+
+
+@pytest.mark.parametrize("limits", [(0.0, 0.05), (0.2, 0.3)])
+def test_time_steps_keep_to_their_limits(limits: tuple[float, float], triton_device: torch.device) -> None:
+    step = ssd_step([1, 70], triton_device, limits=limits)
+    step.check(gpu.ssd)
+    free = dataclasses.replace(step, time_steps=dataclasses.replace(step.time_steps, limits=(0.0, 1e9)))
+    assert not torch.allclose(free.run(gpu.ssd)[0], step.run(gpu.ssd)[0], atol=1e-3)
+
+
+def test_bias_and_skip_may_be_left_out(triton_device: torch.device) -> None:
+    ssd_step([1, 70], triton_device, with_bias=False, with_skip=False).check(gpu.ssd)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("values", [16, 32])
+def test_options_change_nothing_but_the_time(heads: int, values: int, triton_device: torch.device) -> None:
+    options = {"scan": {**SCAN, "HEADS": heads, "VALUES": values}, "step": {**STEP, "VALUES": values // 2}}
+    ssd_step([1, 100], triton_device).check(gpu.ssd, **options)
+
+
+def test_a_prompt_may_be_cut_anywhere(triton_device: torch.device) -> None:
+    step = ssd_step([150], triton_device)
+    whole, whole_state = step.run(gpu.ssd)
+    state, slot = step.state.clone(), step.batch.sources.tolist()
+    for first, end in ((0, 70), (70, 71), (71, 150)):
+        batch = StateBatch.plan([end - first], slot, slot, device=triton_device)
+        part = dataclasses.replace(step.sliced(slice(first, end), batch), state=state)
+        out, state = part.run(gpu.ssd)
+        torch.testing.assert_close(out, whole[first:end], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state[slot], whole_state[slot], atol=1e-5, rtol=1e-5)
+
+
+def test_a_neighbour_that_is_not_a_number_stays_one(triton_device: torch.device) -> None:
+    step = ssd_step([1, 40, 70], triton_device)
+    clean, clean_state = step.run(gpu.ssd)
+    for rows in (step.x, step.b, step.c, step.time_steps.raw):
+        rows[41:] = float("nan")
+    out, state = step.run(gpu.ssd)
+    assert torch.equal(out[:41], clean[:41])
+    assert torch.equal(state[step.written[:2]], clean_state[step.written[:2]])
+    assert out[41:].isnan().all()
+
+
+def test_padding_of_a_captured_graph_reads_and_writes_nothing(triton_device: torch.device) -> None:
+    step = ssd_step([1, 1, 1], triton_device, fresh=[1, 2])
+    targets = step.batch.targets.clone()
+    targets[2] = -1
+    dataclasses.replace(step, batch=dataclasses.replace(step.batch, targets=targets)).check(gpu.ssd)
+
+
+def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
+    step = ssd_step([1, 70], triton_device)
+    parts = (step.x, step.b, step.c, step.time_steps.raw)
+    packed = torch.cat([rows.flatten(1) for rows in parts], 1)
+    x, b, c, raw = packed.split([rows[0].numel() for rows in parts], 1)
+    viewed = dataclasses.replace(
+        step,
+        x=x.unflatten(1, (SMALL.heads, -1)),
+        b=b.unflatten(1, (SMALL.groups, -1)),
+        c=c.unflatten(1, (SMALL.groups, -1)),
+        time_steps=dataclasses.replace(step.time_steps, raw=raw),
+    )
+    out, state = viewed.run(gpu.ssd)
+    expected, expected_state = step.run(gpu.ssd)
+    assert torch.equal(out, expected)
+    assert torch.equal(state[step.written], expected_state[step.written])
+
+
+# ---- what the compiler makes of it for an H200 ----------------------------------------------------------------------
+
+TYPES = {
+    **dict.fromkeys(("x", "b", "c", "raw", "out"), "*bf16"),
+    **dict.fromkeys(("log_rate", "bias", "skip", "factors", "state"), "*fp32"),
+    **dict.fromkeys(("query_start", "sources", "targets", "chunk_start", "checkpoints", "seq_chunks"), "*i32"),
+    **dict.fromkeys(("x_stride", "b_stride", "c_stride", "raw_stride", "state_stride", "out_stride"), "i32:16"),
+    **{"first_seq": "i32", "lowest": "fp32", "highest": "fp32"},
+}
+SIZES = {"NUM_HEADS": 128, "GROUP": 16, "HEAD_DIM": 64, "STATE_DIM": 128, "CHUNK": 64, "PRECISION": "tf32"}
+
+
+def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
+    names = set(kernel.arg_names)  # type: ignore[attr-defined]
+    launch = {name: value for name, value in options.items() if name.startswith("num_")}
+    words = {name: value for name, value in (SIZES | options | constants).items() if name in names}
+    types = {name: kind for name, kind in TYPES.items() if name in names and name not in words}
+    return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
+
+
+@pytest.mark.parametrize(
+    ("heads", "warps", "stages", "max_spill_bytes"),
+    [
+        (1, 4, 2, 0),
+        (1, 4, 3, 0),
+        (1, 8, 2, 0),
+        (2, 8, 2, 160),
+        (2, 8, 3, 160),
+    ],  # two heads: addresses and masks, not states
+)
+def test_the_scan_runs_on_tensor_cores_and_loads_ahead(
+    heads: int, warps: int, stages: int, max_spill_bytes: int
+) -> None:
+    options = {"HEADS": heads, "VALUES": 64, "num_warps": warps, "num_stages": stages}
+    made = compiled(scan.scan_chunks, options, max_spill_bytes=max_spill_bytes)
+    assert made.wgmma
+    assert "mma.sync" not in made.ptx
+    assert "cp.async.cg.shared.global" in made.ptx
+    assert "griddepcontrol.wait" in made.ptx
+
+
+def test_wide_states_run_on_tensor_cores() -> None:
+    # What spills are addresses and masks, which are the same for every chunk; the state itself stays in registers.
+    made = compiled(scan.scan_chunks, {**SCAN, "num_warps": 8}, max_spill_bytes=320, STATE_DIM=256)
+    assert made.wgmma
+    assert "mma.sync" not in made.ptx
+
+
+@pytest.mark.parametrize("values", [8, 32, 64])
+def test_a_decode_keeps_its_state_in_registers(values: int) -> None:
+    options = {"VALUES": values, "num_warps": {8: 1, 32: 4, 64: 8}[values]}
+    made = compiled(step.step_tokens, options, PREFETCH=32)
+    assert made.widest_load_bytes == 16
+    assert "prefetch.global.L2" in made.ptx
+
+
+def test_time_steps_are_summed_up_without_a_stack() -> None:
+    assert "griddepcontrol.wait" in compiled(time_steps.sum_time_steps, SUMS).ptx
+
+
+# ---- on the device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize(("heads", "warps", "stages"), [(1, 4, 2), (1, 8, 3), (2, 8, 2)])
+def test_bfloat16_on_the_device(heads: int, warps: int, stages: int) -> None:
+    step = ssd_step(
+        [*RAGGED, 700],
+        torch.device("cuda"),
+        sizes=NEMOTRON,
+        dtype=torch.bfloat16,
+        fresh=[1, 5],
+        checkpoints=[*CHECKPOINTS, (7, 512)],
+    )
+    step.check(gpu.ssd, scan={"HEADS": heads, "VALUES": 64, "num_warps": warps, "num_stages": stages})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [65, 130]])
+def test_slots_past_4_gib_are_found(lengths: list[int]) -> None:
+    device = torch.device("cuda")
+    near = ssd_step(lengths, device, sizes=NEMOTRON, dtype=torch.bfloat16)
+    first_slot = (1 << 32) // near.state[0].numel() + 1
+    far = ssd_step(lengths, device, sizes=NEMOTRON, dtype=torch.bfloat16, first_slot=first_slot)
+    out, state = far.run(gpu.ssd)
+    expected, expected_state = near.run(gpu.ssd)
+    assert torch.equal(out, expected)
+    assert torch.equal(state[far.written], expected_state[near.written])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_slots_that_came_after_it() -> None:
+    step = ssd_step([1] * 8, torch.device("cuda"), sizes=NEMOTRON, dtype=torch.bfloat16)
+    batch, state = step.batch, step.state.nan_to_num(0.5)
+
+    def run(step: SSDStep) -> torch.Tensor:
+        return ssd(step.x, step.b, step.c, step.time_steps, state, step.batch, skip=step.skip)
+
+    run(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(step)
+    for turn in range(3):
+        slots = torch.randperm(len(state), generator=torch.Generator().manual_seed(turn))[:8].int().cuda()
+        batch.sources.copy_(slots)
+        batch.targets.copy_(slots)
+        before = state.clone()
+        graph.replay()
+        after, state[:] = state.clone(), before
+        assert torch.equal(result, run(step))
+        assert torch.equal(state, after)
