@@ -103,6 +103,15 @@ def test_padding_of_a_captured_graph_reads_and_writes_nothing(triton_device: tor
     dataclasses.replace(step, batch=dataclasses.replace(step.batch, targets=targets)).check(gpu.ssd)
 
 
+def test_a_state_that_goes_nowhere_is_not_written(triton_device: torch.device) -> None:
+    step = ssd_step([1, 70], triton_device)
+    batch = dataclasses.replace(step.batch, targets=torch.full_like(step.batch.targets, -1))
+    arena = torch.cat([torch.full_like(step.state[:1], 3.0), step.state])  # what lies before slot 0 is in reach
+    before = arena.clone()
+    gpu.ssd(step.x, step.b, step.c, step.time_steps, arena[1:], batch, skip=step.skip)
+    assert torch.equal(arena.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
 def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
     step = ssd_step([1, 70], triton_device)
     parts = (step.x, step.b, step.c, step.time_steps.raw)
