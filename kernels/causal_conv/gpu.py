@@ -1,8 +1,9 @@
 """The causal convolution in Triton. A program has some channels, of a chunk of tokens or of a decode.
 
-The program of a sequence's first chunk is the one that reads the old tail, and so it is the one that writes the new
-one, which lies at the sequence's end: both are often the same slot. Other chunks find all of their inputs among the
-tokens, since no checkpoint cuts a chunk shorter than a tail (`state_batch.LEAST_CUT`).
+It reads each input once: the last three stay in its registers, whatever the width is. The program of a sequence's first
+chunk is the one that reads the old tail, and so it is the one that writes the new one, which lies at the sequence's
+end: both are often the same slot. Other chunks find all of their inputs among the tokens, since no checkpoint cuts a
+chunk shorter than a tail (`state_batch.LEAST_CUT`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from baton.kernels.state_batch import StateBatch
 from baton.kernels.tuned import Options
 
 STEP: Options = {"CHANNELS": 256, "num_warps": 2}
-CHUNKS: Options = {"CHANNELS": 256, "ROWS": 8, "num_warps": 4}
+CHUNKS: Options = {"CHANNELS": 256, "ROWS": 8, "num_warps": 1}
 
 
 def causal_conv(
@@ -86,6 +87,7 @@ def _convolve_chunk(
     pdl.let_next_start()
     chunk = tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < NUM_CHANNELS
     first = tl.load(chunk_start + chunk)
     count = tl.load(chunk_start + chunk + 1) - first
     seq = tl.load(chunk_seqs + chunk)
@@ -98,34 +100,35 @@ def _convolve_chunk(
     results = out + begin.to(tl.int64) * out_stride
     tail = state + source * state_stride
     start = first - begin
+    newest, second, third, oldest = _factors(weight, channel, WIDTH, NUM_CHANNELS)
+    shift = tl.zeros([CHANNELS], tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     pdl.wait_for_previous()
+    before1, before2, before3 = _before(inputs, x_stride, tail, source, start, channel, WIDTH, NUM_CHANNELS)
     for at in range(0, count, ROWS):
-        position = start + at + tl.arange(0, ROWS)
-        total = tl.zeros([ROWS, CHANNELS], tl.float32)
-        if bias is not None:
-            total += tl.load(bias + channel, mask=channel < NUM_CHANNELS, other=0.0).to(tl.float32)[None, :]
-        for tap in tl.static_range(WIDTH):
-            factor = tl.load(weight + channel * WIDTH + tap, mask=channel < NUM_CHANNELS, other=0.0).to(tl.float32)
-            place = position - (WIDTH - 1 - tap)
-            known = (position < start + count) & (place >= 0)
-            cells = inputs + place.to(tl.int64)[:, None] * x_stride + channel[None, :]
-            value = tl.load(cells, mask=known[:, None] & (channel < NUM_CHANNELS)[None, :], other=0.0)
-            if start + at < WIDTH - 1 and source >= 0:
-                before = (place < 0) & (place >= 1 - WIDTH)
-                cells = tail + channel[None, :] * (WIDTH - 1) + (place + WIDTH - 1)[:, None]
-                value += tl.load(cells, mask=before[:, None] & (channel < NUM_CHANNELS)[None, :], other=0.0)
-            total += value.to(tl.float32) * factor[None, :]
-        cells = results + position.to(tl.int64)[:, None] * out_stride + channel[None, :]
-        known = (position < start + count)[:, None] & (channel < NUM_CHANNELS)[None, :]
-        tl.store(cells, _activated(total, SILU).to(out.dtype.element_ty), mask=known)
+        row = inputs + (start + at).to(tl.int64) * x_stride + channel
+        values = ()
+        for index in tl.static_range(ROWS):
+            known = _where(at + index < count, channel, NUM_CHANNELS)
+            values = values + (tl.load(row + index * x_stride, mask=known, other=0.0),)
+        cells = results + (start + at).to(tl.int64) * out_stride + channel
+        for index in tl.static_range(ROWS):
+            value = values[index].to(tl.float32)
+            total = shift + oldest * before3 + third * before2 + second * before1 + newest * value
+            known = _where(at + index < count, channel, NUM_CHANNELS)
+            tl.store(cells + index * out_stride, _activated(total, SILU).to(out.dtype.element_ty), mask=known)
+            before3 = before2
+            before2 = before1
+            before1 = value
     if checkpoint >= 0:
-        values = _last_inputs(inputs, x_stride, tail, source, start + count, channel, WIDTH, NUM_CHANNELS)
-        _store_tail(state + checkpoint * state_stride, values, channel, WIDTH, NUM_CHANNELS)
+        last = _before(inputs, x_stride, tail, source, start + count, channel, WIDTH, NUM_CHANNELS)
+        _store_tail(state + checkpoint * state_stride, last, channel, WIDTH, NUM_CHANNELS)
     if start == 0:
-        values = _last_inputs(inputs, x_stride, tail, source, length, channel, WIDTH, NUM_CHANNELS)
+        last = _before(inputs, x_stride, tail, source, length, channel, WIDTH, NUM_CHANNELS)
         tl.debug_barrier()  # all warps have read the old tail, which may lie there
         if target >= 0:
-            _store_tail(state + target * state_stride, values, channel, WIDTH, NUM_CHANNELS)
+            _store_tail(state + target * state_stride, last, channel, WIDTH, NUM_CHANNELS)
 
 
 @triton.jit
@@ -157,21 +160,26 @@ def _convolve_decode(
     inputs = x + begin.to(tl.int64) * x_stride
     results = out + begin.to(tl.int64) * out_stride
     tail = state + source * state_stride
+    newest, second, third, oldest = _factors(weight, channel, WIDTH, NUM_CHANNELS)
+    shift = tl.zeros([CHANNELS], tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     pdl.wait_for_previous()
+    before1 = _in_tail(tail, source, 1, channel, WIDTH, NUM_CHANNELS)
+    before2 = _in_tail(tail, source, 2, channel, WIDTH, NUM_CHANNELS)
+    before3 = _in_tail(tail, source, 3, channel, WIDTH, NUM_CHANNELS)
     for position in range(0, length):
-        total = tl.zeros([CHANNELS], tl.float32)
-        if bias is not None:
-            total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
-        for tap in tl.static_range(WIDTH):
-            factor = tl.load(weight + channel * WIDTH + tap, mask=exists, other=0.0).to(tl.float32)
-            place = position - (WIDTH - 1 - tap)
-            total += _input(inputs, x_stride, tail, source, place, channel, WIDTH, NUM_CHANNELS).to(tl.float32) * factor
-        cells = results + tl.cast(position, tl.int64) * out_stride + channel
-        tl.store(cells, _activated(total, SILU).to(out.dtype.element_ty), mask=exists)
-    values = _last_inputs(inputs, x_stride, tail, source, length, channel, WIDTH, NUM_CHANNELS)
+        cell = tl.cast(position, tl.int64)
+        value = tl.load(inputs + cell * x_stride + channel, mask=exists, other=0.0).to(tl.float32)
+        total = shift + oldest * before3 + third * before2 + second * before1 + newest * value
+        result = _activated(total, SILU).to(out.dtype.element_ty)
+        tl.store(results + cell * out_stride + channel, result, mask=exists)
+        before3 = before2
+        before2 = before1
+        before1 = value
     tl.debug_barrier()  # all warps have read the old tail, which may lie there
     if target >= 0 and length > 0:
-        _store_tail(state + target * state_stride, values, channel, WIDTH, NUM_CHANNELS)
+        _store_tail(state + target * state_stride, (before1, before2, before3), channel, WIDTH, NUM_CHANNELS)
 
 
 @triton.jit
@@ -183,29 +191,60 @@ def _activated(total, SILU: tl.constexpr):
 
 
 @triton.jit
-def _input(inputs, x_stride, tail, source, place, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the input [CHANNELS] at `place` of a sequence, which is in its tail where that is negative."""
+def _factors(weight, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Return the factors [CHANNELS] of the newest input and of the three before it; 0 behind the width."""
     exists = channel < NUM_CHANNELS
-    value = tl.zeros(channel.shape, inputs.dtype.element_ty)
-    if place >= 0:
-        value = tl.load(inputs + tl.cast(place, tl.int64) * x_stride + channel, mask=exists, other=0.0)
-    else:
+    last = weight + channel * WIDTH + WIDTH - 1
+    newest = tl.load(last, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(last - 1, mask=exists, other=0.0).to(tl.float32)
+    third = tl.zeros(channel.shape, tl.float32)
+    oldest = third
+    if WIDTH > 2:
+        third = tl.load(last - 2, mask=exists, other=0.0).to(tl.float32)
+    if WIDTH > 3:
+        oldest = tl.load(last - 3, mask=exists, other=0.0).to(tl.float32)
+    return newest, second, third, oldest
+
+
+@triton.jit
+def _before(inputs, x_stride, tail, source, end, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Return the three inputs [CHANNELS] before `end` in float32, newest first; 0 behind the width."""
+    first = _input(inputs, x_stride, tail, source, end - 1, channel, WIDTH, NUM_CHANNELS)
+    second = _input(inputs, x_stride, tail, source, end - 2, channel, WIDTH, NUM_CHANNELS)
+    third = _input(inputs, x_stride, tail, source, end - 3, channel, WIDTH, NUM_CHANNELS)
+    return first, second, third
+
+
+@triton.jit
+def _input(inputs, x_stride, tail, source, place, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Return the input [CHANNELS] at `place` of a sequence: where that is negative, from its tail, or 0."""
+    is_token, in_tail = place >= 0, (place < 0) & (place >= 1 - WIDTH) & (source >= 0)
+    cells = inputs + place.to(tl.int64) * x_stride + channel
+    value = tl.load(cells, mask=_where(is_token, channel, NUM_CHANNELS), other=0.0).to(tl.float32)
+    cells = tail + channel * (WIDTH - 1) + WIDTH - 1 + place
+    return value + tl.load(cells, mask=_where(in_tail, channel, NUM_CHANNELS), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _where(condition, channel, NUM_CHANNELS: tl.constexpr):
+    """Return the mask of the channels that exist, if the condition holds, a single one for all of them."""
+    return channel < tl.where(condition, NUM_CHANNELS, 0)
+
+
+@triton.jit
+def _in_tail(tail, source, BACK: tl.constexpr, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Return the input [CHANNELS] that lies BACK tokens behind a sequence's first one, or 0."""
+    value = tl.zeros(channel.shape, tl.float32)
+    if BACK < WIDTH:
         if source >= 0:
-            value = tl.load(tail + channel * (WIDTH - 1) + WIDTH - 1 + place, mask=exists, other=0.0)
+            cells = tail + channel * (WIDTH - 1) + WIDTH - 1 - BACK
+            value = tl.load(cells, mask=channel < NUM_CHANNELS, other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
-def _last_inputs(inputs, x_stride, tail, source, end, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the WIDTH - 1 inputs before `end`, oldest first."""
-    values = ()
+def _store_tail(tail, last, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Store the last inputs, newest first, as a tail."""
     for index in tl.static_range(WIDTH - 1):
-        place = end - (WIDTH - 1) + index
-        values = values + (_input(inputs, x_stride, tail, source, place, channel, WIDTH, NUM_CHANNELS),)
-    return values
-
-
-@triton.jit
-def _store_tail(tail, values, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    for index in tl.static_range(WIDTH - 1):
-        tl.store(tail + channel * (WIDTH - 1) + index, values[index], mask=channel < NUM_CHANNELS)
+        cells = tail + channel * (WIDTH - 1) + WIDTH - 2 - index
+        tl.store(cells, last[index].to(tail.dtype.element_ty), mask=channel < NUM_CHANNELS)

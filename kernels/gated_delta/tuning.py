@@ -26,10 +26,8 @@ INTRAS: list[Options] = [
     for heads, solve, warps in itertools.product((1, 2), (8, 16), (4, 8))
 ]
 SCANS: list[Options] = [
-    {"VALUES": values, "num_warps": warps, "num_stages": stages, "TMA": tma}
-    for (values, warps, tma), stages in itertools.product(
-        ((64, 4, 1), (128, 4, 1), (32, 4, 0), (64, 4, 0), (64, 8, 0), (128, 8, 0)), (2, 3)
-    )
+    {"VALUES": values, "num_warps": warps, "num_stages": stages}
+    for (values, warps), stages in itertools.product(((32, 4), (64, 4), (64, 8), (128, 8)), (2, 3))
 ]
 
 

@@ -2,7 +2,7 @@
 
     decodes     `step`: one kernel, a state read and written once
     others      `intra` (decays a head) or `intra_per_dim`: what needs no state, all chunks at the same time;
-                then `scan` or `scan_hopper`: the states from chunk to chunk, with outputs and checkpoints
+                then `scan`: the states from chunk to chunk, with outputs and checkpoints
 
 Between the two lie, for each chunk and head, two matrices in the inputs' type and a few factors: no state is written
 that nobody asked for.
@@ -19,7 +19,6 @@ from baton.kernels.state_batch import CHUNK, StateBatch
 from baton.kernels.tuned import Options
 
 from ..gate import Gate
-from . import scan_hopper
 from .intra import FACTORS, intra_chunk
 from .intra_per_dim import intra_chunk_per_dim
 from .options import Shape, intra_options, scan_options, step_options
@@ -57,8 +56,7 @@ def gated_delta(
         _step(*operands, step or step_options(shape, batch.num_decodes, q.device))
     if batch.num_chunks:
         intra = intra or intra_options(shape, q.shape[0], q.device)
-        tma = scan_hopper.serves(q, k, v, shape)
-        scan = scan or scan_options(shape, batch.num_prefills, q.shape[0], q.device, tma=tma)
+        scan = scan or scan_options(shape, batch.num_prefills, q.shape[0], q.device)
         _chunks(*operands, intra, scan)
     return out
 
@@ -161,11 +159,6 @@ def _chunks(
             **launch,
         )
         keys = q, k, None
-    if scan["TMA"]:
-        consumers = scan["VALUES"] // scan_hopper.VALUES.value
-        tiles = (*keys, v, mixing, attention, factors, state, batch, out, shape)
-        scan_hopper.scan_chunks(*tiles, consumers=consumers, stages=scan["num_stages"])
-        return
     scan_chunks[(cdiv(shape.value_dim, scan["VALUES"]), heads, batch.num_prefills)](
         *keys,
         v,
@@ -188,6 +181,6 @@ def _chunks(
         VALUE_DIM=shape.value_dim,
         PER_DIM=shape.per_dim,
         **sizes,
-        **{name: value for name, value in scan.items() if name != "TMA"},
+        **scan,
         **pdl.launch_options(),
     )

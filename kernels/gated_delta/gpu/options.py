@@ -13,9 +13,8 @@ from baton.kernels.tuned import Options
 STEP: Options = {"VALUES": 32, "num_warps": 4}
 INTRA: Options = {"HEADS": 1, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
 INTRA_PER_DIM: Options = {**INTRA, "num_warps": 8}
-SCAN: Options = {"VALUES": 64, "num_warps": 4, "num_stages": 2, "TMA": 0}  # TMA: whether `scan_hopper` serves
-WIDE_TMA_SCAN: Options = {"VALUES": 128, "num_warps": 4, "num_stages": 3, "TMA": 1}
-TMA_SCAN: Options = {**WIDE_TMA_SCAN, "VALUES": 64}
+SCAN: Options = {"VALUES": 32, "num_warps": 4, "num_stages": 2}
+WIDE_SCAN: Options = {"VALUES": 128, "num_warps": 8, "num_stages": 2}  # where heads alone fill the device
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,9 @@ def intra_options(shape: Shape, num_tokens: int, device: torch.device) -> Option
     return tuned.config("gated_delta", device, intra_key(shape, num_tokens), default)
 
 
-def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.device, *, tma: bool) -> Options:
-    """Return the options of a scan; `tma` tells whether `scan_hopper` can serve it."""
-    if not tma:
-        return _narrowed(SCAN, shape)
+def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.device) -> Options:
     fills_device = shape.num_heads * num_seqs >= multiprocessors(device)
-    default = WIDE_TMA_SCAN if fills_device and shape.value_dim % WIDE_TMA_SCAN["VALUES"] == 0 else TMA_SCAN
-    if shape.per_dim:
-        default = {**default, "num_stages": 2}
+    default = _narrowed(WIDE_SCAN if fills_device else SCAN, shape)
     return tuned.config("gated_delta", device, scan_key(shape, num_seqs, num_tokens), default)
 
 

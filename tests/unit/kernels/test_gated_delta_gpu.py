@@ -17,9 +17,9 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 gpu = pytest.importorskip("baton.kernels.gated_delta.gpu")
 
-from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, scan_hopper, step  # noqa: E402
+from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, step  # noqa: E402
 from baton.kernels.gated_delta.gpu.inverse import unit_lower_inverse  # noqa: E402
-from baton.kernels.gated_delta.gpu.options import INTRA, INTRA_PER_DIM, SCAN, STEP  # noqa: E402
+from baton.kernels.gated_delta.gpu.options import INTRA, INTRA_PER_DIM, SCAN, STEP, WIDE_SCAN  # noqa: E402
 
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
@@ -152,8 +152,6 @@ TYPES = {
     **{"first_seq": "i32", "scale": "fp32", "eps": "fp32"},
 }
 SIZES = {"NUM_HEADS": 32, "GROUP": 2, "KEY_DIM": 128, "CHUNK": 64, "PRECISION": "tf32", "NORM": True, "VALUE_DIM": 128}
-BOXES = "swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[]"
-BOX = f"tensordesc<bf16[64,64],NVMMASharedLayout({BOXES})>"
 
 
 def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
@@ -186,28 +184,8 @@ def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool) -> No
     assert "prefetch.global.L2" in made.ptx
 
 
-def test_the_portable_scan_runs_on_tensor_cores() -> None:
-    options = {
-        "VALUES": 128,
-        "num_warps": 8,
-        "num_stages": 2,
-    }  # where a warp's tile is widest: on an H200, `scan_hopper`
-    assert compiled(scan.scan_chunks, options, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
-
-
-@pytest.mark.parametrize(("per_dim", "consumers", "stages"), [(False, 1, 3), (False, 2, 3), (True, 1, 2), (True, 2, 2)])
-def test_the_scan_for_hopper_chains_its_products_in_registers(per_dim: bool, consumers: int, stages: int) -> None:
-    boxes = dict.fromkeys(("q", "k", "v", "mixing", "attention", *(["write_keys"] if per_dim else [])), BOX)
-    types = {name: TYPES[name] for name in scan_hopper.scan_heads.arg_names if name in TYPES} | boxes
-    words = {name: SIZES[name] for name in ("NUM_HEADS", "KEY_DIM", "VALUE_DIM")}
-    words |= {"GROUP": 1 if per_dim else 2, "CONSUMERS": consumers, "STAGES": stages, "PER_DIM": per_dim}
-    if not per_dim:
-        words["write_keys"] = None
-        types.pop("write_keys")
-    # What spills are the addresses of checkpoints, which few chunks need.
-    made = compile_for_h200(scan_hopper.scan_heads, types, words, max_spill_bytes=320, num_warps=4)
-    assert made.ptx.count("wgmma.mma_async") == consumers * 28
-    assert "cp.async.bulk.tensor" in made.ptx
+def test_the_scan_runs_on_tensor_cores() -> None:
+    assert compiled(scan.scan_chunks, WIDE_SCAN, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
 
 
 # ---- on the device --------------------------------------------------------------------------------------------------
@@ -216,9 +194,8 @@ def test_the_scan_for_hopper_chains_its_products_in_registers(per_dim: bool, con
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("per_dim", [False, True])
-@pytest.mark.parametrize("tma", [0, 1])
 @pytest.mark.parametrize("values", [64, 128])
-def test_bfloat16_on_the_device(values: int, tma: int, per_dim: bool) -> None:
+def test_bfloat16_on_the_device(values: int, per_dim: bool) -> None:
     device = torch.device("cuda")
     heads = Heads(32, 32, 128, 128) if per_dim else QWEN
     step = delta_step(
@@ -230,7 +207,7 @@ def test_bfloat16_on_the_device(values: int, tma: int, per_dim: bool) -> None:
         fresh=[1, 5],
         checkpoints=[*CHECKPOINTS, (7, 512)],
     )
-    options = {"VALUES": values, "num_warps": values // 16, "num_stages": 2, "TMA": tma}
+    options = {"VALUES": values, "num_warps": values // 16, "num_stages": 2}
     step.check(gpu.gated_delta, scan=options)
 
 
