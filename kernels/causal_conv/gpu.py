@@ -236,9 +236,8 @@ def _in_tail(tail, source, BACK: tl.constexpr, channel, WIDTH: tl.constexpr, NUM
     """Return the input [CHANNELS] that lies BACK tokens behind a sequence's first one, or 0."""
     value = tl.zeros(channel.shape, tl.float32)
     if BACK < WIDTH:
-        if source >= 0:
-            cells = tail + channel * (WIDTH - 1) + WIDTH - 1 - BACK
-            value = tl.load(cells, mask=channel < NUM_CHANNELS, other=0.0).to(tl.float32)
+        cells = tail + channel * (WIDTH - 1) + WIDTH - 1 - BACK
+        value = tl.load(cells, mask=_where(source >= 0, channel, NUM_CHANNELS), other=0.0).to(tl.float32)
     return value
 
 

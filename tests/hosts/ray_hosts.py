@@ -38,6 +38,7 @@ TIER_BYTES = 120 * 2**20
 TOKEN = ".ray/auth_token"  # in a home
 RAY_PORT, DASHBOARD_PORT, REDIS_PORT, PORT = 6379, 8265, 6380, 8000
 STORE_BYTES = 80 * 2**20
+HANDOFF_S = 10.0  # prompts are handed over, however busy the machine is
 REQUEST_TIMEOUT_S = 150.0  # a gateway's: nothing is open longer
 CAPACITY_TIMEOUT_S = 60.0  # longer than the head is cut off
 STEP_TIMEOUT_S = 30.0
@@ -236,6 +237,7 @@ def demo_config() -> dict[str, Any]:
     args["gateway"] |= {"host": "0.0.0.0", "port": PORT, "resources": {_place_of(HEAD): 0.001}}
     args["gateway"] |= {"request_timeout_s": REQUEST_TIMEOUT_S, "capacity_timeout_s": CAPACITY_TIMEOUT_S}
     args["gateway"]["cost"] = dict.fromkeys(("node_tokens_per_s", "network_tokens_per_s"), SAME_TOKENS_PER_S)
+    args["gateway"]["cost"]["slow_handoff_s"] = HANDOFF_S
     args["engine"] |= {"dtype": "float32", "num_threads": 1, "kv_cache_memory_bytes": POOL_BYTES}
     for role in ROLES:
         args["fleets"][role] |= {
