@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from baton.cluster.contracts import Role, ScalePlan
 
-from .load import FIRST_TOKEN_S, PER_TOKEN_S, FleetLoad, GatewayLoad, Sample, percentile
+from .load_samples import FIRST_TOKEN_S, PER_TOKEN_S, FleetLoad, GatewayLoad, Sample, percentile
 
 MIN_WINDOW_S = 2.0  # of samples, before anything is decided
 MIN_RECENT_S = 5.0  # over which the newest rate of arrivals is measured, at least

@@ -18,7 +18,7 @@ import msgspec
 
 from baton.cluster.contracts import EngineGroup, EnginePulse, Role, ScalePlan
 
-from .load import GatewayLoad, LoadReports, Sample
+from .load_samples import GatewayLoad, LoadReports, Sample
 from .policy import Moment, decide, desired_sizes
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
+from baton.cluster.autoscaling.load_samples import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad
 from baton.cluster.contracts import ClientCounters, EngineView
 
 from .serving.timeline import Stamp, Timeline

@@ -25,7 +25,7 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
-from baton.cluster.autoscaling.load import GatewayLoad
+from baton.cluster.autoscaling.load_samples import GatewayLoad
 from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
 from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
 from baton.cluster.logs import LogSettings, configure

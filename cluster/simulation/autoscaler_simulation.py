@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.cluster.autoscaling.load import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad, bucket_of
+from baton.cluster.autoscaling.load_samples import FIRST_TOKEN_S, PER_TOKEN_S, GatewayLoad, bucket_of
 from baton.cluster.contracts import EngineGroup, EnginePulse, EngineView, Role
 from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.cluster.autoscaling.load import GatewayLoad
+from baton.cluster.autoscaling.load_samples import GatewayLoad
 from baton.cluster.autoscaling.scaler import Scaler
 from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
 

@@ -14,7 +14,7 @@ from ..core.layout import BLOCK_SIZE, CacheLayout, KVRegion
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
-from .member import loaded_member
+from .loaded_member import loaded_member
 from .phases import Phases
 from .step_sizes import StepSizes
 

@@ -28,9 +28,9 @@ from .anthropic_request import (
     ToolResultBlockParam,
     ToolUseBlockParam,
 )
+from .chat_messages import CalledFunction, ChatMessage, NamedToolChoice, TextPart, ToolCall
+from .chat_messages import ToolChoice as ChatToolChoice
 from .job import PreparedRequest
-from .messages import CalledFunction, ChatMessage, NamedToolChoice, TextPart, ToolCall
-from .messages import ToolChoice as ChatToolChoice
 from .prepare import Preparer
 from .protocol import ChatRequest, EngineFields, JsonSchemaFormat, ResponseFormat
 from .reasoning import THINKS

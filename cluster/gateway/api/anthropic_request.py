@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
 from ..errors import excerpt
-from .messages import MAX_TOOLS, Function, FunctionName, Tool, check_unique_names
+from .chat_messages import MAX_TOOLS, Function, FunctionName, Tool, check_unique_names
 from .parsing import ApiFields
 from .protocol import EngineFields, FewStrings
 from .validators import (

@@ -19,7 +19,7 @@ import msgspec
 from baton.engine.structured.compiler_process import limit_memory
 from baton.engine.text import Tokenizer
 
-from ..bodies.messages import (
+from ..bodies.process_messages import (
     AnswerReply,
     PeerClosed,
     PreparedReply,

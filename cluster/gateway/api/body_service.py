@@ -14,7 +14,7 @@ import msgspec
 from ..bodies.body import Body
 from ..bodies.budget import MemoryBudget, Reservation
 from ..bodies.json_structure import PIECE_BYTES
-from ..bodies.messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
+from ..bodies.process_messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
 from ..bodies.process_pool import BodyProcessPool
 from ..errors import ApiError
 from ..metrics import GatewayMetrics

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
 
 from ..errors import excerpt
-from .messages import ChatMessage, Tool, ToolChoice, Tools, check_tool_messages
+from .chat_messages import ChatMessage, Tool, ToolChoice, Tools, check_tool_messages
 from .reasoning import Effort
 from .validators import FieldError, Integer, RequestModel, json_type_name
 

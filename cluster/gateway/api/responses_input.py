@@ -9,7 +9,7 @@ function_call_output                          ──> a tool message
 from __future__ import annotations
 
 from ..errors import bad_request
-from .messages import (
+from .chat_messages import (
     MAX_TOOLS,
     AllowedToolChoice,
     CalledFunction,

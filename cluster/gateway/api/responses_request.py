@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
 
+from .chat_messages import MAX_TOOLS, CalledFunction, Function, Tool, check_unique_names
 from .job import ResponseEcho
-from .messages import MAX_TOOLS, CalledFunction, Function, Tool, check_unique_names
 from .parsing import ApiFields
 from .protocol import JsonSchemaFormat, SamplingFields
 from .reasoning import Effort

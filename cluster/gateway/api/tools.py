@@ -15,7 +15,7 @@ from baton.engine.text import (
 )
 
 from ..errors import bad_request, excerpt
-from .messages import AllowedToolChoice, Function, NamedToolChoice, ToolChoice
+from .chat_messages import AllowedToolChoice, Function, NamedToolChoice, ToolChoice
 from .protocol import ChatRequest
 
 NO_ARGUMENTS = {"type": "object", "properties": {}}

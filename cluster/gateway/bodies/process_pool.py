@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..errors import internal, readers_full, too_expensive
 from ..model import ServedModel
-from .messages import (
+from .process_messages import (
     AnswerReply,
     PeerClosed,
     PreparedReply,

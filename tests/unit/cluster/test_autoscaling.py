@@ -12,7 +12,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingContext
 from typer.testing import CliRunner
 
-from baton.cluster.autoscaling.load import (
+from baton.cluster.autoscaling.load_samples import (
     FIRST_TOKEN_S,
     CounterSums,
     FleetLoad,
