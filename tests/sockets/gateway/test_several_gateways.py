@@ -164,6 +164,7 @@ async def test_a_gateway_that_starts_knows_from_the_engines_what_each_of_them_ha
     prompts = [[index, *PROMPT] for index in range(6)]
     async with fleet.gateway("one") as gateway:
         for prompt in prompts:
+            await gateway.hear_that_all_are_idle()
             assert (await gateway.complete(prompt)).headers["x-baton-path"] == "unified; reason=least-loaded"
     homes = [users(fleet, prompt) for prompt in prompts]
     assert len(set(map(tuple, homes))) > 1, "they are not all in one place"
@@ -171,6 +172,7 @@ async def test_a_gateway_that_starts_knows_from_the_engines_what_each_of_them_ha
         for gateway, last in {again: 5, other: 6}.items():
             for prompt, home in zip(prompts, homes, strict=True):
                 longer = [*prompt, last]
+                await gateway.hear_that_all_are_idle()
                 assert (await gateway.complete(longer)).headers["x-baton-path"] == "unified; reason=prefix-hit"
                 assert users(fleet, longer) == home
 
@@ -185,6 +187,7 @@ async def test_a_session_reaches_the_same_pair_through_any_gateway_and_after_a_r
     async def turn(gateway: WiredGateway, number: int) -> None:
         for index, name in enumerate(sessions):
             prompt = [number, index] * 30
+            await gateway.hear_that_all_are_idle()
             response = await gateway.complete(prompt, name)
             assert response.headers["x-baton-path"].startswith("disaggregated")
             pairs[name].add(tuple(users(fleet, prompt)))

@@ -128,6 +128,21 @@ class WiredGateway:
         headers = {} if session_id is None else {"x-session-id": session_id}
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
+    async def hear_that_all_are_idle(self) -> None:
+        """Wait until the last status of every engine counts no request.
+
+        An answer may come before the status that no longer counts its request. Until then the engine looks busy to
+        gateways that did not send the request, and is passed over for one with less in its cache.
+        """
+
+        def all_are_idle() -> bool:
+            stats = [view.stats for view in self.client.engines()]
+            return not any(
+                its.num_requests_running + its.num_requests_waiting + its.num_requests_waiting_for_kv for its in stats
+            )
+
+        await until(all_are_idle)
+
 
 class WiredFleet:
     def __init__(self, *roles: Role, limits: QueueLimits = QueueLimits()) -> None:
