@@ -142,7 +142,6 @@ class LoadReports:
         own = [group for group in groups if group.engines[0].role is role]
         stats = [pulse.stats for group in own for pulse in self._pulses[group.group_id] if pulse.stats is not None]
         busy_s, prompt_tokens, cached_tokens, generation_tokens, steps = self._meter.total(role, NUM_ENGINE_COUNTERS)
-        waiting = sum(each.num_requests_waiting for each in stats)
         return FleetLoad(
             serving=sum(not group.draining for group in own),
             busy_s=busy_s,
@@ -150,8 +149,8 @@ class LoadReports:
             cached_tokens=cached_tokens,
             generation_tokens=generation_tokens,
             steps=steps,
-            live=sum(each.num_requests_running + each.num_requests_waiting_for_kv for each in stats) + waiting,
-            waiting=waiting,
+            live=sum(each.num_requests for each in stats),
+            waiting=sum(each.num_requests_waiting for each in stats),
             used_blocks=sum(each.num_blocks - each.num_blocks_free for each in stats),
             blocks_of_a_group=sum(each.num_blocks for each in stats) / len(own) if own else 0.0,
         )

@@ -79,8 +79,7 @@ class _Group:
         if self.engine is None:
             return True
         stats = self.engine.stats
-        busy = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
-        return not busy and not stats.num_blocks_held
+        return not stats.num_requests and not stats.num_blocks_held
 
 
 @dataclass
@@ -167,11 +166,10 @@ class AutoscalerSimulation:
                 fleet.starting += 1
                 continue
             stats = group.engine.stats
-            live = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
             record = msgspec.structs.replace(group.engine.record, draining=group.draining)
             own = EngineGroup(group_id=group.name, first_rank=0, engines=[record])
             fleet.groups.append(own)
-            fleet.pulses[group.name] = [EnginePulse(0.0, live, 0, 0, group.engine.busy_s, stats)]
+            fleet.pulses[group.name] = [EnginePulse(0.0, stats.num_requests, 0, 0, group.engine.busy_s, stats)]
         return fleets
 
     def _resize(self, role: Role, size: int) -> None:

@@ -173,11 +173,7 @@ class PoolAlone(CachedBlocks):
 
 
 def _num_requests(view: EngineView) -> int:
-    stats = view.stats
-    if stats is None:
-        return view.outstanding
-    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
-    return max(view.outstanding, in_engine)
+    return view.outstanding if view.stats is None else max(view.outstanding, view.stats.num_requests)
 
 
 PolicyMaker = Callable[[int, Callable[[], float]], Policy]  # of the gateway with this number

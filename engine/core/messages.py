@@ -136,3 +136,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertReview | None = None  # None: every rank has all of them
     tiers: TierStats | None = None  # None: there are none
     step_times: StepTimes = StepTimes()  # as measured lately
+
+    @property
+    def num_requests(self) -> int:
+        """All requests in the engine: those that run, and those that wait for a place or for KV."""
+        return self.num_requests_running + self.num_requests_waiting + self.num_requests_waiting_for_kv

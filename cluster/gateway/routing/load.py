@@ -90,8 +90,7 @@ class LoadTracker:
 
 def _others(stats: EngineStats, own_requests: int, own_tokens: int) -> Load:
     """Return the part of other gateways in statistics that have just come: all but what this gateway has there now."""
-    in_engine = stats.num_requests_running + stats.num_requests_waiting + stats.num_requests_waiting_for_kv
-    return Load(max(0, in_engine - own_requests), max(0, stats.num_waiting_tokens - own_tokens))
+    return Load(max(0, stats.num_requests - own_requests), max(0, stats.num_waiting_tokens - own_tokens))
 
 
 def _subtract(counter: Counter[EngineKey], key: EngineKey, amount: int) -> None:

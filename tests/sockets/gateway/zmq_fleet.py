@@ -117,8 +117,9 @@ class WiredEngine:
         return self._core.block_log()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WiredGateway:
+    engines: list[WiredEngine]
     http: httpx.AsyncClient
     client: ZmqEngineClient
     metrics: GatewayMetrics
@@ -129,17 +130,16 @@ class WiredGateway:
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
     async def hear_that_all_are_idle(self) -> None:
-        """Wait until the last status of every engine counts no request.
+        """Wait until every engine is idle and its newest status has come here.
 
         An answer may come before the status that no longer counts its request. Until then the engine looks busy to
         gateways that did not send the request, and is passed over for one with less in its cache.
         """
 
         def all_are_idle() -> bool:
-            stats = [view.stats for view in self.client.engines()]
-            return not any(
-                its.num_requests_running + its.num_requests_waiting + its.num_requests_waiting_for_kv for its in stats
-            )
+            newest = {engine.record.engine_id: engine.stats() for engine in self.engines}
+            heard = {view.record.engine_id: view.stats for view in self.client.engines()}
+            return heard == newest and not any(stats.num_requests for stats in newest.values())
 
         await until(all_are_idle)
 
@@ -162,7 +162,7 @@ class WiredFleet:
         try:
             await until(lambda: len(client.engines()) == len(self.engines))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g", timeout=20) as http:
-                yield WiredGateway(http, client, metrics)
+                yield WiredGateway(self.engines, http, client, metrics)
         finally:
             await client.close()
 
