@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 
 from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
+from baton.kernels.state_bench import MOST_COPIES, bench_steps
 
 from . import StateBatch, causal_conv
 
 CHANNELS, WIDTH = 8192, 4
-SMALL_STEPS = {"decode 1": [1], "prefill 1 x 256": [256]}  # tokens of each sequence
-LARGE_STEPS = {
-    "decode 1": [1],
-    "decode 64": [1] * 64,
-    "decode 256": [1] * 256,
-    "prefill 1 x 1k": [1024],
-    "prefill 16 x 4k": [4096] * 16,
-}
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class ConvInputs:
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
-    for name, lengths in (LARGE_STEPS if device.type == "cuda" else SMALL_STEPS).items():
+    for name, lengths in bench_steps(device).items():
         made = step(lengths, device)
         x = made.inputs[0]
         yield BenchCase(
@@ -52,7 +45,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 def step(lengths: list[int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ConvInputs:
     num_tokens = sum(lengths)
-    copies = min(64, copies_beyond_caches(num_tokens * CHANNELS * dtype.itemsize))
+    copies = min(MOST_COPIES, copies_beyond_caches(num_tokens * CHANNELS * dtype.itemsize))
     inputs = [torch.randn(num_tokens, CHANNELS, dtype=dtype, device=device) for _ in range(copies)]
     weight = torch.randn(CHANNELS, WIDTH, dtype=dtype, device=device)
     state = torch.randn(len(lengths), CHANNELS, WIDTH - 1, dtype=dtype, device=device)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
+from baton.kernels.roofline import BenchCase, cycling
+from baton.kernels.state_bench import bench_steps, states_beyond_caches
 
 from . import CHUNK, Gate, StateBatch, gated_delta
 
@@ -28,15 +29,6 @@ class DeltaModel:
 
 
 GDN, KDA = DeltaModel("GDN", 16, 32, per_dim=False), DeltaModel("KDA", 32, 32, per_dim=True)
-SMALL_STEPS = {"decode 1": [1], "prefill 1 x 256": [256]}  # tokens of each sequence
-LARGE_STEPS = {
-    "decode 1": [1],
-    "decode 64": [1] * 64,
-    "decode 256": [1] * 256,
-    "prefill 1 x 1k": [1024],
-    "prefill 16 x 4k": [4096] * 16,
-    "prefill 2 x 32k": [32768] * 2,
-}
 
 
 @dataclass(frozen=True)
@@ -60,8 +52,7 @@ class DeltaInputs:
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
-    steps = LARGE_STEPS if device.type == "cuda" else SMALL_STEPS
-    for model, (name, lengths) in itertools.product((GDN, KDA), steps.items()):
+    for model, (name, lengths) in itertools.product((GDN, KDA), bench_steps(device).items()):
         made = step(model, lengths, device)
         num_tokens = sum(lengths)
         activations = sum(x.numel() for x in (made.q, made.k, made.v, made.v, made.gate.decay, made.gate.beta))
@@ -86,10 +77,8 @@ def flop(model: DeltaModel, num_tokens: int) -> float:
 def step(
     model: DeltaModel, lengths: list[int], device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> DeltaInputs:
-    num_tokens, num_seqs = sum(lengths), len(lengths)
-    copies = min(64, copies_beyond_caches(model.state_bytes * num_seqs))
-    state = torch.randn(copies * num_seqs, model.num_heads, model.dim, model.dim, device=device)
-    slots = torch.randperm(len(state)).view(copies, num_seqs).tolist()
+    num_tokens = sum(lengths)
+    state, batches = states_beyond_caches(lengths, (model.num_heads, model.dim, model.dim), device)
     gates = (model.num_heads, model.dim) if model.per_dim else (model.num_heads,)
     q, k = (torch.randn(num_tokens, model.num_key_heads, model.dim, dtype=dtype, device=device) for _ in range(2))
     v = torch.randn(num_tokens, model.num_heads, model.dim, dtype=dtype, device=device)
@@ -99,5 +88,4 @@ def step(
         torch.rand(model.num_heads, device=device) - 2,
         torch.zeros(gates, device=device),
     )
-    batches = [StateBatch.plan(lengths, of_copy, of_copy, device=device) for of_copy in slots]
     return DeltaInputs(q, k, v, gate, state, batches)

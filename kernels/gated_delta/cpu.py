@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
 from .gate import Gate
-from .reference import initial_state, normed
+from .reference import normed
 
 SPAN = 32  # tokens that are taken at once: decays a dimension take SPAN * SPAN * K values a head
 
@@ -28,29 +29,14 @@ def gated_delta(
     """See `baton.kernels.gated_delta.gated_delta`. Computed in float64 where q is, else in float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    starts = batch.query_start.tolist()
-    slots = zip(batch.sources.tolist(), batch.targets.tolist(), strict=True)
-    bounds, kept = batch.chunk_start.tolist(), batch.checkpoints.tolist()
-    first_chunks = batch.seq_chunks.tolist()
-    for seq, (source, target) in enumerate(slots):
-        begin, end = starts[seq], starts[seq + 1]
-        if begin == end:
-            continue
-        current = initial_state(state, source, dtype)
-        chunks = [(begin, end, -1)]
-        if seq >= batch.num_decodes:
-            numbers = range(*first_chunks[seq - batch.num_decodes : seq - batch.num_decodes + 2])
-            chunks = [(bounds[chunk], bounds[chunk + 1], kept[chunk]) for chunk in numbers]
-        for first, behind, checkpoint in chunks:
-            for at in range(first, behind, SPAN):
-                tokens = slice(at, min(at + SPAN, behind))
-                span = _Span(q[tokens], k[tokens], v[tokens], gate.sliced(tokens), dtype, norm_eps)
-                current, result = span.advance(current, scale)
-                out[tokens] = result.to(out.dtype)
-            if checkpoint >= 0:
-                state[checkpoint] = current.to(state.dtype)
-        if target >= 0:
-            state[target] = current.to(state.dtype)
+
+    def advance(current: Tensor, tokens: slice) -> Tensor:
+        span = _Span(q[tokens], k[tokens], v[tokens], gate.sliced(tokens), dtype, norm_eps)
+        current, result = span.advance(current, scale)
+        out[tokens] = result.to(out.dtype)
+        return current
+
+    carry_states(state, batch, dtype, advance, span=SPAN)
     return out
 
 

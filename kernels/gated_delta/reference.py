@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
 from .gate import Gate
@@ -31,33 +32,20 @@ def gated_delta(
     values, (g, beta) = v.to(compute_dtype), gate.values(compute_dtype)
     decay = g.exp() if gate.per_dim else g.exp()[..., None]  # [T, H, K or 1]
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    kept = checkpoint_slots(batch)
-    starts = batch.query_start.tolist()
-    for seq, (source, target) in enumerate(zip(batch.sources.tolist(), batch.targets.tolist(), strict=True)):
-        current = initial_state(state, source, compute_dtype)
-        for token in range(starts[seq], starts[seq + 1]):
-            current = decay[token][..., None] * current
-            predicted = torch.einsum("hkv,hk->hv", current, k[token])
-            change = beta[token][:, None] * (values[token] - predicted)
-            current = current + k[token][..., None] * change[:, None]
-            out[token] = (torch.einsum("hkv,hk->hv", current, q[token]) * scale).to(out.dtype)
-            if token + 1 in kept:
-                state[kept[token + 1]] = current.to(state.dtype)
-        if target >= 0 and starts[seq + 1] > starts[seq]:
-            state[target] = current.to(state.dtype)
+
+    def advance(current: Tensor, tokens: slice) -> Tensor:
+        token = tokens.start
+        current = decay[token][..., None] * current
+        predicted = torch.einsum("hkv,hk->hv", current, k[token])
+        change = beta[token][:, None] * (values[token] - predicted)
+        current = current + k[token][..., None] * change[:, None]
+        out[token] = (torch.einsum("hkv,hk->hv", current, q[token]) * scale).to(out.dtype)
+        return current
+
+    carry_states(state, batch, compute_dtype, advance, span=1)
     return out
 
 
 def normed(x: Tensor, eps: float | None) -> Tensor:
     """Divide each head by its Euclidean length; x itself where eps is None."""
     return x if eps is None else x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-
-
-def initial_state(state: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(state.shape[1:], dtype=dtype, device=state.device) if source < 0 else state[source].to(dtype)
-
-
-def checkpoint_slots(batch: StateBatch) -> dict[int, int]:
-    """Return the slot of each checkpoint by the token that follows it."""
-    ends = batch.chunk_start.tolist()[1:]
-    return {end: slot for end, slot in zip(ends, batch.checkpoints.tolist(), strict=True) if slot >= 0}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
+from baton.kernels.roofline import BenchCase, cycling
+from baton.kernels.state_bench import bench_steps, states_beyond_caches
 
 from . import CHUNK, StateBatch, TimeSteps, ssd
 
@@ -28,15 +29,6 @@ class MambaModel:
 
 
 NEMOTRON_H, GRANITE_4 = MambaModel("Nemotron-H", 128, 8), MambaModel("Granite-4", 48, 1)
-SMALL_STEPS = {"decode 1": [1], "prefill 1 x 256": [256]}  # tokens of each sequence
-LARGE_STEPS = {
-    "decode 1": [1],
-    "decode 64": [1] * 64,
-    "decode 256": [1] * 256,
-    "prefill 1 x 1k": [1024],
-    "prefill 16 x 4k": [4096] * 16,
-    "prefill 2 x 32k": [32768] * 2,
-}
 
 
 @dataclass(frozen=True)
@@ -64,8 +56,7 @@ class MambaInputs:
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
-    steps = LARGE_STEPS if device.type == "cuda" else SMALL_STEPS
-    for model, (name, lengths) in itertools.product((NEMOTRON_H, GRANITE_4), steps.items()):
+    for model, (name, lengths) in itertools.product((NEMOTRON_H, GRANITE_4), bench_steps(device).items()):
         made = step(model, lengths, device)
         yield BenchCase(
             op="ssd",
@@ -88,10 +79,8 @@ def flop(model: MambaModel, num_tokens: int) -> float:
 def step(
     model: MambaModel, lengths: list[int], device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> MambaInputs:
-    num_tokens, num_seqs, num_heads = sum(lengths), len(lengths), model.num_heads
-    copies = min(64, copies_beyond_caches(model.state_bytes * num_seqs))
-    state = torch.randn(copies * num_seqs, num_heads, model.head_dim, model.state_dim, device=device)
-    slots = torch.randperm(len(state)).view(copies, num_seqs).tolist()
+    num_tokens, num_heads = sum(lengths), model.num_heads
+    state, batches = states_beyond_caches(lengths, (num_heads, model.head_dim, model.state_dim), device)
     x = torch.randn(num_tokens, num_heads, model.head_dim, dtype=dtype, device=device)
     b, c = (torch.randn(num_tokens, model.num_groups, model.state_dim, dtype=dtype, device=device) for _ in range(2))
     time_steps = TimeSteps(
@@ -100,5 +89,4 @@ def step(
         torch.zeros(num_heads, device=device) - 2,
     )
     skip = torch.randn(num_heads, device=device)
-    batches = [StateBatch.plan(lengths, of_copy, of_copy, device=device) for of_copy in slots]
     return MambaInputs(x, b, c, time_steps, skip, state, batches)

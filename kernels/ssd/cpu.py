@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
-from .reference import initial_state
 from .time_steps import TimeSteps
 
 
@@ -25,27 +25,13 @@ def ssd(
     """See `baton.kernels.ssd.ssd`. Computed in float64 where x is, else in float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    starts = batch.query_start.tolist()
-    slots = zip(batch.sources.tolist(), batch.targets.tolist(), strict=True)
-    bounds, kept = batch.chunk_start.tolist(), batch.checkpoints.tolist()
-    first_chunks = batch.seq_chunks.tolist()
-    for seq, (source, target) in enumerate(slots):
-        begin, end = starts[seq], starts[seq + 1]
-        if begin == end:
-            continue
-        current = initial_state(state, source, dtype)
-        chunks = [(begin, end, -1)]
-        if seq >= batch.num_decodes:
-            numbers = range(*first_chunks[seq - batch.num_decodes : seq - batch.num_decodes + 2])
-            chunks = [(bounds[chunk], bounds[chunk + 1], kept[chunk]) for chunk in numbers]
-        for first, behind, checkpoint in chunks:
-            tokens = slice(first, behind)
-            current, result = _advance(current, x[tokens], b[tokens], c[tokens], time_steps.sliced(tokens), skip)
-            out[tokens] = result.to(out.dtype)
-            if checkpoint >= 0:
-                state[checkpoint] = current.to(state.dtype)
-        if target >= 0:
-            state[target] = current.to(state.dtype)
+
+    def advance(current: Tensor, tokens: slice) -> Tensor:
+        current, result = _advance(current, x[tokens], b[tokens], c[tokens], time_steps.sliced(tokens), skip)
+        out[tokens] = result.to(out.dtype)
+        return current
+
+    carry_states(state, batch, dtype, advance)
     return out
 
 

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from baton.kernels.state_bench import DECODES, PREFILLS
 from baton.kernels.tune import Problem
 from baton.kernels.tuned import Key, Options
 
 from . import gpu
 from .bench import GRANITE_4, NEMOTRON_H, MambaModel, step
 from .gpu.options import SSDShape, scan_key, step_key
-
-DECODES = (1, 4, 16, 64, 256)  # sequences
-PREFILLS = ((1, 512), (1, 4096), (16, 1024), (16, 4096), (2, 32768))  # sequences, tokens of each
 
 STEPS: list[Options] = [
     {"VALUES": values, "num_warps": warps}

@@ -1,19 +1,19 @@
-"""Steps of Mamba-2 layers for the tests: shuffled slots, and NaN in every slot that may not be read."""
+"""Steps of Mamba-2 layers for the tests."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.kernels.ssd import Checkpoint, StateBatch, TimeSteps, reference
+from baton.kernels.ssd import StateBatch, TimeSteps, reference
 
 from .kernel_checks import assert_as_accurate
-
-NO_SLOT = -1
+from .state_cases import StateCase, assert_others_untouched, written_slots
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,7 @@ class SSDStep:
 
     @property
     def written(self) -> list[int]:
-        """The slots that the step writes."""
-        lengths = self.batch.query_start.diff().tolist()
-        targets = [slot for slot, length in zip(self.batch.targets.tolist(), lengths, strict=True) if length]
-        return [slot for slot in (*targets, *self.batch.checkpoints.tolist()) if slot != NO_SLOT]
+        return written_slots(self.batch)
 
     def check(self, op: Callable[..., Tensor], slack: float = 4.0, **options: object) -> None:
         """As accurate as inputs in this precision allow, and no slot touched that is not written."""
@@ -72,8 +69,7 @@ class SSDStep:
         slots = self.written
         terms = torch.finfo(self.x.dtype).eps / torch.finfo(torch.float32).eps * 16  # products take rounded operands
         assert_as_accurate(state[slots], exact_state[slots], same_state[slots], slack, terms=terms)
-        others = [slot for slot in range(len(state)) if slot not in slots]
-        assert torch.equal(state[others].nan_to_num(7.0), self.state[others].nan_to_num(7.0))
+        assert_others_untouched(state, self.state, self.batch)
 
 
 def ssd_step(
@@ -82,34 +78,21 @@ def ssd_step(
     *,
     sizes: Sizes = SMALL,
     dtype: torch.dtype = torch.float32,
-    fresh: Sequence[int] = (),
-    in_place: bool = True,
-    checkpoints: Sequence[tuple[int, int]] = (),
-    decode_tokens: int = 1,
     with_bias: bool = True,
     with_skip: bool = True,
     limits: tuple[float, float] = (0.0, math.inf),
     log_rate: float | None = None,
-    first_slot: int = 0,
     seed: int = 0,
+    **case: Any,
 ) -> SSDStep:
-    """Sequences of which those in `fresh` begin with zeros; `checkpoints` are pairs of sequence and tokens."""
+    """Draw a step; what is not named here goes to its `StateCase`."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    num_seqs, num_tokens, heads = len(query_lens), sum(query_lens), sizes.heads
-    num_slots = 2 * num_seqs + len(checkpoints) + 2
-    free = (torch.randperm(num_slots, generator=generator) + first_slot).tolist()
-    sources = [NO_SLOT if seq in fresh else free.pop() for seq in range(num_seqs)]
-    targets = [source if in_place and source != NO_SLOT else free.pop() for source in sources]
-    state = torch.full((first_slot + num_slots, heads, sizes.head_dim, sizes.state_dim), float("nan"), device=device)
-    for source in sources:
-        if source != NO_SLOT:
-            state[source] = draw(*state.shape[1:])
-    kept = [Checkpoint(seq, tokens, free.pop()) for seq, tokens in checkpoints]
-    batch = StateBatch.plan(query_lens, sources, targets, checkpoints=kept, decode_tokens=decode_tokens, device=device)
+    num_tokens, heads = sum(query_lens), sizes.heads
+    state, batch = StateCase(query_lens, **case).draw((heads, sizes.head_dim, sizes.state_dim), generator, device)
     x = draw(num_tokens, heads, sizes.head_dim)
     b, c = (draw(num_tokens, sizes.groups, sizes.state_dim) for _ in range(2))
     rates = draw(heads) if log_rate is None else torch.full((heads,), log_rate)

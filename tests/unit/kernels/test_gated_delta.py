@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels.gated_delta import Gate, StateBatch, cpu, gated_delta, reference
 
-from .state_cases import SCALE, DeltaStep, Heads, delta_step
+from .delta_cases import SCALE, DeltaStep, Heads, delta_step
 
 CPU = torch.device("cpu")
 RAGGED = [1, 1, 0, 63, 64, 65, 200]

@@ -10,8 +10,9 @@ import torch
 from baton.kernels.gated_delta import StateBatch, gated_delta, reference
 
 from ...helpers.aot import Compiled, compile_for_h200
+from .delta_cases import SCALE, SMALL, Heads, delta_step
 from .kernel_checks import assert_as_accurate
-from .state_cases import SCALE, SMALL, DeltaStep, Heads, delta_step
+from .state_cases import assert_graph_serves_other_slots
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -227,21 +228,9 @@ def test_slots_past_4_gib_are_found(lengths: list[int]) -> None:
 @pytest.mark.gpu
 def test_a_captured_graph_serves_slots_that_came_after_it() -> None:
     step = delta_step([1] * 8, torch.device("cuda"), heads=QWEN, dtype=torch.bfloat16)
-    batch, state = step.batch, step.state.nan_to_num(0.5)
+    state = step.state.nan_to_num(0.5)
 
-    def run(step: DeltaStep) -> torch.Tensor:
+    def run() -> torch.Tensor:
         return gated_delta(step.q, step.k, step.v, step.gate, state, step.batch, scale=SCALE)
 
-    run(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(step)
-    for turn in range(3):
-        slots = torch.randperm(len(state), generator=torch.Generator().manual_seed(turn))[:8].int().cuda()
-        batch.sources.copy_(slots)
-        batch.targets.copy_(slots)
-        before = state.clone()
-        graph.replay()
-        after, state[:] = state.clone(), before
-        assert torch.equal(result, run(step))
-        assert torch.equal(state, after)
+    assert_graph_serves_other_slots(run, state, step.batch)

@@ -10,7 +10,8 @@ import torch
 from baton.kernels.ssd import StateBatch, ssd
 
 from ...helpers.aot import Compiled, compile_for_h200
-from .ssd_cases import SMALL, Sizes, SSDStep, ssd_step
+from .ssd_cases import SMALL, Sizes, ssd_step
+from .state_cases import assert_graph_serves_other_slots, assert_same_states
 
 triton = pytest.importorskip("triton")
 gpu = pytest.importorskip("baton.kernels.ssd.gpu")
@@ -109,7 +110,7 @@ def test_a_state_that_goes_nowhere_is_not_written(triton_device: torch.device) -
     arena = torch.cat([torch.full_like(step.state[:1], 3.0), step.state])  # what lies before slot 0 is in reach
     before = arena.clone()
     gpu.ssd(step.x, step.b, step.c, step.time_steps, arena[1:], batch, skip=step.skip)
-    assert torch.equal(arena.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert_same_states(arena, before)
 
 
 def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
@@ -224,21 +225,9 @@ def test_slots_past_4_gib_are_found(lengths: list[int]) -> None:
 @pytest.mark.gpu
 def test_a_captured_graph_serves_slots_that_came_after_it() -> None:
     step = ssd_step([1] * 8, torch.device("cuda"), sizes=NEMOTRON, dtype=torch.bfloat16)
-    batch, state = step.batch, step.state.nan_to_num(0.5)
+    state = step.state.nan_to_num(0.5)
 
-    def run(step: SSDStep) -> torch.Tensor:
+    def run() -> torch.Tensor:
         return ssd(step.x, step.b, step.c, step.time_steps, state, step.batch, skip=step.skip)
 
-    run(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(step)
-    for turn in range(3):
-        slots = torch.randperm(len(state), generator=torch.Generator().manual_seed(turn))[:8].int().cuda()
-        batch.sources.copy_(slots)
-        batch.targets.copy_(slots)
-        before = state.clone()
-        graph.replay()
-        after, state[:] = state.clone(), before
-        assert torch.equal(result, run(step))
-        assert torch.equal(state, after)
+    assert_graph_serves_other_slots(run, state, step.batch)

@@ -1,0 +1,53 @@
+"""The loop over sequences of ops with a recurrent state, where torch computes them: on a CPU and in references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .state_batch import StateBatch
+
+
+def carry_states(
+    state: Tensor,
+    batch: StateBatch,
+    dtype: torch.dtype,
+    advance: Callable[[Tensor, slice], Tensor],
+    *,
+    span: int | None = None,
+) -> None:
+    """Take every sequence's state from its source through its tokens, and write it to its checkpoints and its target.
+
+    `advance(current, tokens)` returns the state, in `dtype`, behind the tokens of a slice that begins behind `current`.
+    A slice holds at most `span` tokens; None: a chunk of the batch, or all tokens of a sequence that goes token by
+    token.
+    """
+    starts = batch.query_start.tolist()
+    for seq, (source, target) in enumerate(zip(batch.sources.tolist(), batch.targets.tolist(), strict=True)):
+        if starts[seq] == starts[seq + 1]:
+            continue
+        current = initial_state(state, source, dtype)
+        for begin, end, checkpoint in chunks_of(batch, seq):
+            for first in range(begin, end, span or end - begin):
+                current = advance(current, slice(first, min(first + span, end) if span else end))
+            if checkpoint >= 0:
+                state[checkpoint] = current.to(state.dtype)
+        if target >= 0:
+            state[target] = current.to(state.dtype)
+
+
+def initial_state(state: Tensor, source: int, dtype: torch.dtype) -> Tensor:
+    """Return the state of a slot, zeros for slot -1."""
+    return torch.zeros(state.shape[1:], dtype=dtype, device=state.device) if source < 0 else state[source].to(dtype)
+
+
+def chunks_of(batch: StateBatch, seq: int) -> list[tuple[int, int, int]]:
+    """Return the first token of each chunk of a sequence, the one behind its last, and its checkpoint's slot or -1."""
+    if seq < batch.num_decodes:
+        first, end = batch.query_start[seq : seq + 2].tolist()
+        return [(first, end, -1)]
+    first, end = batch.seq_chunks[seq - batch.num_decodes : seq - batch.num_decodes + 2].tolist()
+    bounds = batch.chunk_start[first : end + 1].tolist()
+    return list(zip(bounds[:-1], bounds[1:], batch.checkpoints[first:end].tolist(), strict=True))
