@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
-from baton.kernels.split_kv import LOG2_E, LOWEST, load_part, merge_part
+from baton.kernels.hopper.stored_parts import merge_stored
+from baton.kernels.split_kv import LOG2_E
 
 from .decode_plan import part_number
 
@@ -88,16 +89,18 @@ def _write(found, target, sinks, value_scale, head, shape):
 
 
 @gluon.jit
-def _places_of_part(parts, share, begins, head, shape):
+def _places_of_part(parts, share, begins, head, LAYOUT: gl.constexpr, shape):
     """Return pointers to the part of `share`: as the fields of `Partial`."""
-    part = (part_number(share, begins) * shape.HEADS + head) * shape.GROUP + _rows(shape)
-    place = parts.sums + gl.expand_dims(part * shape.DIM, 0) + _dims(shape)
+    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
+    dim = gl.expand_dims(gl.arange(0, shape.DIM, gl.SliceLayout(1, LAYOUT)), 1)
+    part = (part_number(share, begins) * shape.HEADS + head) * shape.GROUP + row
+    place = parts.sums + gl.expand_dims(part * shape.DIM, 0) + dim
     return Partial(place, parts.tops + parts.num_shares * (2 * shape.HEADS * shape.GROUP) + part, parts.tops + part)
 
 
 @gluon.jit
 def _store_part(found, parts, share, begins, head, shape):
-    places = _places_of_part(parts, share, begins, head, shape)
+    places = _places_of_part(parts, share, begins, head, shape.MMA, shape)
     is_real = _rows(shape) < shape.GROUP
     gl.store(places.sums, found.sums, mask=gl.expand_dims(is_real, 0))
     gl.store(places.top, found.top, mask=is_real)
@@ -112,19 +115,19 @@ def _combine_if_last(seq_begin, all_units, share, target, output, value_scale, s
     first_share, last_share = seq_begin // per_share, (seq_begin + all_units - 1) // per_share
     arrival = parts.arrivals + first_share * shape.HEADS + share.head
     if is_last_to_arrive(arrival, last_share - first_share):
-        top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
-        weight = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, shape.MMA))
-        sums = gl.zeros([shape.DIM, shape.ROWS], gl.float32, shape.MMA)
-        for base in range(first_share, last_share + 1, PARTS_AT_ONCE):
-            here = ()
-            for i in gl.static_range(PARTS_AT_ONCE):
-                places = _places_of_part(parts, base + i, base + i == first_share, share.head, shape)
-                exists = (_rows(shape) < shape.GROUP) & (base + i <= last_share)
-                here = here + (load_part(places.sums, places.weight, places.top, exists, 0),)
-            for i in gl.static_range(PARTS_AT_ONCE):
-                part_sums, part_weight, part_top = here[i]
-                sums, weight, top = merge_part(sums, weight, top, part_sums, part_weight, part_top, 0)
-        _write(Partial(sums, weight, top), target, output.sinks, value_scale, share.head, shape)
+        merged = merge_stored(
+            _places_of_part,
+            parts,
+            share.head,
+            first_share,
+            last_share,
+            shape.GROUP,
+            shape,
+            shape.DIM,
+            PARTS_AT_ONCE,
+            shape.MMA,
+        )
+        _write(merged, target, output.sinks, value_scale, share.head, shape)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
-from baton.kernels.split_kv import LOWEST, load_part, merge_part
+from baton.kernels.hopper.stored_parts import merge_stored
 
 from .work_list import FIRST_ITEM, FIRST_TILE, FIRST_TOKEN, ITEM_WORDS, NUM_VISIBLE, SHARE_WORDS, TABLE_ROW, programs_of
 
@@ -97,11 +97,11 @@ def _write(found, token, output, LAYOUT: gl.constexpr, shape):
 
 
 @gluon.jit
-def _places_of_part(parts, program, begins, LAYOUT: gl.constexpr, shape):
+def _places_of_part(parts, program, begins, head_group, LAYOUT: gl.constexpr, shape):
     """Return pointers to the part that `program` has of the item which `begins` in its share, or in one before."""
     row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
     dim = gl.expand_dims(gl.arange(0, shape.RANK, gl.SliceLayout(1, LAYOUT)), 1)
-    number = gl.program_id(1) * gl.num_programs(0) + program
+    number = head_group * gl.num_programs(0) + program
     part = (number.to(gl.int64) * 2 + begins.to(gl.int32)) * shape.ROWS + row
     place = parts.sums + gl.expand_dims(part * shape.RANK, 0) + dim
     return Partial(place, parts.softmax + 2 * part + 1, parts.softmax + 2 * part)
@@ -109,7 +109,7 @@ def _places_of_part(parts, program, begins, LAYOUT: gl.constexpr, shape):
 
 @gluon.jit
 def _store_part(found, parts, begins, shape):
-    places = _places_of_part(parts, gl.program_id(0), begins, shape.MMA, shape)
+    places = _places_of_part(parts, gl.program_id(0), begins, gl.program_id(1), shape.MMA, shape)
     gl.store(places.sums, found.sums)
     gl.store(places.top, found.top)
     gl.store(places.weight, found.weight)
@@ -123,16 +123,7 @@ def _combine_if_last(start, end, token, work, output, shape):
     AT_ONCE: gl.constexpr = PARTS_IN_REGISTERS // shape.ROWS
     first, last = programs_of(start, end, gl.load(work.starts + work.max_items), gl.num_programs(0))
     if is_last_to_arrive(parts.arrivals + gl.program_id(1) * gl.num_programs(0) + first, last - first):
-        top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, SPREAD))
-        weight = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, SPREAD))
-        sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, SPREAD)
-        for base in range(first, last + 1, AT_ONCE):
-            here = ()
-            for i in gl.static_range(AT_ONCE):
-                places = _places_of_part(parts, base + i, base + i == first, SPREAD, shape)
-                exists = gl.full([shape.ROWS], base + i <= last, gl.int1, gl.SliceLayout(0, SPREAD))
-                here = here + (load_part(places.sums, places.weight, places.top, exists, 0),)
-            for i in gl.static_range(AT_ONCE):
-                part_sums, part_weight, part_top = here[i]
-                sums, weight, top = merge_part(sums, weight, top, part_sums, part_weight, part_top, 0)
-        _write(Partial(sums, weight, top), token, output, SPREAD, shape)
+        merged = merge_stored(
+            _places_of_part, parts, gl.program_id(1), first, last, shape.ROWS, shape, shape.RANK, AT_ONCE, SPREAD
+        )
+        _write(merged, token, output, SPREAD, shape)
