@@ -22,6 +22,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens
 LEAST_CUT = 8  # tokens before the first checkpoint: no less than a convolution's tail
+SOURCE_CUT = 8 * CHUNK  # tokens before one that is written where the sequence's state is read: no more
 
 FIELDS = ("query_start", "sources", "targets", "chunk_start", "chunk_seqs", "checkpoints", "seq_chunks")
 
@@ -39,7 +40,8 @@ class StateBatch:
     """Ragged sequences of one step, and the slots of their states. All int32 on the device unless said.
 
     The first `num_decodes` sequences, of one or few tokens, go token by token; the others chunk by chunk. A sequence of
-    no tokens reads and writes nothing. A slot that is written in a step must not be read in it by another sequence.
+    no tokens reads and writes nothing. A slot that is written in a step must not be read in it by another sequence; a
+    sequence's own source may be its target, or the slot of its first checkpoint, behind at most SOURCE_CUT tokens.
 
     A step that is padded to the size of a captured graph ends in sequences whose slots are -1: what comes out for their
     tokens is arbitrary but finite, if what went in was.
@@ -102,7 +104,7 @@ class StateBatch:
         if min(query_lens, default=0) < 0:
             raise ValueError(f"a sequence has {min(query_lens)} tokens: give 0 or more")
         decodes = next((i for i, length in enumerate(query_lens) if length > decode_tokens), len(query_lens))
-        kept = _slots_by_position(checkpoints, query_lens, decodes)
+        kept = _slots_by_position(checkpoints, query_lens, decodes, sources)
         query_start, chunk_start, chunk_seqs, chunk_slots, seq_chunks = [0], [], [], [], [0]
         for seq, length in enumerate(query_lens):
             begin = query_start[-1]
@@ -138,7 +140,7 @@ class StateBatch:
 
 
 def _slots_by_position(
-    checkpoints: Sequence[Checkpoint], query_lens: Sequence[int], num_decodes: int
+    checkpoints: Sequence[Checkpoint], query_lens: Sequence[int], num_decodes: int, sources: Sequence[int]
 ) -> dict[int, dict[int, int]]:
     """Return {sequence: {number of tokens: slot}}."""
     kept: dict[int, dict[int, int]] = {}
@@ -151,6 +153,13 @@ def _slots_by_position(
                 f"a checkpoint behind {num_tokens} of sequence {seq}'s {length} tokens: give from {LEAST_CUT} to all"
             )
         kept.setdefault(seq, {})[num_tokens] = slot
+    for seq, slots in kept.items():
+        first = min(slots)
+        if any(slot == sources[seq] and (cut > first or cut > SOURCE_CUT) for cut, slot in slots.items()):
+            raise ValueError(
+                f"a checkpoint in slot {sources[seq]}, which sequence {seq} reads, must be its first, behind at most "
+                f"{SOURCE_CUT} tokens"
+            )
     return kept
 
 

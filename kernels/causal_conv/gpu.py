@@ -2,8 +2,8 @@
 
 It reads each input once: the last three stay in its registers, whatever the width is. The program of a sequence's first
 chunk is the one that reads the old tail, and so it is the one that writes the new one, which lies at the sequence's
-end: both are often the same slot. Other chunks find all of their inputs among the tokens, since no checkpoint cuts a
-chunk shorter than a tail (`state_batch.LEAST_CUT`).
+end: both are often the same slot, and that of the first checkpoint may be it, too. Other chunks find all of their
+inputs among the tokens, since no checkpoint cuts a chunk shorter than a tail (`state_batch.LEAST_CUT`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from baton.kernels import pdl, tuned
 from baton.kernels.launch import cdiv
-from baton.kernels.state_batch import StateBatch
+from baton.kernels.state_batch import CHUNK, SOURCE_CUT, StateBatch
 from baton.kernels.tuned import Options
 
 STEP: Options = {"CHANNELS": 256, "num_warps": 2}
 CHUNKS: Options = {"CHANNELS": 256, "ROWS": 8, "num_warps": 1}
+NEAR_CHUNKS = tl.constexpr(SOURCE_CUT // CHUNK)  # of a sequence, among which the first checkpoint may end one
 
 
 def causal_conv(
@@ -121,14 +122,32 @@ def _convolve_chunk(
             before3 = before2
             before2 = before1
             before1 = value
-    if checkpoint >= 0:
+    if (checkpoint >= 0) & (checkpoint != source):
         last = _before(inputs, x_stride, tail, source, start + count, channel, WIDTH, NUM_CHANNELS)
         _store_tail(state + checkpoint * state_stride, last, channel, WIDTH, NUM_CHANNELS)
-    if start == 0:
+    if start == 0:  # what may lie where the old tail does is this program's to write, since it reads that
         last = _before(inputs, x_stride, tail, source, length, channel, WIDTH, NUM_CHANNELS)
-        tl.debug_barrier()  # all warps have read the old tail, which may lie there
+        cut = _cut_in_source(chunk_start, checkpoints, chunk, source, begin, length)
+        kept = _before(inputs, x_stride, tail, source, cut, channel, WIDTH, NUM_CHANNELS)
+        tl.debug_barrier()  # all warps have read the old tail
+        if cut > 0:
+            _store_tail(state + source * state_stride, kept, channel, WIDTH, NUM_CHANNELS)
         if target >= 0:
             _store_tail(state + target * state_stride, last, channel, WIDTH, NUM_CHANNELS)
+
+
+@triton.jit
+def _cut_in_source(chunk_start, checkpoints, chunk, source, begin, length):
+    """Return how many of a sequence's tokens the checkpoint in its source comes behind, 0 if none does.
+
+    `chunk` is the sequence's first. Such a checkpoint is the first, and so the chunks before it are whole.
+    """
+    near = chunk + tl.arange(0, NEAR_CHUNKS)
+    exists = near < tl.num_programs(1)
+    end = tl.load(chunk_start + near + 1, mask=exists, other=0) - begin
+    slot = tl.load(checkpoints + near, mask=exists, other=-1)
+    is_it = exists & (end <= length) & (slot == source) & (slot >= 0)
+    return tl.max(tl.where(is_it, end, 0), 0)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ class StateCase:
     checkpoints: Sequence[tuple[int, int]] = ()
     decode_tokens: int = 1
     first_slot: int = 0
+    keeps_in_source: bool = False  # the first checkpoint of a sequence goes to its source
 
     def draw(
         self, shape: Sequence[int], generator: torch.Generator, device: torch.device, dtype: torch.dtype = torch.float32
@@ -37,7 +38,11 @@ class StateCase:
         for source in sources:
             if source != NO_SLOT:
                 state[source] = torch.randn(*shape, generator=generator).to(device, dtype)
-        kept = [Checkpoint(seq, tokens, free.pop()) for seq, tokens in self.checkpoints]
+        kept, seen = [], set[int]()
+        for seq, tokens in self.checkpoints:
+            in_source = self.keeps_in_source and seq not in seen and sources[seq] != NO_SLOT
+            kept.append(Checkpoint(seq, tokens, sources[seq] if in_source else free.pop()))
+            seen.add(seq)
         batch = StateBatch.plan(
             self.query_lens, sources, targets, checkpoints=kept, decode_tokens=self.decode_tokens, device=device
         )

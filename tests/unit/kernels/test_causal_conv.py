@@ -80,6 +80,13 @@ def test_channels_of_any_number(channels: int, in_place: bool, triton_device: to
     dataclasses.replace(step, silu=False).check(gpu.causal_conv)
 
 
+def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.device) -> None:
+    checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
+    step = conv_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
+    assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
+    step.check(gpu.causal_conv)
+
+
 def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
     step = conv_step([5, 1, 0, 2, 3], triton_device, decode_tokens=5, fresh=[3])
     assert step.batch.num_decodes == 5

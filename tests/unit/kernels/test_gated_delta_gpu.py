@@ -44,6 +44,15 @@ def test_head_groups_and_sizes(heads: Heads, per_dim: bool, triton_device: torch
 
 
 @pytest.mark.parametrize("per_dim", [False, True])
+def test_a_checkpoint_may_lie_where_the_state_was_read(per_dim: bool, triton_device: torch.device) -> None:
+    checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
+    options = {"checkpoints": checkpoints, "in_place": False, "keeps_in_source": True}
+    step = delta_step([65, 130, 270], triton_device, per_dim=per_dim, **options)  # type: ignore[arg-type]
+    assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
+    step.check(gpu.gated_delta)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
 def test_a_few_tokens_go_one_by_one(per_dim: bool, triton_device: torch.device) -> None:
     step = delta_step([4, 1, 0, 3], triton_device, decode_tokens=4, per_dim=per_dim, fresh=[1])
     assert step.batch.num_decodes == 4

@@ -43,6 +43,13 @@ def test_groups_and_sizes(sizes: Sizes, triton_device: torch.device) -> None:
     ssd_step([1, 70], triton_device, sizes=sizes, in_place=False).check(gpu.ssd)
 
 
+def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.device) -> None:
+    checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
+    step = ssd_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
+    assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
+    step.check(gpu.ssd)
+
+
 def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
     step = ssd_step([4, 1, 0, 3], triton_device, decode_tokens=4, fresh=[1])
     assert step.batch.num_decodes == 4

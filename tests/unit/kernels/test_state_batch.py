@@ -79,6 +79,14 @@ def test_checkpoints_that_cannot_be_are_refused(checkpoint: Checkpoint, message:
         StateBatch.plan([1, 100, 3], [0, 1, 2], [0, 1, 2], checkpoints=[checkpoint])
 
 
+def test_a_checkpoint_lies_in_what_is_read_only_where_it_is_the_first_and_near() -> None:
+    near, far = Checkpoint(0, 500, 7), Checkpoint(0, 513, 7)
+    StateBatch.plan([600], [7], [8], checkpoints=[near, Checkpoint(0, 550, 9)])
+    for checkpoints in ([far], [Checkpoint(0, 100, 9), near]):
+        with pytest.raises(ValueError, match="must be its first, behind at most 512 tokens"):
+            StateBatch.plan([600], [7], [8], checkpoints=checkpoints)
+
+
 def test_lists_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="one of each for every sequence"):
         StateBatch.plan([1, 2], [0], [0, 1])
