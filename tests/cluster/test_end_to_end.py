@@ -388,6 +388,11 @@ async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.Asyn
     await asyncio.to_thread(server.wait_until_whole, ROLES)
 
 
+def is_transport_error(result: object) -> bool:
+    """Whatever HTTP library OpenAI's client is built on."""
+    return any(kind.__name__ == "HTTPError" for kind in type(result).__mro__)
+
+
 async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_it(
     client: openai.AsyncOpenAI, server: Server
 ) -> None:
@@ -402,7 +407,7 @@ async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_i
     victim = server.process_named("ray::ServeReplica:main:gateway")
     os.kill(victim.pid, signal.SIGKILL)
     results = await asyncio.wait_for(load, 60.0)
-    assert all(isinstance(result, openai.APIError | httpx.HTTPError) for result in results)
+    assert all(isinstance(result, openai.APIError) or is_transport_error(result) for result in results)
     await asyncio.to_thread(server.wait_until_whole, ROLES)
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
 
