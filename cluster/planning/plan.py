@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.startup.arenas import arenas_of, divide_memory, requests_at_once
+from baton.engine.startup.arenas import arenas_of, divide_memory, longest_sequence, requests_at_once
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
 
@@ -181,9 +181,9 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
         setting = "num_gpu_blocks_override"
     else:
         sizes = divide_memory(caches, max(0, budget), steps.max_num_seqs, model.max_model_len)
-    fewest = min(sizes)
-    max_model_len = min(model.max_model_len, fewest * BLOCK_SIZE)
-    if fewest == 0:
+    longest = longest_sequence(caches, sizes)
+    max_model_len = min(model.max_model_len, longest)
+    if longest == 0:
         raise InvalidEngineConfig(
             setting,
             f"leaves no room for KV blocks: weights take {weights / GB:.1f} GB, a step some {step / GB:.1f} GB; divide "
@@ -192,9 +192,10 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
         )
     if max_model_len < model.max_model_len:
         what = f"for {max_model_len} tokens, a sequence may have {model.max_model_len}"
+        blocks = pluralize(longest // BLOCK_SIZE, "block")
         if config.max_model_len is not None:
-            raise InvalidEngineConfig(setting, f"{pluralize(fewest, 'block')} {what}")
-        notes.append(f"{role}: {pluralize(fewest, 'block')} {what}: max_model_len becomes {max_model_len}")
+            raise InvalidEngineConfig(setting, f"{blocks} {what}")
+        notes.append(f"{role}: {blocks} {what}: max_model_len becomes {max_model_len}")
     arenas = [ArenaPlan(group, size) for group, size in zip(caches.groups, sizes, strict=True)]
     return FleetPlan(role, config, steps, device, weights, step, arenas, max_model_len)
 

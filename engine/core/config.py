@@ -18,6 +18,7 @@ class CacheGroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     window: int | None = None  # tokens that a query sees, itself included; None: all
+    checkpoint_tokens: int | None = None  # the blocks are slots of states, kept every so many tokens; None: of tokens
 
 
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +43,10 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidEngineCoreConfig(f"num_blocks is {self.num_blocks}, the arenas of cache_groups have others")
         if any(group.num_blocks < 1 or (group.window is not None and group.window < 1) for group in self.groups):
             raise InvalidEngineCoreConfig("cache_groups: blocks and windows must be at least 1")
+        if self.groups[0].checkpoint_tokens is not None:
+            raise InvalidEngineCoreConfig("cache_groups: the first must keep tokens, as prefixes are found by it")
+        if any((group.checkpoint_tokens or 0) % self.block_size for group in self.groups):
+            raise InvalidEngineCoreConfig(f"checkpoint_tokens must be whole blocks of {self.block_size}")
         if self.max_model_len < 2:
             raise InvalidEngineCoreConfig(
                 f"max_model_len is {self.max_model_len}, it must be at least 2: one token of prompt and one of output"
@@ -68,4 +73,5 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         A window's arena, too, holds a whole sequence: blocks are given back only when they have been computed.
         """
-        return min(self.max_model_len, *(group.num_blocks * self.block_size for group in self.groups))
+        holding = (group.num_blocks * self.block_size for group in self.groups if group.checkpoint_tokens is None)
+        return min(self.max_model_len, *holding)

@@ -1,8 +1,9 @@
 """Cache groups, by what layers keep of a sequence, and the shape of one block: in memory it is the format on the wire.
 
     CacheLayout ── groups ──> GroupLayout: layers that keep the same ── blocks ──> KVLayout: one block of these layers
+                                                                             └──> StateLayout: one slot of their states
 
-    kv[block][kv_head][layer][plane][token][dim]
+    kv[block][kv_head][layer][plane][token][dim]          state[slot][layer][part]
 
 Planes are keys and values. A model that caches one latent vector a token and layer (multi-head latent attention) has
 one KV head and one plane. One block is one contiguous range for all layers, and the share of each KV head is contiguous
@@ -16,12 +17,17 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
+import math
 from collections.abc import Sequence
 
 import msgspec
 
 LAYOUT_VERSION = 2
 BLOCK_SIZE = 16  # tokens
+CHECKPOINT_TOKENS = 512  # from one checkpoint of a recurrent state to the next; whole blocks
+NO_BLOCK = -1  # in a table: an entry of which nothing is kept
+STATE_ALIGNMENT = 64  # bytes: each part of a state begins on a cache line
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
@@ -76,10 +82,60 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         first = rank * heads // size
         return range(first, first + max(1, heads // size))
 
+    def of_rank(self, rank: int, size: int) -> KVLayout:
+        """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
+        return msgspec.structs.replace(self, num_kv_heads=len(self.heads_of(rank, size)))
+
     @property
     def fingerprint(self) -> str:
         """Equal exactly where two layouts are equal; 32 hex digits, stable across processes and versions of Python."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+
+class StatePart(msgspec.Struct, frozen=True):
+    """One tensor of a layer's state. Tensor-parallel ranks divide its first dimension."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of one slot of a group of layers with states: `[layer][part]`, aligned to STATE_ALIGNMENT bytes."""
+
+    model: str  # identity of the weights, as in `KVLayout`
+    num_layers: int
+    parts: tuple[StatePart, ...]  # of each layer
+    version: int = LAYOUT_VERSION
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first byte of each part in its layer, and of the next layer."""
+        sizes = (-(-part.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for part in self.parts)
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.num_layers * self.layer_bytes
+
+    def of_rank(self, rank: int, size: int) -> StateLayout:
+        """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
+        parts = []
+        for part in self.parts:
+            if part.shape[0] % size:
+                raise UnevenHeads(
+                    f"{part.shape[0]} heads or channels of a state cannot be shared out over {size} ranks"
+                )
+            parts.append(StatePart((part.shape[0] // size, *part.shape[1:]), part.dtype))
+        return msgspec.structs.replace(self, parts=tuple(parts))
 
 
 class CacheKind(enum.StrEnum):
@@ -88,6 +144,7 @@ class CacheKind(enum.StrEnum):
     FULL = "full"  # keys and values of all tokens
     WINDOW = "window"  # keys and values, of which later tokens see the last `window` only
     LATENT = "latent"  # one vector a token, from which keys and values of all heads come
+    STATE = "state"  # a recurrent state, which does not grow with the sequence
 
 
 class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +156,12 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_planes: int = 2  # keys and values; 1: a latent
     window: int | None = None  # tokens that a query sees, itself included; only of kind `window`
+
+
+class LayerState(msgspec.Struct, frozen=True):
+    """The recurrent state of one layer, and whatever else is as large after one token as after many."""
+
+    parts: tuple[StatePart, ...]
 
 
 class CachePlace(msgspec.Struct, frozen=True):
@@ -114,7 +177,14 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     kind: CacheKind
     window: int | None
     layers: tuple[int, ...]  # of the model, ascending
-    blocks: KVLayout
+    blocks: KVLayout | StateLayout
+
+    @property
+    def kv(self) -> KVLayout:
+        """The blocks of a group that keeps something of each token. Raises `SeveralGroups` for states."""
+        if isinstance(self.blocks, StateLayout):
+            raise SeveralGroups("layers with recurrent states keep no blocks of tokens")
+        return self.blocks
 
 
 class CacheLayout(msgspec.Struct, frozen=True):
@@ -123,15 +193,16 @@ class CacheLayout(msgspec.Struct, frozen=True):
     groups: tuple[GroupLayout, ...]
 
     @classmethod
-    def of_layers(cls, model: str, caches: Sequence[LayerCache]) -> CacheLayout:
+    def of_layers(cls, model: str, caches: Sequence[LayerCache | LayerState]) -> CacheLayout:
         """Return the groups of a model's layers, given what each keeps.
 
-        Groups without a window come first: a prefix hit is bounded by the first group, and cut shorter by the others.
+        Groups that keep all tokens come first: a prefix hit is bounded by the first group, and cut shorter by the
+        others.
         """
-        layers: dict[LayerCache, list[int]] = {}
+        layers: dict[LayerCache | LayerState, list[int]] = {}
         for layer, cache in enumerate(caches):
             layers.setdefault(cache, []).append(layer)
-        ordered = sorted(layers, key=lambda cache: cache.window is not None)  # stable: else by their first layers
+        ordered = sorted(layers, key=_keeps_less)  # stable: else by their first layers
         return cls(tuple(_group_of(model, cache, layers[cache]) for cache in ordered))
 
     def place_of(self, layer: int) -> CachePlace:
@@ -153,20 +224,25 @@ class CacheLayout(msgspec.Struct, frozen=True):
     def fingerprint(self) -> str:
         """Equal exactly where two models' caches are; of one group that of its blocks. 32 hex digits."""
         if len(self.groups) == 1:
-            return self.groups[0].blocks.fingerprint
+            return self.groups[0].kv.fingerprint
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def of_rank(self, rank: int, size: int) -> CacheLayout:
         """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
-        groups = []
-        for group in self.groups:
-            num_heads = len(group.blocks.heads_of(rank, size))
-            blocks = msgspec.structs.replace(group.blocks, num_kv_heads=num_heads)
-            groups.append(msgspec.structs.replace(group, blocks=blocks))
-        return CacheLayout(tuple(groups))
+        return CacheLayout(
+            tuple(msgspec.structs.replace(group, blocks=group.blocks.of_rank(rank, size)) for group in self.groups)
+        )
 
 
-def _group_of(model: str, cache: LayerCache, layers: list[int]) -> GroupLayout:
+def _keeps_less(cache: LayerCache | LayerState) -> int:
+    """Return the rank of a kind of cache: 0 all tokens, 1 a window of them, 2 a state."""
+    return 2 if isinstance(cache, LayerState) else int(cache.window is not None)
+
+
+def _group_of(model: str, cache: LayerCache | LayerState, layers: list[int]) -> GroupLayout:
+    if isinstance(cache, LayerState):
+        states = StateLayout(model=model, num_layers=len(layers), parts=cache.parts)
+        return GroupLayout(kind=CacheKind.STATE, window=None, layers=tuple(layers), blocks=states)
     blocks = KVLayout(
         model=model,
         num_layers=len(layers),

@@ -2,6 +2,7 @@
 
 windows   the layers that see only the newest keys
 latents   multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
+linear    layers with a recurrent state in place of keys and values
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from .errors import InvalidModelConfig, UnsupportedModel
 from .keys import Keys
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,17 @@ def _kinds(rule: WindowRule, keys: Keys, num_layers: int) -> list[str]:
     given = keys.values.get("layer_types") if rule.listed else None
     first = (keys.optional_integer("max_window_layers") or 0) if rule.from_layer else 0
     if given is not None:
-        return _checked(given, num_layers)
+        return _checked(given, num_layers, (FULL, SLIDING))
     if rule.pattern is not None:
         pattern = keys.integer("sliding_window_pattern", rule.pattern)
         return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
     return [FULL if layer < first else rule.turns[layer % len(rule.turns)] for layer in range(num_layers)]
 
 
-def _checked(kinds: object, num_layers: int) -> list[str]:
+def _checked(kinds: object, num_layers: int, known: tuple[str, ...]) -> list[str]:
     if not isinstance(kinds, list):
         raise InvalidModelConfig(f"config.json: 'layer_types' must be a list, not {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds if kind not in (FULL, SLIDING)})
+    unknown = sorted({str(kind) for kind in kinds if kind not in known})
     if unknown:
         raise UnsupportedModel(f"config.json: layer_types {', '.join(unknown)} are not supported")
     if len(kinds) != num_layers:
@@ -60,6 +61,60 @@ def _checked(kinds: object, num_layers: int) -> list[str]:
             f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}"
         )
     return kinds
+
+
+@dataclass(frozen=True)
+class LinearAttentionShape:
+    """Layers of linear attention: heads with a state [key_dim, value_dim] each, behind a causal convolution."""
+
+    layers: tuple[bool, ...]  # whether a layer is one of these
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # inputs that an output of the convolution depends on
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_width + self.value_width
+
+
+def read_linear_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
+    """Read the linear attention of Qwen3-Next and Qwen3.5. Raises `ModelError`."""
+    given = keys.values.get("layer_types")
+    if given is None:
+        interval = keys.integer("full_attention_interval", 4)
+        given = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    kinds = _checked(given, num_layers, (FULL, LINEAR))
+    if FULL not in kinds:
+        raise UnsupportedModel("config.json: 'layer_types' without a full_attention layer is not supported")
+    shape = LinearAttentionShape(
+        layers=tuple(kind == LINEAR for kind in kinds),
+        num_key_heads=keys.integer("linear_num_key_heads", 16),
+        num_value_heads=keys.integer("linear_num_value_heads", 32),
+        key_dim=keys.integer("linear_key_head_dim", 128),
+        value_dim=keys.integer("linear_value_head_dim", 128),
+        conv_width=keys.integer("linear_conv_kernel_dim", 4),
+    )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise InvalidModelConfig(
+            f"config.json: linear_num_value_heads ({shape.num_value_heads}) must be a multiple of "
+            f"linear_num_key_heads ({shape.num_key_heads})"
+        )
+    if not 2 <= shape.conv_width <= 4:
+        raise UnsupportedModel(f"config.json: linear_conv_kernel_dim {shape.conv_width} is not supported, only 2 to 4")
+    for name, dim in (("linear_key_head_dim", shape.key_dim), ("linear_value_head_dim", shape.value_dim)):
+        if dim not in (16, 32, 64, 128, 256):
+            raise UnsupportedModel(f"config.json: {name} {dim} is not supported, only powers of two from 16 to 256")
+    return shape
 
 
 @dataclass(frozen=True)

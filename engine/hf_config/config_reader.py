@@ -20,7 +20,14 @@ from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
 from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
-from .rope import Rope, default_positions, reachable_positions, read_rope, read_ropes_by_window
+from .rope import (
+    Rope,
+    default_positions,
+    reachable_positions,
+    read_rope,
+    read_ropes_by_window,
+    read_rotary_fraction,
+)
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
@@ -87,10 +94,12 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     """Return the fields of `ModelConfig` that say what the layers compute."""
     _refuse_what_no_layer_computes(keys, rules)
     max_positions = keys.integer("max_position_embeddings")
+    own_ropes = rules.windows is not None and rules.windows.own_rope
+    partly_rotated = rules.rotary_fraction is not None
     rope, window_rope = (
         read_ropes_by_window(keys.values, max_positions)
-        if rules.windows is not None and rules.windows.own_rope
-        else (read_rope(keys.values, max_positions), None)
+        if own_ropes
+        else (read_rope(keys.values, max_positions, partly_rotated=partly_rotated), None)
     )
     latent = None if rules.latent is None else rules.latent(keys)
     shape = _shape(keys, latent)
@@ -99,6 +108,7 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     return {
         "architecture": rules.architecture,
         **shape,
+        **_of_some_families(rules, keys, shape),
         "latent": latent,
         "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
         "attention_bias": keys.flag("attention_bias", False),
@@ -113,9 +123,26 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     }
 
 
+def _of_some_families(rules: ConfigRules, keys: Keys, shape: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields that most families leave at their defaults: without them identities stay what they were."""
+    fields: dict[str, Any] = {}
+    if rules.linear is not None:
+        if keys.values.get("quantization_config"):
+            raise UnsupportedModel(f"config.json: quantized weights of {rules.architecture} are not supported")
+        fields["linear"] = rules.linear(keys, shape["num_layers"])
+    if rules.rotary_fraction is not None:
+        fraction = read_rotary_fraction(keys.values, rules.rotary_fraction)
+        if (rotated := int(shape["head_dim"] * fraction)) < 2 or rotated % 2:
+            raise InvalidModelConfig(
+                f"config.json: partial_rotary_factor {fraction} of head_dim {shape['head_dim']} must be an even number"
+            )
+        fields["rotary_fraction"] = fraction
+    return fields
+
+
 def _rotary_dim(computed: Mapping[str, Any]) -> int:
     latent = computed["latent"]
-    return int(computed["head_dim"] if latent is None else latent.rope_dim)
+    return int(computed["head_dim"] * computed.get("rotary_fraction", 1.0) if latent is None else latent.rope_dim)
 
 
 def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:

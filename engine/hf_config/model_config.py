@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import CacheKind, CacheLayout, LayerCache
-from .attention import LatentShape, WindowRule
+from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerState, StatePart
+from .attention import LatentShape, LinearAttentionShape, WindowRule
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
 from .keys import Keys
@@ -62,6 +62,19 @@ def latents(config: ModelConfig, layer: int) -> LayerCache:
     )
 
 
+def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCache | LayerState:
+    """Keep keys and values; in layers of linear attention the last inputs of the convolution, and a state a head."""
+    shape = config.linear
+    if shape is None or not shape.layers[layer]:
+        return keys_and_values(config, layer)
+    return LayerState(
+        (
+            StatePart((shape.conv_channels, shape.conv_width - 1), config.dtype),
+            StatePart((shape.num_value_heads, shape.key_dim, shape.value_dim), "float32"),
+        )
+    )
+
+
 def no_scales(keys: Keys) -> Scales:
     return Scales()
 
@@ -75,12 +88,14 @@ class ConfigRules:
     """The reading of one architecture's config, and what a token keeps in its caches."""
 
     architecture: str  # its name in `architectures` of config.json
-    cache: Callable[[ModelConfig, int], LayerCache]  # what the layer of this index keeps
+    cache: Callable[[ModelConfig, int], LayerCache | LayerState]  # what the layer of this index keeps
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
     experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
     latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
+    linear: Callable[[Keys, int], LinearAttentionShape] | None = None  # of so many layers; None: there is none
+    rotary_fraction: float | None = None  # of a head's dimensions, where a config leaves it out; None: always all
     scales: Callable[[Keys], Scales] = no_scales
     norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
     activation: str = "silu"  # that its layers compute; a config that names another is refused
@@ -103,6 +118,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int  # of queries and keys
     latent: LatentShape | None  # None: keys and values are projected and kept as such
+    linear: LinearAttentionShape | None = None  # None: no layer has a recurrent state
+    rotary_fraction: float = 1.0  # of a head's dimensions, those that are rotated
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
@@ -133,4 +150,4 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """The number of dimensions of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rope_dim

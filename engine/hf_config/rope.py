@@ -71,15 +71,16 @@ class YarnRope(Rope):
     mscale_all_dim: float = 0.0  # of models that scale their scores by it, see `layers.mla`
 
 
-def read_rope(config: Mapping[str, Any], max_positions: int) -> Rope:
+def read_rope(config: Mapping[str, Any], max_positions: int, *, partly_rotated: bool = False) -> Rope:
     """Read the rope of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
 
-    `max_positions` is the config's `max_position_embeddings`. Raises `ModelError`.
+    `max_positions` is the config's `max_position_embeddings`; `partly_rotated`: a `partial_rotary_factor` is served.
+    Raises `ModelError`.
     """
     given = _object(config, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     keys = {key: value for key, value in given.items() if value is not None}
     keys.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
-    _refuse_what_no_layer_computes(config, keys)
+    _refuse_what_no_layer_computes(config, keys, partly_rotated)
     # A length beside the parameters wins over one among them, as in transformers.
     original = config.get("original_max_position_embeddings") or keys.get("original_max_position_embeddings")
     keys["original_max_position_embeddings"] = original or max_positions
@@ -134,9 +135,20 @@ def reachable_positions(rope: Rope, max_positions: int) -> int:
     return default_positions(rope, max_positions)
 
 
-def _refuse_what_no_layer_computes(config: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
+def read_rotary_fraction(config: Mapping[str, Any], default: float) -> float:
+    """Return the share of a head's dimensions that are rotated. Raises `InvalidModelConfig`."""
+    ropes = {**_object(config, "rope_parameters"), **_object(config, "rope_scaling")}
+    fraction = ropes.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction is None:
+        return default
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise InvalidModelConfig(f"config.json: partial_rotary_factor must be above 0 and at most 1, not {fraction!r}")
+    return float(fraction)
+
+
+def _refuse_what_no_layer_computes(config: Mapping[str, Any], keys: Mapping[str, Any], partly_rotated: bool) -> None:
     fraction = keys.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if fraction not in (None, 1, 1.0):
+    if fraction not in (None, 1, 1.0) and not partly_rotated:
         raise UnsupportedModel(f"config.json: partial_rotary_factor {fraction} is not supported, only 1.0")
     nested = sorted(key for key, value in keys.items() if isinstance(value, Mapping))
     if nested:

@@ -4,7 +4,7 @@
                      └── ResidualStream: the sum that every block reads through a norm and adds to
 
     weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
-    attention    `attention` (keys and values), `mla` (latents), `rotary`
+    attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net` (recurrent states)
     MLPs         `mlp`, `moe` with `experts`
     around       `norm`, `residual`, `embedding`, `decoder` with `decoder_layer`
 
@@ -22,17 +22,29 @@ if TYPE_CHECKING:
 
     from .attention import Attention
     from .decoder_layer import LayerStep
+    from .delta_net import GatedDeltaNet
     from .mla import LatentAttention
     from .mlp import FeedForward, GatedMLP
     from .moe import MoE
     from .norm import RMSNorm
 
-__all__ = ["Activation", "Attention", "FeedForward", "GatedMLP", "LatentAttention", "LayerStep", "MoE", "RMSNorm"]
+__all__ = [
+    "Activation",
+    "Attention",
+    "FeedForward",
+    "GatedDeltaNet",
+    "GatedMLP",
+    "LatentAttention",
+    "LayerStep",
+    "MoE",
+    "RMSNorm",
+]
 
 _MODULES = {
     "Activation": "mlp",
     "Attention": "attention",
     "FeedForward": "mlp",
+    "GatedDeltaNet": "delta_net",
     "GatedMLP": "mlp",
     "LatentAttention": "mla",
     "LayerStep": "decoder_layer",

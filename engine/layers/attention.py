@@ -15,6 +15,7 @@ from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
 from baton.kernels.linear import RowNorm
 from baton.kernels.rope_kv import rope_and_cache
+from baton.kernels.state_batch import StateBatch
 
 from .base import Layer, Parameter, Share, rows_at
 from .fp8 import ScalarScale
@@ -39,26 +40,42 @@ class GroupCache:
 
 
 @dataclass(frozen=True)
+class StateCache:
+    """One cache group of layers with states in a step: its slots, and where the sequences' states lie in them."""
+
+    batch: StateBatch
+    slots: Tensor  # bytes [num_slots, slot_bytes], see `core.layout.StateLayout`
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """Inputs of one step that every layer reads beside the hidden states."""
 
-    caches: tuple[GroupCache, ...]  # one a cache group
+    caches: tuple[GroupCache | StateCache, ...]  # one a cache group
     cos_sin: CosSin
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
 
+    @property
+    def slots(self) -> Tensor:
+        """Where each token's keys and values go, int64 [T]; -1 marks padding. The first group keeps some."""
+        return self.kv_at(CachePlace(0, 0)).batch.slots
 
-class SelfAttention(Layer, abc.ABC):
+    def kv_at(self, place: CachePlace) -> GroupCache:
+        cache = self.caches[place.group]
+        assert isinstance(cache, GroupCache), "this group keeps states"
+        return cache
+
+    def states_at(self, place: CachePlace) -> StateCache:
+        cache = self.caches[place.group]
+        assert isinstance(cache, StateCache), "this group keeps keys and values"
+        return cache
+
+
+class TokenMixer(Layer, abc.ABC):
     """The part of a decoder layer that mixes the tokens of a sequence."""
 
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     place: CachePlace  # where its cache is: the group, and the index in it
-    num_heads: int  # of queries, on this rank
-    num_kv_heads: int  # in this rank's cache
-
-    @abc.abstractmethod
-    def prepare(self, cache: GroupCache) -> AttentionBatch:
-        """Return what the attention of its group's layers shares in a step, worked out once before the first."""
-        ...
 
     @abc.abstractmethod
     def __call__(
@@ -80,12 +97,25 @@ class SelfAttention(Layer, abc.ABC):
         ...
 
 
+class SelfAttention(TokenMixer):
+    """A mixer whose cache holds something of each token."""
+
+    num_heads: int  # of queries, on this rank
+    num_kv_heads: int  # in this rank's cache
+
+    @abc.abstractmethod
+    def prepare(self, cache: GroupCache) -> AttentionBatch:
+        """Return what the attention of its group's layers shares in a step, worked out once before the first."""
+        ...
+
+
 class Attention(SelfAttention):
     """Projections, rotation, the KV write and attention of one decoder layer.
 
     qk_norm     "head": RMSNorm of every query and key head before the rotation
                 "width": RMSNorm of all query heads together, and of all key heads
     sinks       a score without a key for every query head, which takes weight from the others and gives no value
+    gated       every head has a gate behind its query, whose sigmoid the head's result is multiplied by
 
     Scores are scaled and capped as `config.scales` says.
     """
@@ -99,9 +129,11 @@ class Attention(SelfAttention):
         output_bias: bool = False,
         qk_norm: Literal["head", "width"] | None = None,
         sinks: bool = False,
+        gated: bool = False,
     ) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self._q_parts = 1 + gated  # of each head in q_proj: the query, and its gate
+        parts = {"q_proj": self._q_parts * heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(heads * dim, config.hidden_size, bias=output_bias)
         # What cached keys and values are to be multiplied by; None: nothing.
@@ -130,7 +162,7 @@ class Attention(SelfAttention):
         """Give heads to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
         heads, kv_heads = Share.part(self.num_heads, groups.tp), kv_head_share(self.num_kv_heads, groups.tp)
         q, kv = heads.times(self._head_dim), kv_heads.times(self._head_dim)
-        self.qkv_proj.keep_parts({"q_proj": q, "k_proj": kv, "v_proj": kv})
+        self.qkv_proj.keep_parts({"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": kv, "v_proj": kv})
         self.o_proj.keep_columns(q, groups.tp)
         if self.sinks is not None:
             self.sinks.keep(0, heads)
@@ -163,11 +195,15 @@ class Attention(SelfAttention):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        cache, index, rule = context.caches[self.place.group], self.place.index, self._rule
+        cache, index, rule = context.kv_at(self.place), self.place.index, self._rule
         batch, kv = cache.batch, cache.kv
         assert rule is not None, "finish() comes before the first call"
         qkv = self.qkv_proj(hidden, norm=norm).unflatten(-1, (-1, self._head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k, v = qkv.split([self._q_parts * self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        gate = None
+        if self._q_parts > 1:
+            q, gate = (part.squeeze(2) for part in q.unflatten(1, (-1, 2)).split(1, dim=2))
+            q = q.contiguous()
         q_norm = k_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             if self._norms_width:
@@ -189,7 +225,10 @@ class Attention(SelfAttention):
             k_scale=rule.k_scale,
             v_scale=rule.v_scale,
         )
-        out = paged_attention(q, kv, index, batch, rule).flatten(1)
+        out = paged_attention(q, kv, index, batch, rule)
+        if gate is not None:
+            out = out * gate.sigmoid()
+        out = out.flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
 

@@ -13,7 +13,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import Rope
 from baton.kernels.activation import soft_cap
 
-from .attention import CosSin, GroupCache, LayerContext, SelfAttention
+from .attention import CosSin, GroupCache, LayerContext, SelfAttention, StateCache, TokenMixer
 from .base import Layer, RankRows
 from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
@@ -96,11 +96,11 @@ class CausalLM(Layer):
         of_all = table(config.rope)
         self._cos_sin = CosSin(of_all, of_all if config.window_rope is None else table(config.window_rope))
 
-    def prepare(self, caches: Sequence[GroupCache]) -> tuple[GroupCache, ...]:
+    def prepare(self, caches: Sequence[GroupCache | StateCache]) -> tuple[GroupCache | StateCache, ...]:
         """Return what the layers' attention shares in a step, worked out once before the first of them."""
         return tuple(
-            replace(cache, batch=attention.prepare(cache))
-            for attention, cache in zip(self._attention, caches, strict=True)
+            replace(cache, batch=self._attention[group].prepare(cache)) if isinstance(cache, GroupCache) else cache
+            for group, cache in enumerate(caches)
         )
 
     @contextmanager
@@ -124,7 +124,7 @@ class CausalLM(Layer):
     def forward(
         self,
         token_ids: Tensor,
-        caches: Sequence[GroupCache],
+        caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
         ranks: RankRows | None = None,
     ) -> Tensor:
@@ -153,7 +153,7 @@ class CausalLM(Layer):
 
 
 def _one_of_each_group(layers: Sequence[DecoderLayer]) -> tuple[SelfAttention, ...]:
-    """Return the attention of the first layer in each cache group, in the order of the groups."""
+    """Return the attention of the first layer in each cache group, in the order of the groups; states come last."""
     first: dict[int, SelfAttention] = {}
     for layer in layers:
         for _, child in layer.children():
@@ -164,6 +164,6 @@ def _one_of_each_group(layers: Sequence[DecoderLayer]) -> tuple[SelfAttention, .
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:
     """Return a key that is equal for layers that run the same kernels over the same shapes."""
-    window = layer.window if isinstance(layer, SelfAttention) else None
+    window = layer.window if isinstance(layer, TokenMixer) else None
     shapes = tuple(parameter.shape for _, parameter in layer.parameters())
     return type(layer), window, shapes, tuple(_kernels_of(child) for _, child in layer.children())

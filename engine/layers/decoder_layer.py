@@ -14,7 +14,7 @@ from .base import Layer, TokenRows, rows_at
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .attention import LayerContext, SelfAttention
+    from .attention import LayerContext, TokenMixer
     from .mlp import FeedForward
     from .norm import RMSNorm
     from .residual import ResidualStream
@@ -32,9 +32,9 @@ class LayerStep:
         self._stream = stream
         self._context = context
         self._wanted = wanted
-        self._rows = TokenRows(context.caches[0].batch.slots, context.rows_of_ranks)
+        self._rows = TokenRows(context.slots, context.rows_of_ranks)
 
-    def attend(self, attention: SelfAttention, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
+    def attend(self, attention: TokenMixer, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
         """Add `behind(attention(before(x)))` to the stream."""
         stream, wanted = self._stream, self._wanted
         x, norm = stream.read(before)

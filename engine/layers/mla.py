@@ -91,7 +91,7 @@ class LatentAttention(SelfAttention):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        shape, cache, index = self._shape, context.caches[self.place.group], self.place.index
+        shape, cache, index = self._shape, context.kv_at(self.place), self.place.index
         batch, kv = cache.batch, cache.kv
         down = self.down_proj(hidden, norm=norm)
         q, compressed = down.split([down.shape[1] - shape.rank - shape.rope_dim, shape.rank + shape.rope_dim], dim=1)

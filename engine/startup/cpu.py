@@ -13,7 +13,7 @@ from baton.kernels import native
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheLayout, KVLayout
+from ..core.layout import CacheLayout, KVLayout, StateLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
@@ -60,7 +60,7 @@ class CpuStartup:
         budget = functools.partial(cpu_budget, self._context.member.num_local)
         return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, budget)
 
-    def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    def allocate_kv(self, layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
         return allocate_kv(layout, num_blocks)
 
     def make_runner(

@@ -18,7 +18,7 @@ from baton.kernels.compiler import Compiler, recording
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheLayout, KVLayout
+from ..core.layout import CacheKind, CacheLayout, KVLayout, StateLayout
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..models import load_model, stub_model
@@ -94,8 +94,10 @@ class CudaStartup:
         budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
         return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, lambda: budget)
 
-    def allocate_kv(self, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    def allocate_kv(self, layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
+        if isinstance(layout, StateLayout):
+            return torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=self._stream.device)
         return torch.zeros(layout.shape(num_blocks), dtype=getattr(torch, layout.dtype), device=self._stream.device)
 
     def make_runner(
@@ -125,7 +127,7 @@ class CudaStartup:
             warm_up_collectives(model, groups, getattr(torch, model_config.dtype))
         self._stream.synchronize()
         limits = self._limits(model_config.max_model_len)
-        sizes = list(self._shapes(limits).in_capture_order())
+        sizes = list(self._shapes(limits, caches).in_capture_order())
         eager = self._config.enforce_eager
         arenas = [self.allocate_kv(group.blocks, 1) for group in caches.groups]
         return ProfileRun(
@@ -139,11 +141,14 @@ class CudaStartup:
     def _runner(
         self, model: Model, arenas: Sequence[torch.Tensor], model_config: ModelConfig, limits: StepLimits
     ) -> ModelRunner:
-        backend = CudaBackend(self._stream, self._shapes(limits), getattr(torch, model_config.dtype))
+        shapes = self._shapes(limits, model_config.caches)
+        backend = CudaBackend(self._stream, shapes, getattr(torch, model_config.dtype))
         return ModelRunner(model, arenas, backend, limits, model_config.vocab_size)
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return StepLimits(self._steps.max_num_seqs, self._steps.max_num_batched_tokens, max_model_len)
 
-    def _shapes(self, limits: StepLimits) -> CudaShapes:
-        return CudaShapes(limits, max_tokens=self._steps.max_cudagraph_capture_size)
+    def _shapes(self, limits: StepLimits, caches: CacheLayout) -> CudaShapes:
+        """Return the sizes of steps to capture. Chunks of layers with states are cut anew in each step: not these."""
+        has_states = any(group.kind is CacheKind.STATE for group in caches.groups)
+        return CudaShapes(limits, max_tokens=0 if has_states else self._steps.max_cudagraph_capture_size)

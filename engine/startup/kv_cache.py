@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
-from ..core.layout import BLOCK_SIZE, CacheLayout, KVLayout, KVRegion
-from .arenas import arenas_of, divide_memory
+from ..core.layout import BLOCK_SIZE, CacheLayout, KVLayout, KVRegion, StateLayout
+from .arenas import arenas_of, divide_memory, least_bytes, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,11 @@ def size_kv_cache(
         budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
         arenas = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
         setting, given = budget.setting, f"{budget.num_bytes} bytes"
-        enough = f"{blocks_per_seq * sum(group.blocks.block_bytes for group in caches.groups)} bytes"
-    fewest = min(arenas)
-    if fewest >= blocks_per_seq:
+        enough = f"{least_bytes(caches, blocks_per_seq)} bytes"
+    fitting = longest_sequence(caches, arenas)
+    if fitting >= context_len:
         return context_len, arenas
-    fitting = fewest * BLOCK_SIZE
-    if config.max_model_len is not None or fewest == 0:
+    if config.max_model_len is not None or fitting == 0:
         raise InvalidEngineConfig(
             setting,
             f"{given} hold {fitting} tokens, but a sequence may have {context_len}: "
@@ -85,12 +84,17 @@ def size_kv_cache(
     return fitting, arenas
 
 
-def allocate_kv(layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """Return a page-aligned CPU tensor of `layout.shape(num_blocks)`; no page of it has been touched yet."""
+def allocate_kv(layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
+    """Return a page-aligned CPU tensor of `layout.shape(num_blocks)`; no page of it has been touched yet.
+
+    Of states: bytes [num_blocks, block_bytes].
+    """
     # Private: the system gives no huge pages to anonymous memory that is shared, which is Python's default.
     memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
         memory.madvise(mmap.MADV_HUGEPAGE)
+    if isinstance(layout, StateLayout):
+        return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
     return torch.frombuffer(memory, dtype=getattr(torch, layout.dtype)).view(layout.shape(num_blocks))
 
 

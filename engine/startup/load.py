@@ -12,7 +12,7 @@ from baton.kernels.compiler import Compiler
 from ..config import EngineConfig
 from ..core.config import CacheGroupConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import KVRegion
+from ..core.layout import CHECKPOINT_TOKENS, CacheKind, KVRegion
 from ..core.messages import ExpertReview
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
@@ -74,7 +74,7 @@ def load_member(
         arenas = [startup.allocate_kv(group.blocks, size) for group, size in zip(own_caches.groups, sizes, strict=True)]
     depth = config.depth_on(startup.device_type)
     core_config = _core_config(config, steps, model_config, max_model_len, sizes, depth)
-    first = caches.groups[0].blocks
+    first = caches.groups[0].kv
     first_head = first.heads_of(member.tp_rank, member.tensor_parallel_size).start
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
@@ -125,7 +125,11 @@ def _core_config(
     depth: int,
 ) -> EngineCoreConfig:
     groups = [
-        CacheGroupConfig(num_blocks=num_blocks, window=group.window)
+        CacheGroupConfig(
+            num_blocks=num_blocks,
+            window=group.window,
+            checkpoint_tokens=CHECKPOINT_TOKENS if group.kind is CacheKind.STATE else None,
+        )
         for group, num_blocks in zip(model_config.caches.groups, arenas, strict=True)
     ]
     return EngineCoreConfig(

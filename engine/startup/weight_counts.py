@@ -34,7 +34,9 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     norms = (2 * model.num_layers + 1) * model.hidden_size
     sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
     attention, latents = _attention(model, ranks)
-    plain, narrow = embeddings + norms + latents * model.num_layers, attention * model.num_layers
+    linear, of_linear = _linear_attention(model)
+    plain = embeddings + norms + latents * (model.num_layers - linear)
+    narrow = attention * (model.num_layers - linear) + of_linear * linear
     for is_mixture in sparse:
         if not is_mixture:
             narrow += 3 * model.hidden_size * model.intermediate_size / ranks
@@ -55,7 +57,8 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
     """
     ranks = tensor_parallel_size
     sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
-    weights = sum(_attention(model, ranks)) * model.num_layers
+    linear, of_linear = _linear_attention(model)
+    weights = sum(_attention(model, ranks)) * (model.num_layers - linear) + of_linear * linear
     weights += sparse.count(False) * 3 * model.hidden_size * model.intermediate_size / ranks
     if model.moe is not None:
         used = model.moe.top_k * model.moe.intermediate_size + model.moe.shared_intermediate_size
@@ -68,7 +71,8 @@ def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
     hidden, heads = model.hidden_size, model.num_heads / ranks
     if (latent := model.latent) is None:
         kv_heads = max(1, model.num_kv_heads // ranks)
-        return hidden * model.head_dim * (2 * heads + 2 * kv_heads), 0
+        queries = 2 * heads if model.linear is not None else heads  # hybrids have a gate beside each
+        return hidden * model.head_dim * (queries + heads + 2 * kv_heads), 0
     if latent.q_rank is None:
         queries = hidden * heads * latent.head_dim
     else:
@@ -76,6 +80,15 @@ def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
     down = hidden * (latent.rank + latent.rope_dim)
     up = latent.rank * heads * (latent.nope_dim + latent.value_dim)
     return queries + down + heads * latent.value_dim * hidden, up
+
+
+def _linear_attention(model: ModelConfig) -> tuple[int, float]:
+    """Count the layers of linear attention, and the weights of each."""
+    shape = model.linear
+    if shape is None:
+        return 0, 0
+    projections = shape.conv_channels + 2 * shape.value_width + 2 * shape.num_value_heads
+    return sum(shape.layers), model.hidden_size * projections + shape.conv_channels * shape.conv_width
 
 
 def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float, float]:

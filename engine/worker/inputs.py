@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
+from baton.kernels.state_batch import Checkpoint, StateBatch
 
+from ..core.layout import NO_BLOCK
 from ..core.step import PADDING, Chunk, StepSize
-from ..layers.attention import GroupCache
+from ..layers.attention import GroupCache, StateCache
 from .shapes import StepLimits, StepShape
 from .tables import RowTables, TableWrites
 
@@ -125,17 +127,94 @@ class StepInputs:
     """The tensors that the model reads in a step of one shape, padding included."""
 
     token_ids: Tensor  # [num_tokens] int32
-    caches: tuple[GroupCache, ...]  # one a cache group
+    caches: tuple[GroupCache | StateCache, ...]  # one a cache group
     wanted: Tensor | None  # [num_wanted] int64: tokens that go through all of the last layer; None: all
+
+
+class StateInputs:
+    """The slots in which the sequences of a step find their states, and leave them, in one cache group.
+
+        source   slot of the last token before the step       entry (start - 1) // checkpoint_tokens of the row
+        target   slot of the last token of the step           entry (end - 1) // checkpoint_tokens
+        cuts     where other entries end                      their slots, if they are to be kept
+
+    A step of chunks is planned on the CPU. One of decodes can be filled on the device, at fixed addresses.
+    """
+
+    def __init__(self, tables: RowTables, group: int, max_num_seqs: int, checkpoint_tokens: int) -> None:
+        self._tables = tables
+        self._group = group
+        self._entry_tokens = checkpoint_tokens
+
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=tables.memory.device)
+
+        self._sources, self._targets = zeros(max_num_seqs), zeros(max_num_seqs)
+        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
+        self._no_chunks = {"chunk_start": zeros(1), "chunk_seqs": zeros(0), "checkpoints": zeros(0)}
+        self.batch = self._decodes(0)
+
+    def plan(self, batch: Batch, shape: StepShape) -> None:
+        """Prepare a step of any chunks; where there are none, of padding."""
+        if batch.rows:
+            slots = self._tables.state_slots[self._group]
+            sources, targets, checkpoints = [], [], []
+            for seq, (row, start, end) in enumerate(zip(batch.rows, batch.starts, batch.ends, strict=True)):
+                table = slots[row]
+                sources.append(table[(start - 1) // self._entry_tokens] if start else NO_BLOCK)
+                targets.append(table[(end - 1) // self._entry_tokens])
+                checkpoints += self._cuts(table, seq, start, end)
+            lens = batch.lens
+        else:
+            lens = [1] * shape.num_decodes
+            lens += [shape.num_tokens - shape.num_decodes] if shape.num_tokens > shape.num_decodes else []
+            sources, targets, checkpoints = [NO_BLOCK] * len(lens), [NO_BLOCK] * len(lens), []
+        device = self._tables.memory.device
+        self.batch = StateBatch.plan(lens, sources, targets, checkpoints=checkpoints, device=device)
+
+    def fill_decodes(self, num_seqs: int) -> None:
+        """Prepare a step of one token of each sequence of the batch in the tables, in the order of the device."""
+        rows, starts = self._tables.rows.tensor[0, :num_seqs], self._tables.starts.tensor[0, :num_seqs]
+        table, exists = self._tables.blocks[self._group], rows >= 0
+        index = rows.clamp(min=0).long()
+        source = table[index, ((starts - 1).clamp(min=0) // self._entry_tokens).long()]
+        self._sources[:num_seqs] = torch.where(exists & (starts > 0), source, -1)
+        target = table[index, (starts // self._entry_tokens).long()]
+        self._targets[:num_seqs] = torch.where(exists, target, -1)
+        self.batch = self._decodes(num_seqs)
+
+    def _cuts(self, table: Sequence[int], seq: int, start: int, end: int) -> list[Checkpoint]:
+        """Return the checkpoints within the tokens from `start` to `end` of a sequence.
+
+        A slot that was moved on to a later entry (`core.kv.cache_groups`) still stands in the one before.
+        """
+        size = self._entry_tokens
+        cuts = range((start // size + 1) * size, end, size)
+        slots = ((cut, table[cut // size - 1]) for cut in cuts)
+        unkept = (NO_BLOCK, table[(end - 1) // size])
+        return [Checkpoint(seq, cut - start, slot) for cut, slot in slots if slot not in unkept]
+
+    def _decodes(self, num_seqs: int) -> StateBatch:
+        return StateBatch(
+            query_start=self._one_each[: num_seqs + 1],
+            sources=self._sources[:num_seqs],
+            targets=self._targets[:num_seqs],
+            num_decodes=num_seqs,
+            seq_chunks=self._no_chunks["chunk_start"],
+            **self._no_chunks,
+        )
 
 
 class InputBuffers:
     """Memory for the inputs of the largest step; each step uses the front of it."""
 
-    def __init__(self, tables: RowTables, arenas: Sequence[Tensor], limits: StepLimits) -> None:
-        """`arenas`: the blocks of each cache group."""
+    def __init__(self, tables: RowTables, arenas: Sequence[Tensor], limits: StepLimits, checkpoint_tokens: int) -> None:
+        """`arenas`: the blocks of each cache group, the slots of each that keeps states."""
         self._tables = tables
         self._arenas = arenas
+        self.states = {
+            group: StateInputs(tables, group, limits.max_num_seqs, checkpoint_tokens) for group in tables.state_slots
+        }
         max_num_seqs, max_num_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -152,7 +231,12 @@ class InputBuffers:
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
         wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
-        caches = tuple(GroupCache(self._batch(shape, group), kv) for group, kv in enumerate(self._arenas))
+        caches = tuple(
+            StateCache(self.states[group].batch, arena)
+            if group in self.states
+            else GroupCache(self._batch(shape, group), arena)
+            for group, arena in enumerate(self._arenas)
+        )
         return StepInputs(self.token_ids[: shape.num_tokens], caches, wanted)
 
     def _batch(self, shape: StepShape, group: int) -> AttentionBatch:

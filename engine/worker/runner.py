@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..core.layout import CHECKPOINT_TOKENS
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
 from ..layers.base import RankRows
 from .backends import Backend, CapturedSteps, Model, StepParts
@@ -20,19 +21,27 @@ from .tables import RowTables
 class ModelRunner:
     """Runs one model on one device. Implements `engine.core.step.Runner`.
 
-    `arenas` are the blocks of each cache group, of the shape that its layout gives. Nothing else writes blocks that a
-    step names; transfers fill others.
+    `arenas` are the blocks of each cache group, of the shape that its layout gives; bytes [slots, slot_bytes] where it
+    keeps states. Nothing else writes blocks that a step names; transfers fill others.
     """
 
     def __init__(
-        self, model: Model, arenas: Sequence[Tensor], backend: Backend, limits: StepLimits, vocab_size: int
+        self,
+        model: Model,
+        arenas: Sequence[Tensor],
+        backend: Backend,
+        limits: StepLimits,
+        vocab_size: int,
+        *,
+        checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ) -> None:
         self.model = model
         self.arenas = arenas
         self.backend = backend
         memory = backend.zeros(RowTables.num_values(limits, len(arenas)))
         self.writes = backend.table_writes(memory)
-        self.tables = RowTables(memory, self.writes, limits, len(arenas))
+        states = [group for group, arena in enumerate(arenas) if arena.dtype == torch.uint8]
+        self.tables = RowTables(memory, self.writes, limits, len(arenas), states)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_seqs), torch.int32)
@@ -42,7 +51,7 @@ class ModelRunner:
                 model=model,
                 tables=self.tables,
                 current=self.current,
-                inputs=InputBuffers(self.tables, arenas, limits),
+                inputs=InputBuffers(self.tables, arenas, limits, checkpoint_tokens),
                 outputs=self.outputs,
                 processors=self.processors,
                 limits=limits,

@@ -66,12 +66,24 @@ class RowTables:
     """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
     The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
-    the next step may read it. In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`. Entries
-    behind those that the plans name are leftovers that nothing reads.
+    the next step may read it. In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers
+    with states, slot `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511.
+    Entries behind those that the plans name are leftovers that nothing reads.
     """
 
-    def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits, num_groups: int = 1) -> None:
-        """`memory` has `num_values(limits, num_groups)` zeros; `writes` applies changes to it."""
+    def __init__(
+        self,
+        memory: Tensor,
+        writes: TableWrites,
+        limits: StepLimits,
+        num_groups: int = 1,
+        state_groups: Sequence[int] = (),
+    ) -> None:
+        """`memory` has `num_values(limits, num_groups)` zeros; `writes` applies changes to it.
+
+        `state_groups`: the cache groups whose entries are slots of states. Their tables are kept on the CPU, too: a
+        step of chunks is cut where their entries end.
+        """
         self.memory = memory
         self._writes = writes
         addresses = np.cumsum([0, *_table_sizes(limits, num_groups)]).tolist()
@@ -82,7 +94,8 @@ class RowTables:
         self.rows.tensor.fill_(-1)
         self.step = StepTables(self.tokens.tensor, self.blocks, BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
-        self._num_blocks = [0] * limits.max_num_seqs  # in the block tables of each row
+        self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # in the block tables of each row
+        self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
     @staticmethod
     def num_values(limits: StepLimits, num_groups: int = 1) -> int:
@@ -105,8 +118,10 @@ class RowTables:
         add(self.tokens.address(row, prompt_len), start.output_token_ids)
         for group, blocks in enumerate(start.block_tables):
             add(self._block_address(group, row, 0), blocks)
+            self._num_blocks[group][row] = len(blocks)
+            if group in self.state_slots:
+                self.state_slots[group][row] = list(blocks)
         add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
-        self._num_blocks[row] = len(start.block_tables[0])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
         """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""
@@ -114,14 +129,16 @@ class RowTables:
         for chunk in chunks:
             if not chunk.new_block_ids:
                 continue
-            first = self._num_blocks[chunk.row]
-            self._num_blocks[chunk.row] = first + len(chunk.new_block_ids[0])
             for group, new in enumerate(chunk.new_block_ids):
+                first = self._num_blocks[group][chunk.row]
+                self._num_blocks[group][chunk.row] = first + len(new)
+                if group in self.state_slots:
+                    self.state_slots[group][chunk.row] += new
                 address = self._block_address(group, chunk.row, first)
                 if len(new) == 1:
                     addresses.append(address)
                     blocks.append(new[0])
-                else:
+                elif new:
                     self._writes.add(address, new)
         if addresses:
             self._writes.add_singles(addresses, blocks)

@@ -28,6 +28,7 @@ ARCHITECTURES = (
     "olmo2",
     "gemma2",
     "gemma3_text",
+    "qwen3_5_text",
 )
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
@@ -86,6 +87,15 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3": {"head_dim": 32},
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16,
+    },
     "qwen3_moe": {
         "head_dim": 32,
         "moe_intermediate_size": 40,
@@ -143,12 +153,13 @@ _WIDE_LATENT: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
 }
-_WIDE_MIXTURES: dict[str, dict[str, Any]] = {
+_WIDE_OF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "deepseek_v2": _WIDE_LATENT,
     "deepseek_v3": _WIDE_LATENT,
+    "qwen3_5_text": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
 
 # In bfloat16, of models of these sizes:
@@ -158,7 +169,7 @@ MISROUTED = 0.125  # of a mixture's tokens: rounding sends those with nearly tie
 
 def wide_shape(architecture: str) -> dict[str, Any]:
     """Config keys for `write_checkpoint`."""
-    return {**_WIDE, **_WIDE_MIXTURES.get(architecture, {})}
+    return {**_WIDE, **_WIDE_OF.get(architecture, {})}
 
 
 def write_checkpoint(
@@ -197,14 +208,15 @@ def make_model(
     for module in model.modules():
         if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
             module.limit = hf_config.swiglu_limit
-    norm_center = 0.0 if architecture.startswith("gemma") else 1.0  # Gemma's norms add 1 to what is stored
+    adds_one = architecture.startswith(("gemma", "qwen3_5"))  # to what is stored of norms
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
         for name, parameter in {**dict(model.named_parameters()), **buffers}.items():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(norm_center + 0.2 * noise)
+            if "norm" in name:  # that of a delta net's heads is stored as it is
+                center = 0.0 if adds_one and "linear_attn" not in name else 1.0
+                parameter.copy_(center + 0.2 * noise)
             elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:  # keeps activations near 1, so that attention is peaked enough for positions to matter

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.layers.attention import GroupCache
+from baton.engine.core.layout import StateLayout
+from baton.engine.layers.attention import GroupCache, StateCache
 from baton.engine.layers.decoder import CausalLM
 from baton.kernels.attention import AttentionBatch
+from baton.kernels.state_batch import StateBatch
 
 BLOCK_SIZE = 16
 
@@ -26,11 +28,18 @@ class PagedRun:
         num_blocks = num_seqs * blocks_per_seq + 3
         generator = torch.Generator().manual_seed(seed)
         self.block_tables, self.arenas = [], []  # of each cache group
-        for group in model.config.caches.groups:
+        self.slots: dict[int, Tensor] = {}  # of each group with states: one of each sequence
+        for number, group in enumerate(model.config.caches.groups):
+            if isinstance(group.blocks, StateLayout):
+                shape = (num_seqs + 2, group.blocks.block_bytes)
+                self.arenas.append(torch.full(shape, 0xFF, dtype=torch.uint8, device=self.device))  # NaN in any type
+                self.slots[number] = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs]
+                self.block_tables.append(torch.empty(0))
+                continue
             shuffled = torch.randperm(num_blocks, generator=generator)[: num_seqs * blocks_per_seq].int()
             self.block_tables.append(shuffled.view(num_seqs, blocks_per_seq).to(self.device))
-            shape, dtype = group.blocks.shape(num_blocks), getattr(torch, group.blocks.dtype)
-            self.arenas.append(torch.full(shape, float("nan"), dtype=dtype, device=self.device))
+            dtype = getattr(torch, group.kv.dtype)
+            self.arenas.append(torch.full(group.kv.shape(num_blocks), float("nan"), dtype=dtype, device=self.device))
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
         """Runs (sequence, its next tokens) pairs in one step; gives log-probabilities [tokens, vocab] of each."""
@@ -46,13 +55,22 @@ class PagedRun:
         by_sequence = {sequence: part for (sequence, _), part in zip(chunks, parts, strict=True)}
         return [by_sequence[sequence] for sequence in sorted(by_sequence)]
 
-    def caches(self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[GroupCache]:
+    def caches(
+        self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
+    ) -> list[GroupCache | StateCache]:
         """What the model is given of these sequences, whose last tokens run."""
         index = torch.tensor(rows, device=self.device)
-        return [
-            GroupCache(AttentionBatch.plan(query_lens, seq_lens, tables[index].contiguous(), BLOCK_SIZE), kv)
-            for tables, kv in zip(self.block_tables, self.arenas, strict=True)
-        ]
+        caches: list[GroupCache | StateCache] = []
+        for number, (tables, arena) in enumerate(zip(self.block_tables, self.arenas, strict=True)):
+            if number in self.slots:
+                slots = self.slots[number][rows].tolist()
+                begins = [length == total for length, total in zip(query_lens, seq_lens, strict=True)]
+                sources = [-1 if begin else slot for slot, begin in zip(slots, begins, strict=True)]
+                caches.append(StateCache(StateBatch.plan(query_lens, sources, slots, device=self.device), arena))
+            else:
+                batch = AttentionBatch.plan(query_lens, seq_lens, tables[index].contiguous(), BLOCK_SIZE)
+                caches.append(GroupCache(batch, arena))
+        return caches
 
 
 def chunked_logprobs(model: CausalLM, tokens: Sequence[int], chunk: int) -> Tensor:

@@ -8,7 +8,8 @@
 A cached block is a block with a hash. It keeps the hash while it is free, so "cached" and "free" are the same memory: a
 prefix hit takes it out of the middle of the list, an allocation takes the head and forgets its hash.
 
-Only full blocks get a hash, and a block with a hash is never written; so a block in several tables never is.
+Only full blocks get a hash, and a block with a hash is never written before it is forgotten (`forget`); so a block in
+several tables never is.
 """
 
 from __future__ import annotations
@@ -113,6 +114,17 @@ class BlockPool:
             if self._new_blocks is not None:
                 self._new_blocks[block] = self.num_registered, block_hash
             self.num_registered += 1
+
+    def forget(self, block: int) -> None:
+        """Take a block out of the prefix cache, whose only owner is about to write it."""
+        if self._refs[block] != 1:
+            raise BlockPoolCorrupted(f"block {block} has {self._refs[block]} owners, and one of them would write it")
+        self._forget(block)
+
+    @property
+    def has_worthless(self) -> bool:
+        """Return whether a free block holds nothing that a lookup finds."""
+        return self._is_worthless(self._next[self._end])
 
     def track_new_blocks(self) -> None:
         """Record the blocks that enter the prefix cache from now on, for `take_new_block`."""

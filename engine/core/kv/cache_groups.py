@@ -4,9 +4,16 @@
 
     FullGroup      (full, latent)     every token is read until the request is over: all entries are its own
     WindowGroup    (window)           [ --  --  b2  b3  b4 ]        entries behind the window are given back, and are 0
+    StateGroup     (state)            [ --  s1 ]                    entry i: the state behind the last of tokens
+                                                                    512 i ... 512 i + 511 that has been computed
 
-A request has one table in each group. Tables of all groups are equally long; what differs is from which entry on the
+A request has one table in each group. What differs is how many tokens an entry stands for, from which entry on the
 request owns the blocks (`first_visible`), and which blocks a prefix hit needs (`deepest`).
+
+An entry of a StateGroup is a slot that is read and written anew in every step, until its last token has been computed.
+From then on it is a checkpoint, which has the hash of the block that ends there: the next entry's first step reads it
+and writes to a slot of its own. A hit does the same with somebody else's checkpoint, so that nothing is ever copied.
+Checkpoints are a cache and no necessity: where no slot is free, the next entry goes on in the slot of the one before.
 """
 
 from __future__ import annotations
@@ -15,10 +22,12 @@ import abc
 from collections.abc import Sequence
 
 from ..config import CacheGroupConfig
+from ..layout import NO_BLOCK
 from ..prefix import BlockHash
 from .blocks import BlockPool
 
-NOT_CACHED = -1
+NOT_CACHED = NO_BLOCK
+FIRST_CHECKPOINT_TOKENS = 8  # a step keeps no state behind fewer of a chunk's tokens (`kernels.state_batch`)
 
 
 class CacheGroup(abc.ABC):
@@ -39,6 +48,27 @@ class CacheGroup(abc.ABC):
     @abc.abstractmethod
     def first_visible(self, num_tokens: int) -> int:
         """Return the first entry of a table that tokens from index `num_tokens` on read."""
+
+    def num_entries(self, num_blocks: int) -> int:
+        """Return how many entries the tokens of `num_blocks` blocks fill."""
+        return num_blocks
+
+    def entries_at_start(self, num_blocks: int, num_hits: int) -> int:
+        """Return how many entries a request for `num_blocks` blocks starts with, of which `num_hits` blocks are hits.
+
+        Those behind the last hit are allocated before its first chunk.
+        """
+        return num_blocks
+
+    def register(self, table: Sequence[int], hashes: Sequence[BlockHash], blocks: range) -> None:
+        """Add the entries that are full with these blocks of a sequence to the prefix cache."""
+        for index in blocks:
+            self.pool.register(table[index], hashes[index])
+
+    @property
+    def entry_tokens(self) -> int:
+        """The tokens that an entry stands for."""
+        return self._block_size
 
 
 class FullGroup(CacheGroup):
@@ -81,10 +111,87 @@ class WindowGroup(CacheGroup):
         return max(0, num_tokens - self._window + 1) // self._block_size
 
 
+class StateGroup(CacheGroup):
+    """Layers with a recurrent state, which is kept every `checkpoint_tokens` tokens."""
+
+    def __init__(self, num_slots: int, block_size: int, checkpoint_tokens: int) -> None:
+        super().__init__(num_slots, block_size)
+        self._entry_tokens = checkpoint_tokens
+        self._span = checkpoint_tokens // block_size  # blocks of an entry
+
+    @property
+    def entry_tokens(self) -> int:
+        return self._entry_tokens
+
+    def find(self, hashes: Sequence[BlockHash]) -> Sequence[int]:
+        ends = range(self._span - 1, len(hashes), self._span)
+        return [self.pool.find_block(hashes[end], NOT_CACHED) for end in ends]
+
+    def deepest(self, found: Sequence[int], num_blocks: int) -> int:
+        depth = min(num_blocks // self._span, len(found))
+        while depth and found[depth - 1] == NOT_CACHED:
+            depth -= 1
+        return depth * self._span
+
+    def first_visible(self, num_tokens: int) -> int:
+        return max(0, num_tokens - 1) // self._entry_tokens
+
+    def register(self, table: Sequence[int], hashes: Sequence[BlockHash], blocks: range) -> None:
+        for entry in range(blocks.start // self._span, blocks.stop // self._span):
+            if table[entry] != NOT_CACHED:
+                self.pool.register(table[entry], hashes[(entry + 1) * self._span - 1])
+
+    def num_entries(self, num_blocks: int) -> int:
+        return num_blocks // self._span
+
+    def entries_at_start(self, num_blocks: int, num_hits: int) -> int:
+        return num_hits // self._span + 1
+
+    def may_extend(self, table: Sequence[int], end: int) -> bool:
+        """Return whether `extend` can be called now: it could not where its only slot is read by others."""
+        needs_one = len(table) * self._entry_tokens < end
+        return not needs_one or self.pool.num_free > 0 or self.pool.references(table[-1]) == 1
+
+    def extend(self, table: list[int], start: int, end: int, *, keeps: bool, wanted: int) -> Sequence[int]:
+        """Return the entries to append so that tokens `start` to `end` can be computed in one step.
+
+        `table` is the request's. Its last slot stays there as a checkpoint, where `keeps` allows any and a slot is
+        free; else it is moved on, and leaves NOT_CACHED. Of the entries in between, the one before entry `wanted` gets
+        a slot if one can be had, others only slots that hold nothing.
+        """
+        new = range(len(table), (end - 1) // self._entry_tokens + 1)
+        if not new:
+            return ()
+        last = table[-1]
+        missing = new.start * self._entry_tokens - start  # tokens until the slot is a checkpoint; 0: it is one
+        may_keep = keeps and (missing == 0 or missing >= FIRST_CHECKPOINT_TOKENS)
+        if self.pool.num_free and (may_keep or self.pool.references(last) > 1):
+            (slot,) = self.pool.allocate(1)
+        else:
+            self.pool.forget(last)
+            slot, table[-1] = last, NOT_CACHED
+        first_end = start + FIRST_CHECKPOINT_TOKENS
+        between = [
+            self._slot_between(evicts=entry + 1 == wanted)
+            if keeps and (entry + 1) * self._entry_tokens >= first_end
+            else NOT_CACHED
+            for entry in new[:-1]
+        ]
+        return [*between, slot]
+
+    def _slot_between(self, *, evicts: bool) -> int:
+        """Return a slot or NOT_CACHED. Where it may not evict, long prompts take no checkpoints away from others."""
+        pool = self.pool
+        return pool.allocate(1)[0] if pool.num_free and (evicts or pool.has_worthless) else NOT_CACHED
+
+
 def make_groups(configs: Sequence[CacheGroupConfig], block_size: int) -> list[CacheGroup]:
-    return [
-        FullGroup(config.num_blocks, block_size)
-        if config.window is None
-        else WindowGroup(config.num_blocks, block_size, config.window)
-        for config in configs
-    ]
+    return [_group(config, block_size) for config in configs]
+
+
+def _group(config: CacheGroupConfig, block_size: int) -> CacheGroup:
+    if config.checkpoint_tokens is not None:
+        return StateGroup(config.num_blocks, block_size, config.checkpoint_tokens)
+    if config.window is None:
+        return FullGroup(config.num_blocks, block_size)
+    return WindowGroup(config.num_blocks, block_size, config.window)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
 from .blocks import BlockPool
-from .cache_groups import CacheGroup, WindowGroup
+from .cache_groups import CacheGroup, FullGroup, StateGroup
 
 MOST_KNOWN = 16  # lookups that are kept: as many requests as are looked at near the head of the queue
 
@@ -30,6 +30,7 @@ class PrefixLookup(NamedTuple):
     hashes: Sequence[BlockHash]  # of all full blocks that it need not compute where they are cached
     num_blocks: int  # of them that are hits
     hits: Sequence[GroupHit]  # in each group
+    num_seen: int  # blocks that the first group has: others have computed this much of its prompt
 
     @property
     def missing(self) -> Sequence[BlockHash]:
@@ -53,8 +54,13 @@ class RequestMemory:
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, enable_prefix_caching: bool) -> None:
         self._groups = groups
         self._pools = [group.pool for group in groups]
-        self._windows = [(number, group) for number, group in enumerate(groups) if isinstance(group, WindowGroup)]
-        self.has_windows = bool(self._windows)  # requests may give back blocks while they run
+        numbered = list(enumerate(groups))
+        self._given_back = [(number, group) for number, group in numbered if not isinstance(group, FullGroup)]
+        self._full = [number for number, group in numbered if isinstance(group, FullGroup)]  # a gap ends their hits
+        self._of_tokens = [number for number, group in numbered if not isinstance(group, StateGroup)]
+        self._states = [(number, group) for number, group in numbered if isinstance(group, StateGroup)]
+        self.gives_back = bool(self._given_back)  # requests may give back blocks while they run
+        self.has_states = bool(self._states)
         self._block_size = block_size
         self._caching = enable_prefix_caching
         self._known: dict[Request, _CachedLookup] = {}  # of requests that have no blocks yet, the oldest lookup first
@@ -73,7 +79,8 @@ class RequestMemory:
             return known.prefix
         found = [group.find(hashes) for group in self._groups]
         prefix = self._deepest(hashes, found)
-        self._known[request] = _CachedLookup(prefix, frozenset(hashes[: min(map(len, found)) + 1]))
+        reach = min((len(found[number]) for number in self._full), default=len(hashes))
+        self._known[request] = _CachedLookup(prefix, frozenset(hashes[: reach + 1]))
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return prefix
@@ -86,8 +93,11 @@ class RequestMemory:
             for group, blocks in zip(self._groups, found, strict=True):
                 num_blocks = group.deepest(blocks, num_blocks)
         firsts = [group.first_visible(num_blocks * self._block_size) for group in self._groups]
-        hits = [GroupHit(first, blocks[first:num_blocks]) for first, blocks in zip(firsts, found, strict=True)]
-        return PrefixLookup(hashes, num_blocks, hits)
+        hits = [
+            GroupHit(first, blocks[first : group.num_entries(num_blocks)])
+            for group, first, blocks in zip(self._groups, firsts, found, strict=True)
+        ]
+        return PrefixLookup(hashes, num_blocks, hits, len(found[0]))
 
     def stored(self, block_hash: BlockHash) -> None:
         self._forget_lookups(block_hash)
@@ -106,11 +116,16 @@ class RequestMemory:
 
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
-        num_blocks, hits = self._blocks_for(request.num_to_hold), self.lookup(request).hits
+        num_blocks, prefix = self._blocks_for(request.num_to_hold), self.lookup(request)
         owned = [other.owned_blocks() for other in without]
         return all(
-            _fits(group.pool, hit, num_blocks, without=[blocks[number] for blocks in owned])
-            for number, (group, hit) in enumerate(zip(self._groups, hits, strict=True))
+            _fits(
+                group.pool,
+                hit,
+                group.entries_at_start(num_blocks, prefix.num_blocks),
+                without=[blocks[number] for blocks in owned],
+            )
+            for number, (group, hit) in enumerate(zip(self._groups, prefix.hits, strict=True))
         )
 
     def reserve(self, request: Request) -> bool:
@@ -123,15 +138,17 @@ class RequestMemory:
             return False
         self._known.pop(request, None)
         tables = [
-            [0] * hit.first + group.pool.take(hit.blocks, num_blocks - hit.first)
+            [0] * hit.first
+            + group.pool.take(hit.blocks, group.entries_at_start(num_blocks, prefix.num_blocks) - hit.first)
             for group, hit in zip(self._groups, prefix.hits, strict=True)
         ]
         request.take_blocks(
             tables,
             [hit.first for hit in prefix.hits],
-            num_blocks * self._block_size,
+            self._capacity(tables),
             num_computed=prefix.num_blocks * self._block_size,
         )
+        request.num_seen_blocks = prefix.num_seen
         if self._caching:
             self._set_registered(request, prefix.num_blocks)
             if not request.stages.has_started and request.may_skip_computed_prefix:
@@ -139,21 +156,51 @@ class RequestMemory:
         return True
 
     def grow(self, request: Request) -> list[list[int]]:
-        """Return one more block for the request in each group; none where one of the arenas has none."""
-        for pool in self._pools:
-            if not pool.num_free:
-                return []
-        new = []
-        for pool, table in zip(self._pools, request.block_tables, strict=True):
-            blocks = pool.allocate(1, after=table[-1])
-            table += blocks
-            new.append(blocks)
-        request.capacity += self._block_size
+        """Return the new blocks of each group for the request's next token; none where one of the arenas has none."""
+        end = request.num_computed + 1
+        if self.dry_groups(request):
+            return []
+        states = self.extend_states(request, end) if self._states else None
+        if states is not None and not states:
+            return []
+        new = states or [[] for _ in self._groups]
+        for number in self._full_tables(request):
+            table = request.block_tables[number]
+            new[number] = self._pools[number].allocate(1, after=table[-1])
+            table += new[number]
+        request.capacity = self._capacity(request.block_tables)
         return new
 
-    def dry_groups(self) -> list[int]:
-        """Return the groups whose arenas have no free block."""
-        return [number for number, pool in enumerate(self._pools) if not pool.num_free]
+    def dry_groups(self, request: Request) -> list[int]:
+        """Return the groups whose arenas have no free block for the request's next token."""
+        return [number for number in self._full_tables(request) if not self._pools[number].num_free]
+
+    def _full_tables(self, request: Request) -> list[int]:
+        """Return the groups of blocks whose tables have no entry for the request's next token."""
+        start, size = request.num_computed, self._block_size
+        return [number for number in self._of_tokens if len(request.block_tables[number]) * size <= start]
+
+    def _capacity(self, tables: Sequence[Sequence[int]]) -> int:
+        """Return how many tokens tables of all groups have entries for."""
+        return min(len(table) * group.entry_tokens for group, table in zip(self._groups, tables, strict=True))
+
+    def extend_states(self, request: Request, end: int) -> list[list[int]]:
+        """Return the new slots of each group with which the request's tokens up to `end` can be computed in a step.
+
+        An empty list where that has to wait: others read the slot that would be written. The request's tables have
+        the slots.
+        """
+        if not all(group.may_extend(request.block_tables[number], end) for number, group in self._states):
+            return []
+        new: list[list[int]] = [[] for _ in self._groups]
+        for number, group in self._states:
+            table = request.block_tables[number]
+            wanted = request.num_seen_blocks * self._block_size // group.entry_tokens
+            slots = group.extend(table, request.num_computed, end, keeps=self._caching, wanted=wanted)
+            new[number] += slots
+            table += slots
+        request.capacity = self._capacity(request.block_tables)
+        return new
 
     def give_back_behind(self, request: Request) -> Sequence[tuple[int, list[int]]]:
         """Return, by group, the blocks that no later token of the request reads: they are the caller's now.
@@ -161,18 +208,18 @@ class RequestMemory:
         Steps in flight may read them. A block whose tokens are not all known stays: it is not registered yet.
         """
         given_back = []
-        for number, group in self._windows:
+        for number, group in self._given_back:
             end = group.first_visible(request.num_computed)
             if self._caching:
-                end = min(end, request.num_registered)
+                end = min(end, group.num_entries(request.num_registered))
             if end > request.first_kept[number]:
                 given_back.append((number, request.give_back(number, end)))
         return given_back
 
-    def register(self, request: Request) -> Sequence[int]:
+    def register(self, request: Request) -> Sequence[BlockHash]:
         """Register the blocks in the prefix cache that are full of known tokens.
 
-        Returns those of the first group that were not registered before. A planned step may still have to write them.
+        Returns the hashes of those that were not registered before. A planned step may still have to write them.
         Readers come in a later step, or in the same one with more than a token: for those every layer writes the KV of
         all chunks before it reads any.
         """
@@ -181,23 +228,27 @@ class RequestMemory:
         num_full = min(request.num_computed, len(request.token_ids)) // self._block_size
         self._hash_blocks(request, num_full)
         new = range(request.num_registered, num_full)
-        for pool, table in zip(self._pools, request.block_tables, strict=True):
-            for index in new:
-                pool.register(table[index], request.block_hashes[index])
+        for group, table in zip(self._groups, request.block_tables, strict=True):
+            group.register(table, request.block_hashes, new)
         self._set_registered(request, num_full)
-        return request.block_tables[0][new.start : new.stop]
+        return request.block_hashes[new.start : new.stop]
 
-    def is_decode_after(self, blocks: set[int], request: Request, budget: int) -> bool:
-        """Return whether it would run a single token next, after a prefix of which some lies in `blocks`.
+    def must_follow(self, filled: set[BlockHash], request: Request, budget: int) -> bool:
+        """Return whether it can only start in a step behind the one that fills blocks of these hashes.
 
-        These are of the first group: a step that fills a block does so in every group.
+        It would run a single token next, after a prefix that has some of them; or its prefix ends with one of them, so
+        that the step may also write the states that it goes on from.
         """
         num_known = len(request.token_ids) - 1
-        if not blocks or (budget > 1 and num_known % self._block_size):
+        may_be_one = budget == 1 or num_known % self._block_size == 0
+        if not filled or not (may_be_one or self.has_states):
             return False
         prefix = self.lookup(request)
-        may_be_one = budget == 1 or prefix.num_blocks * self._block_size == num_known
-        return may_be_one and not blocks.isdisjoint(prefix.hits[0].blocks)
+        hits = prefix.hashes[: prefix.num_blocks]
+        if self.has_states and hits and hits[-1] in filled:
+            return True
+        may_be_one &= budget == 1 or prefix.num_blocks * self._block_size == num_known
+        return may_be_one and not filled.isdisjoint(hits)
 
     def skippable_hashes(self, request: Request) -> Sequence[BlockHash]:
         """Return the hashes of the full blocks that it need not compute where they are cached.
@@ -223,9 +274,9 @@ class RequestMemory:
         return -(-num_tokens // self._block_size)
 
 
-def _fits(pool: BlockPool, hit: GroupHit, num_blocks: int, without: Sequence[Sequence[int]]) -> bool:
-    """Return whether a table of `num_blocks` that begins with a hit can be had, once the blocks `without` are back."""
+def _fits(pool: BlockPool, hit: GroupHit, num_entries: int, without: Sequence[Sequence[int]]) -> bool:
+    """Return whether a table of `num_entries` that begins with a hit can be had, once the blocks `without` are back."""
     given_back = Counter(block for blocks in without for block in blocks)
     num_freed = sum(pool.references(block) == count for block, count in given_back.items())
     num_freed -= sum(pool.references(block) == given_back[block] for block in hit.blocks if block in given_back)
-    return pool.fits(hit.blocks, num_blocks - hit.first - num_freed)
+    return pool.fits(hit.blocks, num_entries - hit.first - num_freed)

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 from ..config import EngineCoreConfig
 from ..grammar import Grammar
+from ..layout import NO_BLOCK
 from ..logprobs import Logprobs
 from ..messages import EngineRequest, FinishReason
 from ..prefix import BlockHash, prefix_root
@@ -120,6 +121,7 @@ class Request:
         "num_computed",
         "num_prompt",
         "num_registered",
+        "num_seen_blocks",
         "num_tokens",
         "prompt_logprobs",
         "rank",
@@ -160,6 +162,7 @@ class Request:
         self.root = prefix_root(message.cache_salt)
         self.block_hashes: list[BlockHash] = []
         self.num_registered = 0  # leading blocks that the prefix cache knows
+        self.num_seen_blocks = 0  # leading blocks that others had computed when it started
         self.next_registration = sys.maxsize  # number of tokens at which the next block is full
 
         # Prompt logprobs go out with the very first token, from where the prompt is computed.
@@ -215,7 +218,7 @@ class Request:
 
     def owned_blocks(self) -> list[list[int]]:
         """Return the blocks that it owns in each group."""
-        return [table[first:] for table, first in zip(self.block_tables, self.first_kept, strict=True)]
+        return [_without_gaps(table[first:]) for table, first in zip(self.block_tables, self.first_kept, strict=True)]
 
     def give_back(self, group: int, end: int) -> list[int]:
         """Return the blocks of a group before entry `end` that it owned until now."""
@@ -223,7 +226,7 @@ class Request:
         blocks = table[first:end]
         table[first:end] = [0] * len(blocks)
         self.first_kept[group] = max(first, end)
-        return blocks
+        return _without_gaps(blocks)
 
     def loaded(self, num_computed: int) -> None:
         """Count the KV of the first `num_computed` tokens as there: a transfer or a tier has brought it."""
@@ -293,6 +296,10 @@ class Request:
             sorted(self.finish_rule.stop_token_ids),
             [list(table) for table in self.block_tables],
         )
+
+
+def _without_gaps(blocks: list[int]) -> list[int]:
+    return [block for block in blocks if block != NO_BLOCK] if NO_BLOCK in blocks else blocks
 
 
 def advance_decodes(requests: Iterable[Request], step: int) -> None:

@@ -225,10 +225,11 @@ class Admission:
         """Reserve the request's blocks. False where it cannot start in this step.
 
         One that was preempted comes back only when all its drawn tokens are known. One that would run a single token is
-        a decode, whose old KV must be of earlier steps: it starts in the next one where this step computes some of it.
+        a decode, whose old KV must be of earlier steps, and so must be states that one goes on from: it starts in the
+        next step where this one computes some of it.
         """
         known = self._fence.has_passed(request.last_step)
-        if not known or self._memory.is_decode_after(draft.filled_blocks, request, draft.budget):
+        if not known or self._memory.must_follow(draft.filled_blocks, request, draft.budget):
             return False
         return self._memory.reserve(request)
 

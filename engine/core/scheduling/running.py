@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..kv.fence import Fence, RowPool
 from ..kv.request_memory import RequestMemory
 from ..kv.transfers import Transfers
+from ..prefix import BlockHash
 from ..requests.request import Request, RequestStatus, advance_decodes
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
 from .waiting import WaitingQueue
@@ -47,7 +48,7 @@ class StepDraft:
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
         self.budget = budget
-        self.filled_blocks: set[int] = set()  # by its chunks; requests that start from now on may find them cached
+        self.filled_blocks: set[BlockHash] = set()  # by its chunks; requests that start from now on may find them
         self.started: list[Request] = []
         self.singles: list[Chunk] = []  # appended to directly by the loop over decodes
         self.singles_requests: list[Request] = []
@@ -65,13 +66,16 @@ class StepDraft:
         self._row_starts.append(request.row_start())
         self.add(request)
 
-    def add(self, request: Request) -> None:
+    def end_of(self, request: Request) -> int:
+        """Return how far the request would be computed with as many tokens as the budget allows."""
+        return min(request.num_tokens, request.num_computed + self.budget)
+
+    def add(self, request: Request, new_blocks: list[list[int]] = _NO_BLOCKS) -> None:
         """Plan as many of the request's next tokens as the budget allows, and count them as computed."""
-        start = request.num_computed
-        num_tokens = min(request.num_tokens - start, self.budget)
-        samples = start + num_tokens == request.num_tokens
+        start, end = request.num_computed, self.end_of(request)
+        num_tokens, samples = end - start, end == request.num_tokens
         wants_prompt = not request.may_skip_computed_prefix and start + 1 < request.num_prompt
-        chunk = Chunk(request.row, start, num_tokens, samples, [], wants_prompt)
+        chunk = Chunk(request.row, start, num_tokens, samples, new_blocks, wants_prompt)
         chunks, requests = (
             (self.singles, self.singles_requests) if num_tokens == 1 else (self._longer, self._longer_requests)
         )
@@ -193,6 +197,8 @@ class RunningRequests:
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
+        if self._memory.has_states:  # its own slots are new: nobody else reads them
+            self._memory.extend_states(request, draft.end_of(request))
         draft.start(request)
         self._reading.append(request)
         self._chunk_planned(request, draft)
@@ -240,14 +246,19 @@ class RunningRequests:
         for request in prefills:
             if not draft.budget:
                 break
-            draft.add(request)
+            new_blocks = _NO_BLOCKS
+            if self._memory.has_states:
+                new_blocks = self._memory.extend_states(request, draft.end_of(request))
+                if not new_blocks:
+                    continue
+            draft.add(request, new_blocks)
             self._chunk_planned(request, draft)
         draft.budget += kept
 
     def _chunk_planned(self, request: Request, draft: StepDraft) -> None:
         """Let other requests find the blocks that the chunk fills, and give back those behind windows."""
         draft.filled_blocks.update(self._memory.register(request))
-        if self._memory.has_windows:
+        if self._memory.gives_back:
             self._give_back_behind(request)
 
     def _give_back_behind(self, request: Request) -> None:
@@ -277,11 +288,11 @@ class RunningRequests:
 
     def _grow(self, request: Request, draft: StepDraft) -> list[list[int]]:
         """Return one more block in each group; none where the request has to sit this step out."""
-        if self._memory.has_windows:
+        if self._memory.gives_back:
             self._give_back_behind(request)
         while not (new_blocks := self._memory.grow(request)):
             self.lacks_blocks = True
-            behind = all(self._fence.brings_back(group) for group in self._memory.dry_groups())
+            behind = all(self._fence.brings_back(group) for group in self._memory.dry_groups(request))
             if self._fence.closed or behind or self._transfers.any_asked_back:  # blocks are on their way back
                 return []
             last = self._last_in_rank()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...core.step import StepSize
-from ...layers.attention import GroupCache
+from ...layers.attention import GroupCache, StateCache
 from ...layers.base import RankRows
 from ..inputs import Batch, CurrentBatch, InputBuffers
 from ..outputs import Event, StepOutputs
@@ -34,7 +34,7 @@ class Model(Protocol):
     def forward(
         self,
         token_ids: Tensor,
-        caches: Sequence[GroupCache],
+        caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None,
         ranks: RankRows | None = None,
     ) -> Tensor:

@@ -87,6 +87,8 @@ class CpuStep:
 
     def capture(self, shape: StepShape) -> Graph | None:
         """Record the model's calls. Computes nothing."""
+        if self._parts.inputs.states:  # ops over states cut a step by what the tables hold, in Python
+            return None
         if shape.is_decode in self._unrecordable:
             return None
         sizes = [size for size in (shape.num_tokens, shape.num_wanted) if size is not None]
@@ -172,6 +174,8 @@ class CpuStep:
         self._seq_lens[num_seqs : shape.num_seqs] = 0
         if shape.num_wanted is not None:
             self._fill_wanted(batch)
+        for states in self._parts.inputs.states.values():
+            states.plan(batch, shape)
 
     def _fill_wanted(self, batch: Batch) -> None:
         """Write the indices of the last `num_wanted` tokens of each chunk.

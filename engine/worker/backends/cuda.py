@@ -74,6 +74,11 @@ class CudaStep:
         buffers, batch = self._buffers(shape), tables.batch(shape.num_seqs)
         fill = decode_inputs if shape.is_decode else chunk_inputs
         fill(tables.step, batch, buffers)
+        for states in parts.inputs.states.values():
+            if shape.is_decode:
+                states.fill_decodes(shape.num_seqs)
+            else:
+                states.plan(parts.current.batch, shape)
         inputs = parts.inputs.of(shape)
         hidden = parts.model.forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]

@@ -26,6 +26,7 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
+from baton.engine.core.kv.cache_groups import FIRST_CHECKPOINT_TOKENS
 from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
@@ -107,6 +108,24 @@ class KVMemory:
         return values[first - skipped * self.block_size : num_tokens - skipped * self.block_size]
 
 
+class StateMemory:
+    """Slots of states: that behind n tokens is the value of the last of them."""
+
+    def __init__(self, num_slots: int, checkpoint_tokens: int) -> None:
+        self.checkpoint_tokens = checkpoint_tokens
+        self.slots = [GARBAGE] * num_slots
+
+    def source(self, table: Sequence[int], start: int) -> int | None:
+        """The slot that a chunk from `start` on goes on from."""
+        return table[(start - 1) // self.checkpoint_tokens] if start else None
+
+    def written(self, table: Sequence[int], start: int, end: int) -> dict[int, int]:
+        """The slots that a chunk writes, and behind how many tokens each."""
+        size = self.checkpoint_tokens
+        ends = [*range((start // size + 1) * size, end, size), end]
+        return {table[(at - 1) // size]: at for at in ends if table[(at - 1) // size] >= 0 or at == end}
+
+
 class FakeRunner:
     """A `Runner` that checks the contract of `step.py` from the plans alone.
 
@@ -116,7 +135,15 @@ class FakeRunner:
     def __init__(self, config: EngineCoreConfig, *, lazy: bool = True) -> None:
         self.config = config
         self.lazy = lazy
-        self.memories = [KVMemory(group.num_blocks, config.block_size) for group in config.groups]
+        self.memories = [
+            KVMemory(group.num_blocks, config.block_size) for group in config.groups if group.checkpoint_tokens is None
+        ]
+        self.states = {
+            number: StateMemory(group.num_blocks, group.checkpoint_tokens)
+            for number, group in enumerate(config.groups)
+            if group.checkpoint_tokens is not None
+        }
+        assert list(self.states) == list(range(len(self.memories), len(config.groups))), "states come last"
         self.memory = self.memories[0]  # the one that transfers and tiers move
         self.rows: dict[int, Row] = {}
         self.in_flight: dict[int, set[tuple[int, int]]] = {}  # groups and blocks that each step may touch
@@ -153,6 +180,13 @@ class FakeRunner:
             append(self._planned[chunk.row], chunk.new_block_ids)
             last = (chunk.start + chunk.num_tokens - 1) // self.config.block_size
             for group, table in enumerate(self._planned[chunk.row]):
+                if (states := self.states.get(group)) is not None:
+                    source = states.source(table, chunk.start)
+                    yield from () if source is None else ((group, source),)
+                    yield from (
+                        (group, slot) for slot in states.written(table, chunk.start, chunk.start + chunk.num_tokens)
+                    )
+                    continue
                 first = self._first_seen(group, chunk.start) // self.config.block_size
                 yield from ((group, block) for block in table[first : last + 1])
 
@@ -181,6 +215,10 @@ class FakeRunner:
                 self._check_kv(self.rows[chunk.row], chunk.start, chunk.start, "a decode's old KV is of this step")
         self._check_masks(plan)
         for chunk in plan.chunks:
+            append(self.rows[chunk.row].tables, chunk.new_block_ids)
+        for number, states in self.states.items():
+            self._run_states(plan.chunks, number, states)
+        for chunk in plan.chunks:
             self._write(chunk)
         return StepResult(plan.step, [self._read_and_draw(chunk) for chunk in plan.chunks])
 
@@ -194,16 +232,34 @@ class FakeRunner:
 
     def _write(self, chunk: Chunk) -> None:
         row = self.rows[chunk.row]
-        append(row.tables, chunk.new_block_ids)
         assert chunk.num_tokens > 0
         assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody has drawn"
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            for memory, table in zip(self.memories, row.tables, strict=True):
+            for memory, table in zip(self.memories, row.tables, strict=False):
                 memory.write(table, position, row.kv[position])
+
+    def _run_states(self, chunks: Sequence[Chunk], number: int, states: StateMemory) -> None:
+        """Every chunk goes on from the state before it; nobody else writes that slot in the same step."""
+        readers: dict[int, set[int]] = {}
+        writers: dict[int, tuple[int, int]] = {}
+        for chunk in chunks:
+            row = self.rows[chunk.row]
+            table, end = row.tables[number], chunk.start + chunk.num_tokens
+            source = states.source(table, chunk.start)
+            if source is not None:
+                assert states.slots[source] == row.kv[chunk.start - 1], f"wrong state: {row.request_id}"
+                readers.setdefault(source, set()).add(chunk.row)
+            for slot, at in states.written(table, chunk.start, end).items():
+                assert slot not in writers, "two chunks write one state"
+                assert at == end or at - chunk.start >= FIRST_CHECKPOINT_TOKENS, "too early for a checkpoint"
+                writers[slot] = chunk.row, row.kv[at - 1]
+        for slot, (writer, value) in writers.items():
+            assert readers.get(slot, {writer}) == {writer}, "a state is written that others read"
+            states.slots[slot] = value
 
     def _check_kv(self, row: Row, start: int, end: int, what: str) -> None:
         """What the token at `start` and those behind it read before `end` is there in every group."""
-        for group, (memory, table) in enumerate(zip(self.memories, row.tables, strict=True)):
+        for group, (memory, table) in enumerate(zip(self.memories, row.tables, strict=False)):
             first = self._first_seen(group, start)
             assert memory.read(table, end, first) == row.kv[first:end], f"{what}: {row.request_id}, group {group}"
 

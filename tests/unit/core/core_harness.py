@@ -24,14 +24,22 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 50
 
 
-def config(*, groups: Sequence[tuple[int, int | None]] | None = None, **changes: object) -> EngineCoreConfig:
+def config(
+    *,
+    groups: Sequence[tuple[int, int | None]] | None = None,
+    states: Sequence[tuple[int, int]] = (),
+    **changes: object,
+) -> EngineCoreConfig:
     """A small engine. Depth 1 unless said, so that a test can follow every step.
 
-    `groups`: the arenas of several cache groups, as pairs of blocks and window, in place of `num_blocks`.
+    `groups`: the arenas of several cache groups, as pairs of blocks and window, in place of `num_blocks`; `states`:
+    those of groups with states behind them, as pairs of slots and tokens from one checkpoint to the next.
     """
     if groups is not None:
-        changes["cache_groups"] = [CacheGroupConfig(num_blocks=count, window=window) for count, window in groups]
-        changes["num_blocks"] = sum(count for count, _ in groups)
+        arenas = [CacheGroupConfig(num_blocks=count, window=window) for count, window in groups]
+        arenas += [CacheGroupConfig(num_blocks=count, checkpoint_tokens=tokens) for count, tokens in states]
+        changes["cache_groups"] = arenas
+        changes["num_blocks"] = sum(arena.num_blocks for arena in arenas)
     sizes: dict[str, object] = {
         "num_blocks": 32,
         "block_size": BLOCK_SIZE,
@@ -236,7 +244,7 @@ def check_references(scheduler: Scheduler, number: int) -> None:
         assert pool.references(block) == owners[block], f"block {block} of group {number}"
     for request, blocks in owned.items():
         assert len(set(blocks)) == len(blocks)
-        for block in request.block_tables[number][request.num_computed // scheduler.config.block_size :]:
+        for block in request.block_tables[number][request.num_computed // scheduler.groups[number].entry_tokens :]:
             own = 1 + scheduler.transfers.grows(request)  # the offer of what it is about to write is its own
             assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
 

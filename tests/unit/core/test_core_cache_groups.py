@@ -183,6 +183,7 @@ class GroupsMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 24),
         caching=st.sampled_from([True, True, False]),
+        states=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
     )
     def start(
         self,
@@ -192,10 +193,19 @@ class GroupsMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         caching: bool,
+        states: list[tuple[int, int]],
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": 70}
         self.engine = Harness(
-            config(groups=groups, depth=depth, enable_prefix_caching=caching, eos_token_ids=[1, 2], **sizes), lazy=lazy
+            config(
+                groups=groups,
+                states=states,
+                depth=depth,
+                enable_prefix_caching=caching,
+                eos_token_ids=[1, 2],
+                **sizes,
+            ),
+            lazy=lazy,
         )
 
     @rule(

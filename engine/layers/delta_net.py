@@ -1,0 +1,102 @@
+"""Gated DeltaNet: linear attention whose state forgets and corrects itself (arXiv:2412.06464; `kernels.gated_delta`).
+
+    q, k, v = conv(x W_qkv)       out = norm(delta rule(q, k, v, gates of x W_a, x W_b)) * silu(x W_z)
+
+Its cache is a slot a sequence: the tail of the convolution's inputs, and a matrix a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.layout import DTYPE_BYTES, StateLayout
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.kernels.causal_conv import causal_conv
+from baton.kernels.gated_delta import Gate, gated_delta
+from baton.kernels.linear import RowNorm
+from baton.kernels.rms_norm import gated_rms_norm
+
+from .attention import LayerContext, TokenMixer
+from .base import Layer, Parameter, rows_at
+from .linear import Linear, MergedLinear
+from .norm import RMSNorm
+
+
+class DepthwiseConv(Layer):
+    """A filter of `width` values for each channel, as checkpoints store it: [channels, 1, width]."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        self.weight = Parameter(channels, 1, width)
+
+    @property
+    def filters(self) -> Tensor:
+        return self.weight.data.squeeze(1)
+
+
+class GatedDeltaNet(TokenMixer):
+    """One layer of it, in the checkpoint `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `conv1d`, `norm`,
+    `out_proj`, `A_log` and `dt_bias`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        shape = config.linear
+        assert shape is not None, "a config of this family has linear attention"
+        self.shape = shape
+        heads = shape.num_value_heads
+        self.in_proj = MergedLinear(
+            config.hidden_size,
+            {
+                "in_proj_qkv": shape.conv_channels,
+                "in_proj_z": shape.value_width,
+                "in_proj_b": heads,
+                "in_proj_a": heads,
+            },
+        )
+        self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width)
+        self.A_log = Parameter(heads, dtype=torch.float32)
+        self.dt_bias = Parameter(heads, dtype=torch.float32)
+        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(shape.value_width, config.hidden_size)
+        self.place = config.caches.place_of(layer)
+        self._eps = config.rms_norm_eps
+        states = config.caches.groups[self.place.group].blocks
+        assert isinstance(states, StateLayout), "its cache holds states"
+        self._states = states
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        context: LayerContext,
+        wanted: Tensor | None = None,
+        *,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        shape, cache = self.shape, context.states_at(self.place)
+        heads = shape.num_value_heads
+        projected = self.in_proj(hidden, norm=norm)
+        qkv, z, b, a = projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
+        tail, state = (part_of(cache.slots, self._states, self.place.index, part) for part in range(2))
+        qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch)
+        q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
+        out = gated_delta(
+            q.unflatten(1, (-1, shape.key_dim)),
+            k.unflatten(1, (-1, shape.key_dim)),
+            v.unflatten(1, (-1, shape.value_dim)),
+            Gate(a, b, self.A_log.data, self.dt_bias.data),
+            state,
+            cache.batch,
+            scale=shape.key_dim**-0.5,
+        )
+        gated = gated_rms_norm(out, self.norm.weight.data, z.unflatten(1, (heads, -1)), self._eps).flatten(1)
+        return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
+
+
+def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:
+    """View one part of a layer's states in all slots, [num_slots, *shape]."""
+    shape, dtype = layout.parts[part].shape, layout.parts[part].dtype
+    size = DTYPE_BYTES[dtype]
+    first = (layer * layout.layer_bytes + layout.offsets[part]) // size
+    values = slots.view(getattr(torch, dtype))
+    return values[:, first : first + torch.Size(shape).numel()].unflatten(1, shape)

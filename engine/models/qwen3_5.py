@@ -1,0 +1,56 @@
+"""Qwen3.5, the dense models of text: three layers of Gated DeltaNet (arXiv:2412.06464), then one of attention."""
+
+from __future__ import annotations
+
+from baton.engine import layers
+from baton.engine.hf_config.attention import read_linear_attention
+from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
+from baton.engine.layers.decoder_layer import DecoderLayer
+
+from . import Family
+
+NORM_OFFSET = 1.0
+
+
+class Qwen35Layer(DecoderLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a delta net, or attention with a gate for every head.
+
+    A norm on every query and key head comes before the rotation, which turns a quarter of each head.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        assert config.linear is not None, "a config of this family has linear attention"
+        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        self.input_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
+        self.linear_attn: layers.GatedDeltaNet | None = None
+        self.self_attn: layers.Attention | None = None
+        if config.linear.layers[index]:
+            self.linear_attn = layers.GatedDeltaNet(config, index)
+        else:
+            self.self_attn = layers.Attention(
+                config, index, qkv_bias=bias, output_bias=bias, qk_norm="head", gated=True
+            )
+        self.post_attention_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
+        self.mlp = layers.GatedMLP(size, config.intermediate_size)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        mixer = self.linear_attn or self.self_attn
+        assert mixer is not None
+        step.attend(mixer, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+def draft_layers(config: ModelConfig) -> tuple[str, ...]:
+    return ("mtp.*",)
+
+
+FAMILY = Family(
+    architecture="Qwen3_5ForCausalLM",
+    layer=Qwen35Layer,
+    cache=keys_and_values_or_states,
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    linear=read_linear_attention,
+    rotary_fraction=0.25,
+    norm_offset=NORM_OFFSET,
+    ignored_tensors=draft_layers,
+)

@@ -1,0 +1,226 @@
+"""Models with recurrent states draw the same however their prompts are cut, cached, preempted and captured."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine.config import EngineConfig, InvalidEngineConfig
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
+from baton.engine.core.kv.cache_groups import FIRST_CHECKPOINT_TOKENS
+from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS, STATE_ALIGNMENT, CacheKind, StateLayout
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, UnsupportedModel
+from baton.engine.layers.delta_net import part_of
+from baton.engine.models import load_config, load_model
+from baton.engine.offline.llm import LLM
+from baton.engine.startup.build import build_engine
+from baton.engine.startup.kv_cache import allocate_kv
+from baton.engine.startup.weight_counts import weights_of_rank
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.warmup import ProfileRun, warm_up
+from baton.kernels.state_batch import LEAST_CUT
+
+from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
+from ...helpers.inline_stream import InlineStream
+from ...helpers.paged import random_tokens, reference_greedy
+from .random_workload import random_requests
+
+LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
+CHECKPOINTS = 32  # tokens apart, so that short sequences have several
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("states") / "qwen3_5", "qwen3_5_text")
+
+
+def backend_of(kind: str) -> Backend:
+    if kind == "cpu":
+        return CpuBackend(CpuShapes(LIMITS))
+    return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=0), torch.float32)
+
+
+def engine_of(
+    folder: Path,
+    kind: str = "cpu",
+    *,
+    num_blocks: int = 100,
+    num_slots: int = 60,
+    caching: bool = True,
+    captured: bool = False,
+) -> EngineCore:
+    """An engine whose slots start full of NaN, which shows where one is read that nobody has written."""
+    config = load_config(folder, dtype="float32")
+    blocks, states = config.caches.groups
+    arenas = [
+        allocate_kv(blocks.blocks, num_blocks).fill_(1000.0),
+        allocate_kv(states.blocks, num_slots).fill_(0xFF),
+    ]
+    runner = ModelRunner(
+        load_model(config), arenas, backend_of(kind), LIMITS, config.vocab_size, checkpoint_tokens=CHECKPOINTS
+    )
+    if captured:
+        runner.capture()
+    core_config = EngineCoreConfig(
+        num_blocks=num_blocks + num_slots,
+        cache_groups=[
+            CacheGroupConfig(num_blocks=num_blocks),
+            CacheGroupConfig(num_blocks=num_slots, checkpoint_tokens=CHECKPOINTS),
+        ],
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=[2],
+        enable_prefix_caching=caching,
+    )
+    return EngineCore(core_config, runner)
+
+
+def answers(core: EngineCore, seed: int) -> dict[str, tuple[list[int], object]]:
+    """The tokens and the end of each of many random requests."""
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, object] = {}
+    for request in random_requests(random.Random(seed), 14):
+        core.add(request)
+    while core.has_work():
+        for output in core.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            ends[output.request_id] = output.finish_reason
+    return {name: (tokens[name], ends[name]) for name in tokens}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_random_requests_are_answered_as_without_any_cache(folder: Path, kind: str, captured: bool, seed: int) -> None:
+    ours = engine_of(folder, kind, captured=captured)
+    expected = answers(engine_of(folder, caching=False), seed)
+    assert answers(ours, seed) == expected
+    assert answers(ours, seed) == expected, "the second time from the cache"
+    assert ours.stats().prefix_cache_hits > 4 * CHECKPOINTS
+
+
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(13, 60), (100, 2), (14, 4)])
+def test_small_arenas_change_no_answer(folder: Path, num_blocks: int, num_slots: int) -> None:
+    ours = engine_of(folder, num_blocks=num_blocks, num_slots=num_slots)
+    assert answers(ours, 3) == answers(engine_of(folder, caching=False), 3)
+    assert (ours.stats().num_preemptions > 0) == (num_blocks < 20)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_engine_with_states_warms_up(folder: Path, kind: str) -> None:
+    config = load_config(folder, dtype="float32")
+    model = load_model(config)
+    arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
+
+    def make_runner() -> ModelRunner:
+        return ModelRunner(model, arenas, backend_of(kind), LIMITS, config.vocab_size)
+
+    if kind == "cpu":
+        warm_up(make_runner(), LIMITS, 4, len(arenas))
+    else:
+        sizes = list(CudaShapes(LIMITS, max_tokens=0).in_capture_order())
+        ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()
+    assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
+
+
+def test_prompts_longer_than_a_checkpoint_are_answered_as_transformers_does_and_then_from_the_cache(
+    tmp_path: Path,
+) -> None:
+    positions = {"max_position_embeddings": 2048}
+    folder = write_checkpoint(tmp_path / "long", "qwen3_5_text", **positions)
+    tokens = random_tokens(1030)
+    prompts = [tokens[:length] for length in (CHECKPOINT_TOKENS, CHECKPOINT_TOKENS + 1, 1030)]
+    reference = make_model("qwen3_5_text", **positions)
+    expected = [reference_greedy(reference, prompt, 4) for prompt in prompts]
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with LLM(folder, skip_tokenizer_init=True, device="cpu", max_num_batched_tokens=700) as llm:
+        for cached in (None, [0, CHECKPOINT_TOKENS, 2 * CHECKPOINT_TOKENS]):
+            outputs = llm.generate(inputs, sampling)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert cached in (None, [output.num_cached_tokens for output in outputs])
+
+
+def test_the_parts_of_all_layers_share_a_slot_and_nothing_else(folder: Path) -> None:
+    config = load_config(folder, dtype="bfloat16")
+    full, states = config.caches.groups
+    assert (full.kind, full.layers, states.kind, states.layers) == (CacheKind.FULL, (1,), CacheKind.STATE, (0, 2, 3))
+    layout = states.blocks
+    assert isinstance(layout, StateLayout)
+    assert all(offset % STATE_ALIGNMENT == 0 for offset in layout.offsets)
+    slots = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
+    for layer in range(layout.num_layers):
+        for part in range(len(layout.parts)):
+            view = part_of(slots, layout, layer, part)
+            assert view.shape == (3, *layout.parts[part].shape)
+            assert not view.any()
+            view[1] = 1.0
+    assert not slots[[0, 2]].any()
+
+
+def test_a_checkpoint_is_cut_where_kernels_can() -> None:
+    assert FIRST_CHECKPOINT_TOKENS == LEAST_CUT
+    assert CHECKPOINT_TOKENS % BLOCK_SIZE == 0
+
+
+def test_weights_are_counted_as_the_model_has_them(folder: Path) -> None:
+    config = load_config(folder)
+    slots = {slot.name: slot.num_elements for slot in load_model(config).slots()}
+    counted = weights_of_rank(config, EngineConfig(model=str(folder)))
+    small = sum(size for name, size in slots.items() if name.endswith(("A_log", "dt_bias", "q_norm.weight")))
+    assert counted.plain + counted.narrow == pytest.approx(sum(slots.values()) - small, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("tensor_parallel_size", 2), ("disable_hybrid_kv_cache_manager", True)]
+)
+def test_what_does_not_serve_states_yet_is_refused_by_name(folder: Path, argument: str, value: object) -> None:
+    config = EngineConfig.from_args({"model": str(folder), "device": "cpu", argument: value})
+    with pytest.raises(InvalidEngineConfig, match=argument):
+        build_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"linear_conv_kernel_dim": 5}, UnsupportedModel, "only 2 to 4"),
+        ({"linear_key_head_dim": 24}, UnsupportedModel, "powers of two"),
+        ({"linear_num_value_heads": 3}, InvalidModelConfig, "a multiple of linear_num_key_heads"),
+        ({"layer_types": ["linear_attention"] * 4}, UnsupportedModel, "without a full_attention layer"),
+        ({"layer_types": ["linear_attention"]}, InvalidModelConfig, "names 1 layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "sliding_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantized weights"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.01}},
+            InvalidModelConfig,
+            "even number",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, InvalidModelConfig, "at most 1"),
+    ],
+)
+def test_configs_that_no_layer_computes_are_refused(
+    tmp_path: Path, changes: dict[str, object], error: type[ModelError], text: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", "qwen3_5_text")
+    edit_config(folder, **changes)
+    with pytest.raises(error, match=text):
+        load_config(folder)
+
+
+def test_layer_types_follow_from_the_interval_where_they_are_left_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "qwen3_5_text")
+    edit_config(folder, layer_types=None, full_attention_interval=2)
+    linear = load_config(folder, load_format="dummy").linear
+    assert linear is not None
+    assert linear.layers == (True, False, True, False)
