@@ -37,22 +37,22 @@ class DepthwiseConv(Layer):
 class GatedDeltaNet(TokenMixer):
     """One layer of it, in the checkpoint `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `conv1d`, `norm`,
     `out_proj`, `A_log` and `dt_bias`.
+
+    by_key_head     the projections are `in_proj_qkvz` and `in_proj_ba`, whose outputs lie key head by key head: its
+                    query and key, then the values and the gates of all heads that share them
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, by_key_head: bool = False) -> None:
         shape = config.linear
         assert shape is not None, "a config of this family has linear attention"
         self.shape = shape
         heads = shape.num_value_heads
-        self.in_proj = MergedLinear(
-            config.hidden_size,
-            {
-                "in_proj_qkv": shape.conv_channels,
-                "in_proj_z": shape.value_width,
-                "in_proj_b": heads,
-                "in_proj_a": heads,
-            },
-        )
+        parts = {"in_proj_qkv": shape.conv_channels, "in_proj_z": shape.value_width}
+        parts |= {"in_proj_b": heads, "in_proj_a": heads}
+        if by_key_head:
+            parts = {"in_proj_qkvz": shape.conv_channels + shape.value_width, "in_proj_ba": 2 * heads}
+        self.in_proj = MergedLinear(config.hidden_size, parts)
+        self._by_key_head = by_key_head
         self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width)
         self.A_log = Parameter(heads, dtype=torch.float32)
         self.dt_bias = Parameter(heads, dtype=torch.float32)
@@ -74,9 +74,7 @@ class GatedDeltaNet(TokenMixer):
         add_to: Tensor | None = None,
     ) -> Tensor:
         shape, cache = self.shape, context.states_at(self.place)
-        heads = shape.num_value_heads
-        projected = self.in_proj(hidden, norm=norm)
-        qkv, z, b, a = projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
+        qkv, z, b, a = self._split(self.in_proj(hidden, norm=norm))
         tail, state = (part_of(cache.slots, self._states, self.place.index, part) for part in range(2))
         qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
@@ -89,8 +87,20 @@ class GatedDeltaNet(TokenMixer):
             cache.batch,
             scale=shape.key_dim**-0.5,
         )
-        gated = gated_rms_norm(out, self.norm.weight.data, z.unflatten(1, (heads, -1)), self._eps).flatten(1)
+        gated = gated_rms_norm(out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self._eps).flatten(1)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v [T, conv_channels] side by side, z [T, value_width], b and a [T, heads]."""
+        shape, heads = self.shape, self.shape.num_value_heads
+        if not self._by_key_head:
+            return projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
+        qkvz, ba = projected.split([shape.conv_channels + shape.value_width, 2 * heads], dim=1)
+        values = shape.value_width // shape.num_key_heads
+        split = [shape.key_dim, shape.key_dim, values, values]
+        q, k, v, z = (part.flatten(1) for part in qkvz.unflatten(1, (shape.num_key_heads, -1)).split(split, dim=2))
+        b, a = (part.flatten(1) for part in ba.unflatten(1, (shape.num_key_heads, -1)).chunk(2, dim=2))
+        return torch.cat([q, k, v], 1), z, b, a
 
 
 def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:

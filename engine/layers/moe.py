@@ -17,6 +17,7 @@ from baton.kernels.p2p import RoutedTokens
 
 from .base import Layer, Share, TokenRows
 from .experts import Experts, Router
+from .linear import Linear
 from .mlp import FeedForward, GatedMLP
 
 
@@ -24,21 +25,27 @@ class MoE(FeedForward):
     """shared(x) + the weighted sum of the experts that `gate(x)` chooses.
 
     In the checkpoint `gate` (or what `gate_name` says), `experts` (see `layers.plain_experts`), and `shared_experts`
-    where there are any.
+    where there are any. With `gated_expert` there is one of these, `shared_expert`, whose output is multiplied by
+    sigmoid(x @ shared_expert_gate).
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, *, gate_name: str = "gate") -> None:
+    def __init__(
+        self, hidden_size: int, config: ExpertsConfig, *, gate_name: str = "gate", gated_expert: bool = False
+    ) -> None:
         self.gate = Router(hidden_size, config)
         self.experts = Experts(hidden_size, config)
         shared_size = config.shared_intermediate_size
         self.shared_experts = GatedMLP(hidden_size, shared_size) if shared_size else None
         self.spread: SpreadExperts | None = None  # None: every expert is here, or a stretch of its width
         self._group: Group = ALONE  # over which results are summed
-        self._gate_name = gate_name
+        self.shared_expert_gate = Linear(hidden_size, 1) if gated_expert else None
+        self._names = {"gate": gate_name}  # of children, where they are not those of the attributes
+        if gated_expert:
+            self._names["shared_experts"] = "shared_expert"
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
-            yield self._gate_name if child is self.gate else name, child
+            yield self._names.get(name, name), child
 
     def divide(self, groups: ParallelGroups) -> None:
         """Give every rank a stretch of the shared experts' width, and of the others' unless those are spread.
@@ -64,10 +71,13 @@ class MoE(FeedForward):
         if norm is not None:
             hidden = norm(hidden)
         expert_ids, weights = self.gate(hidden, rows.slots)
-        if self.shared_experts is not None:
+        if self.shared_experts is not None and self.shared_expert_gate is None:
             add_to = self.shared_experts(hidden, add_to=add_to)
         elif self._group.rank > 0:
             add_to = None
+        if self.shared_experts is not None and self.shared_expert_gate is not None:
+            gated = self.shared_experts(hidden) * self.shared_expert_gate(hidden).sigmoid()
+            add_to = gated if add_to is None else add_to.add_(gated)
         if self.spread is None:
             return self._group.all_reduce(self.experts(hidden, expert_ids, weights, add_to))
         return self._group.all_reduce(self.spread(hidden, expert_ids, weights, rows.of_ranks, add_to))

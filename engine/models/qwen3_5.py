@@ -25,13 +25,19 @@ class Qwen35Layer(DecoderLayer):
         self.linear_attn: layers.GatedDeltaNet | None = None
         self.self_attn: layers.Attention | None = None
         if config.linear.layers[index]:
-            self.linear_attn = layers.GatedDeltaNet(config, index)
+            self.linear_attn = self.make_delta_net(config, index)
         else:
             self.self_attn = layers.Attention(
                 config, index, qkv_bias=bias, output_bias=bias, qk_norm="head", gated=True
             )
         self.post_attention_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
-        self.mlp = layers.GatedMLP(size, config.intermediate_size)
+        self.mlp = self.make_mlp(config, index)
+
+    def make_delta_net(self, config: ModelConfig, index: int) -> layers.GatedDeltaNet:
+        return layers.GatedDeltaNet(config, index)
+
+    def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
+        return layers.GatedMLP(config.hidden_size, config.intermediate_size)
 
     def __call__(self, step: layers.LayerStep) -> None:
         mixer = self.linear_attn or self.self_attn

@@ -29,6 +29,8 @@ ARCHITECTURES = (
     "gemma2",
     "gemma3_text",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 )
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
@@ -61,6 +63,22 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+_DELTA_NETS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
+_GATED_MIXTURE: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
 # What sets an architecture apart from the others, so that a difference that goes missing is seen.
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -87,15 +105,9 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3": {"head_dim": 32},
-    "qwen3_5_text": {
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_5_moe_text": {**_DELTA_NETS, **_GATED_MIXTURE},
+    "qwen3_next": {**_DELTA_NETS, **_GATED_MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [3]},
     "qwen3_moe": {
         "head_dim": 32,
         "moe_intermediate_size": 40,
@@ -153,13 +165,17 @@ _WIDE_LATENT: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
 }
+_WIDE_DELTA_NETS: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_WIDE_GATED_MIXTURE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 _WIDE_OF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "deepseek_v2": _WIDE_LATENT,
     "deepseek_v3": _WIDE_LATENT,
-    "qwen3_5_text": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3_5_text": _WIDE_DELTA_NETS,
+    "qwen3_5_moe_text": {**_WIDE_DELTA_NETS, **_WIDE_GATED_MIXTURE},
+    "qwen3_next": {**_WIDE_DELTA_NETS, **_WIDE_GATED_MIXTURE},
 }
 
 # In bfloat16, of models of these sizes:
@@ -208,7 +224,7 @@ def make_model(
     for module in model.modules():
         if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
             module.limit = hf_config.swiglu_limit
-    adds_one = architecture.startswith(("gemma", "qwen3_5"))  # to what is stored of norms
+    adds_one = architecture.startswith(("gemma", "qwen3_5", "qwen3_next"))  # to what is stored of norms
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}

@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine.hf_config.errors import WeightsError
-from baton.engine.layers.attention import GroupCache
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model, make_model
-from baton.kernels.attention import AttentionBatch
 
 from ...helpers.checkpoints import ARCHITECTURES, edit_config, write_checkpoint
+from ...helpers.paged import PagedRun
 
 Change = Callable[[dict[str, Tensor]], None]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -38,12 +37,7 @@ def load(folder: Path, **given: str) -> CausalLM:
 
 def logits(model: CausalLM) -> Tensor:
     """Of four tokens. Depends on every parameter of the model."""
-    batch = AttentionBatch.plan([4], [4], torch.zeros(1, 1, dtype=torch.int32), 16)
-    dtype = getattr(torch, model.config.dtype)
-    caches = [
-        GroupCache(batch, torch.zeros(group.blocks.shape(1), dtype=dtype)) for group in model.config.caches.groups
-    ]
-    return model.logits(model(torch.tensor([3, 1, 4, 1]), caches))
+    return model.logits(model(torch.tensor([3, 1, 4, 1]), PagedRun(model, 1, 4).caches([0], [4], [4])))
 
 
 @pytest.fixture

@@ -1,0 +1,48 @@
+"""Qwen3.5, the mixtures of experts of text: the layers of `qwen3_5`, with a mixture in place of the MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.engine import layers
+from baton.engine.hf_config.attention import read_linear_attention
+from baton.engine.hf_config.experts import ExpertsConfig
+from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
+
+from . import Family
+from .qwen3_5 import NORM_OFFSET, Qwen35Layer, draft_layers
+from .qwen3_moe import read_experts
+
+
+class Qwen35MoeLayer(Qwen35Layer):
+    """As in the dense models; every token goes to some experts, and to one more that has a gate."""
+
+    def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
+        assert config.moe is not None, "a config of this family has experts"
+        return layers.MoE(config.hidden_size, config.moe, gated_expert=True)
+
+
+def read_experts_and_shared(keys: Keys, num_layers: int) -> ExpertsConfig:
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    return dataclasses.replace(read_experts(keys, num_layers), shared_intermediate_size=shared)
+
+
+FAMILY = Family(
+    architecture="Qwen3_5MoeForCausalLM",
+    layer=Qwen35MoeLayer,
+    cache=keys_and_values_or_states,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 512,  # of no layer: all are mixtures
+        "num_experts": 256,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    linear=read_linear_attention,
+    experts=read_experts_and_shared,
+    rotary_fraction=0.25,
+    norm_offset=NORM_OFFSET,
+    ignored_tensors=draft_layers,
+)

@@ -1,0 +1,47 @@
+"""Qwen3-Next: three layers of Gated DeltaNet (arXiv:2412.06464), then one of attention; mixtures of many experts."""
+
+from __future__ import annotations
+
+from baton.engine import layers
+from baton.engine.hf_config.attention import read_linear_attention
+from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
+
+from . import Family
+from .qwen3_5 import NORM_OFFSET, Qwen35Layer, draft_layers
+from .qwen3_5_moe import read_experts_and_shared
+
+
+class Qwen3NextLayer(Qwen35Layer):
+    """As in Qwen3.5, with projections of delta nets stored key head by key head, and dense layers where a config says.
+
+    Every token of a mixture goes to some experts, and to one more that has a gate.
+    """
+
+    def make_delta_net(self, config: ModelConfig, index: int) -> layers.GatedDeltaNet:
+        return layers.GatedDeltaNet(config, index, by_key_head=True)
+
+    def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
+        assert config.moe is not None, "a config of this family has experts"
+        if config.moe.sparse_layers[index]:
+            return layers.MoE(config.hidden_size, config.moe, gated_expert=True)
+        return layers.GatedMLP(config.hidden_size, config.intermediate_size)
+
+
+FAMILY = Family(
+    architecture="Qwen3NextForCausalLM",
+    layer=Qwen3NextLayer,
+    cache=keys_and_values_or_states,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    linear=read_linear_attention,
+    experts=read_experts_and_shared,
+    rotary_fraction=0.25,
+    norm_offset=NORM_OFFSET,
+    ignored_tensors=draft_layers,
+)
