@@ -57,7 +57,7 @@ class LayerContext:
 
     @property
     def slots(self) -> Tensor:
-        """Where each token's keys and values go, int64 [T]; -1 marks padding. The first group keeps some."""
+        """The slot of each token's keys and values in the first group, int64 [T]; -1 marks padding."""
         return self.kv_at(CachePlace(0, 0)).batch.slots
 
     def kv_at(self, place: CachePlace) -> GroupCache:

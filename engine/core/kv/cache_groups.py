@@ -155,34 +155,34 @@ class StateGroup(CacheGroup):
     def extend(self, table: list[int], start: int, end: int, *, keeps: bool, wanted: int) -> Sequence[int]:
         """Return the entries to append so that tokens `start` to `end` can be computed in one step.
 
-        `table` is the request's. Its last slot stays there as a checkpoint, where `keeps` allows any and a slot is
-        free; else it is moved on, and leaves NOT_CACHED. Of the entries in between, the one before entry `wanted` gets
-        a slot if one can be had, others only slots that hold nothing.
+        `table` is the request's. Its last slot stays there as a checkpoint, or is moved on to the last entry and
+        leaves NOT_CACHED. Where `keeps` allows any, checkpoints are kept at the ends of entries: at the last one and
+        before entry `wanted` if a slot can be had, elsewhere in slots that hold nothing, so that a long prompt takes
+        little from others.
         """
-        new = range(len(table), (end - 1) // self._entry_tokens + 1)
-        if not new:
+        current, last = len(table) - 1, (end - 1) // self._entry_tokens
+        if last == current:
             return ()
-        last = table[-1]
-        missing = new.start * self._entry_tokens - start  # tokens until the slot is a checkpoint; 0: it is one
-        may_keep = keeps and (missing == 0 or missing >= FIRST_CHECKPOINT_TOKENS)
-        if self.pool.num_free and (may_keep or self.pool.references(last) > 1):
-            (slot,) = self.pool.allocate(1)
+        slots = dict[int, int]()
+        if self.pool.references(table[current]) > 1:  # others read it: it stays, whatever else does
+            slots[current] = self.pool.allocate(1)[0]
+        ends = sorted(range(current, last), key=lambda entry: (entry != last - 1, entry + 1 != wanted))
+        for entry in ends if keeps else ():
+            may_evict = entry in (last - 1, wanted - 1)
+            has_slot = self.pool.num_free > 0 if may_evict else self.pool.has_worthless
+            if has_slot and entry not in slots and self._can_be_kept(entry, start):
+                slots[entry] = self.pool.allocate(1)[0]
+        if current in slots:
+            final = slots[current]
         else:
-            self.pool.forget(last)
-            slot, table[-1] = last, NOT_CACHED
-        first_end = start + FIRST_CHECKPOINT_TOKENS
-        between = [
-            self._slot_between(evicts=entry + 1 == wanted)
-            if keeps and (entry + 1) * self._entry_tokens >= first_end
-            else NOT_CACHED
-            for entry in new[:-1]
-        ]
-        return [*between, slot]
+            self.pool.forget(table[current])
+            final, table[current] = table[current], NOT_CACHED
+        return [*(slots.get(entry, NOT_CACHED) for entry in range(current + 1, last)), final]
 
-    def _slot_between(self, *, evicts: bool) -> int:
-        """Return a slot or NOT_CACHED. Where it may not evict, long prompts take no checkpoints away from others."""
-        pool = self.pool
-        return pool.allocate(1)[0] if pool.num_free and (evicts or pool.has_worthless) else NOT_CACHED
+    def _can_be_kept(self, entry: int, start: int) -> bool:
+        """Return whether a step from token `start` on can keep the state at the end of an entry, or has it already."""
+        missing = (entry + 1) * self._entry_tokens - start
+        return missing == 0 or missing >= FIRST_CHECKPOINT_TOKENS
 
 
 def make_groups(configs: Sequence[CacheGroupConfig], block_size: int) -> list[CacheGroup]:

@@ -7,15 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCache
-from baton.engine.startup.arenas import blocks_at_full_load, divide_memory, requests_at_once
+from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCache, LayerState, StatePart
+from baton.engine.startup.arenas import (
+    LEAST_SLOTS,
+    arenas_of,
+    blocks_at_full_load,
+    divide_memory,
+    longest_sequence,
+    requests_at_once,
+)
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 WINDOW = msgspec.structs.replace(FULL, kind=CacheKind.WINDOW, window=128)
+STATE = LayerState((StatePart((8192, 3), "bfloat16"), StatePart((32, 128, 128), "float32")))
 WHOLE = 32_768 // BLOCK_SIZE
 
 
-def layout(*layers: LayerCache) -> CacheLayout:
+def layout(*layers: LayerCache | LayerState) -> CacheLayout:
     return CacheLayout.of_layers("m", layers)
 
 
@@ -69,3 +77,29 @@ def test_requests_of_a_size_that_fit_at_once() -> None:
     assert requests_at_once(full, 10 * WHOLE + 1, 32_768) == 10
     assert requests_at_once(windowed, WHOLE - 1, 32_768) == 0
     assert requests_at_once(windowed, WHOLE + 22, 32_768) == 3, "one that is read, and two that hold 11 blocks each"
+
+
+@given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000))
+def test_slots_of_states_never_exceed_the_memory_and_every_engine_has_a_few(
+    memory: int, max_num_seqs: int, max_model_len: int
+) -> None:
+    caches = layout(STATE, STATE, FULL)
+    blocks, slots = counts = list(divide_memory(caches, memory, max_num_seqs, max_model_len))
+    assert slots >= LEAST_SLOTS
+    assert blocks <= blocks_at_full_load(caches.groups[0], max_num_seqs, max_model_len)
+    longest = longest_sequence(caches, counts)
+    assert longest == blocks * BLOCK_SIZE
+    assert num_bytes(caches, counts) <= memory or longest == 0
+
+
+def test_at_full_load_each_sequence_has_two_slots_and_one_for_each_stretch_of_it() -> None:
+    """Three of four layers have states, as in Qwen3.5: at 32k tokens they take a fraction of the keys and values."""
+    caches = layout(*[STATE, STATE, STATE, FULL] * 8)
+    blocks, slots = divide_memory(caches, 1 << 50, 64, 32_768)
+    assert (blocks, slots) == (64 * WHOLE, LEAST_SLOTS + 64 * (2 + 8))
+    assert requests_at_once(caches.groups[1], slots, 32_768) >= 64
+    assert list(arenas_of(caches, 10**6, 64, 32_768)) == [10**6, slots]
+
+
+def test_without_slots_there_is_no_sequence() -> None:
+    assert longest_sequence(layout(FULL, STATE), [100, LEAST_SLOTS - 1]) == 0
