@@ -14,6 +14,7 @@ One thread owns an `EngineCore`. A loop around it needs no more than
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -52,6 +53,7 @@ class EngineCore:
         lockstep: Lockstep | None = None,
         tiers: KVTiers | None = None,
         grammars: GrammarSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an engine. With a `lockstep` it is one of several that step together.
 
@@ -63,7 +65,7 @@ class EngineCore:
         self._runner = runner
         self._late_compilations = late_compilations
         self._expert_review = expert_review
-        self._scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars)
+        self._scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, clock=clock)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
 

@@ -71,7 +71,7 @@ class Scheduler:
         self.memory = RequestMemory(self.groups, block_size, config.enable_prefix_caching)
         self.transfers = Transfers(connector, pool, block_size)
         self.tier_copies = TierCopies(tiers, pool, block_size, clock)
-        self.constraints = Constraints(grammars)
+        self.constraints = Constraints(grammars, clock)
         self.backlog = PromptBacklog(self.memory, pool, block_size)
         self.waiting = WaitingQueue(self.backlog)
         self.loading = KVLoading(

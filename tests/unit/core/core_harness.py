@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -60,6 +61,16 @@ def request(request_id: str, prompt: int | list[int], **changes: object) -> Engi
     return EngineRequest(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, **own)  # type: ignore[arg-type]
 
 
+class HandClock:
+    """Time that stands still until a test moves it."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class Harness:
     def __init__(
         self,
@@ -69,6 +80,7 @@ class Harness:
         min_restored_tokens: int | None = None,
         grammars: GrammarSource | None = None,
         offers_early: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With tiers where `min_restored_tokens` is given."""
         self.config = engine_config
@@ -79,7 +91,7 @@ class Harness:
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(self.runner.memory, min_restored_tokens)
-        self.core = EngineCore(engine_config, self.runner, connector, tiers=self.tiers, grammars=grammars)
+        self.core = EngineCore(engine_config, self.runner, connector, tiers=self.tiers, grammars=grammars, clock=clock)
         self.threads = LateThreads()  # unused but for `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}
         self.answers: dict[tuple[str, int], Answer] = {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 
 from baton.engine.core.grammar import GrammarRefused
@@ -11,7 +14,7 @@ from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, St
 from baton.engine.core.step import RowStart, StepPlan
 
 from .core_grammars import FakeGrammars, LateThreads
-from .core_harness import VOCAB_SIZE, Harness, config, request
+from .core_harness import VOCAB_SIZE, HandClock, Harness, config, request
 
 ANY = StructuredOutputsParams(regex=".*")
 EOS = VOCAB_SIZE - 1
@@ -22,8 +25,8 @@ def grammars() -> FakeGrammars:
     return FakeGrammars()
 
 
-def harness_with(grammars: FakeGrammars, **changes: object) -> Harness:
-    return Harness(config(**{"eos_token_ids": [EOS], **changes}), grammars=grammars)
+def harness_with(grammars: FakeGrammars, clock: Callable[[], float] = time.monotonic, **changes: object) -> Harness:
+    return Harness(config(**{"eos_token_ids": [EOS], **changes}), grammars=grammars, clock=clock)
 
 
 def constrained(request_id: str, prompt: int, **changes: object) -> EngineRequest:
@@ -228,17 +231,16 @@ def test_what_takes_too_long_is_given_up(
 
 
 def test_who_waits_behind_slow_grammars_is_not_told_that_its_own_is(grammars: FakeGrammars) -> None:
-    harness = harness_with(grammars)
+    clock = HandClock()
+    harness = harness_with(grammars, clock)
     harness.think_late()
-    now_s = 0.0
-    harness.scheduler.constraints._clock = lambda: now_s
     harness.add(constrained("first", 5, max_tokens=9), constrained("second", 6, max_tokens=9))
     while len(harness.answers) < 2:
         while harness.threads.waiting:
             harness.threads.work()
         harness.step()
     harness.threads.begin()
-    now_s += constraints.MASK_LIMIT_S
+    clock.now_s += constraints.MASK_LIMIT_S
     harness.step(2)
     told = {request_id: harness.answer(request_id).last.error for request_id in ("first", "second")}
     kinds = {request_id: None if error is None else error.kind for request_id, error in told.items()}
@@ -265,9 +267,8 @@ def test_a_grammar_that_is_known_waits_for_no_compiler(grammars: FakeGrammars) -
 
 @pytest.mark.parametrize("end", ["abort", "limit"])
 def test_who_compiles_is_told_when_nobody_waits_any_more(grammars: FakeGrammars, end: str) -> None:
-    harness = harness_with(grammars)
-    now_s = 0.0
-    harness.scheduler.constraints._clock = lambda: now_s
+    clock = HandClock()
+    harness = harness_with(grammars, clock)
     grammars.may_open.clear()
     harness.add(constrained("c", 5, max_tokens=2))
     assert grammars.asked.acquire(timeout=30.0)
@@ -276,7 +277,7 @@ def test_who_compiles_is_told_when_nobody_waits_any_more(grammars: FakeGrammars,
     if end == "abort":
         harness.core.abort("c")
     else:
-        now_s += constraints.OPENING_LIMIT_S
+        clock.now_s += constraints.OPENING_LIMIT_S
     harness.step()
     assert not is_wanted()
     grammars.may_open.set()

@@ -14,7 +14,7 @@ from baton.engine.core.sampling import SamplingParams
 
 from .core_fakes import ticket_for
 from .core_grammars import FakeGrammars
-from .core_harness import VOCAB_SIZE, Harness, config
+from .core_harness import VOCAB_SIZE, HandClock, Harness, config
 from .core_prompts import STEMS, prompts, samplings
 
 
@@ -24,6 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.clock = HandClock()
 
     @initialize(
         depth=st.sampled_from([1, 2, 2, 3]),
@@ -53,11 +54,9 @@ class EngineMachine(RuleBasedStateMachine):
             min_restored_tokens=min_restored,
             offers_early=offers_early,
             grammars=FakeGrammars(),
+            clock=self.clock,
         )
         self.engine.think_late()
-        self.now = 0.0
-        for part in (self.engine.scheduler.tier_copies, self.engine.scheduler.requests.deadlines):
-            part._clock = lambda: self.now
 
     def new_id(self) -> str:
         self.count += 1
@@ -195,7 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([3.0, 11.0]))
     def wait(self, seconds: float) -> None:
         """Longer than some requests last, or a tier may take."""
-        self.now += seconds
+        self.clock.now_s += seconds
 
     @precondition(lambda self: self.engine.tiers is not None)
     @rule(

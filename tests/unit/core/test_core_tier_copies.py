@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -13,13 +16,13 @@ from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.core.tiers import Stored, Tier
 
 from .core_fakes import expected_answer, kv_of, ticket_for
-from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_harness import BLOCK_SIZE, HandClock, Harness, config, request
 
 PROMPT = [(11 * position + 5) % 50 for position in range(21)]  # five full blocks and a token
 
 
-def with_tiers(min_tokens: int = 1, **changes: object) -> Harness:
-    return Harness(config(**changes), min_restored_tokens=min_tokens)
+def with_tiers(clock: Callable[[], float] = time.monotonic, *, min_tokens: int = 1, **changes: object) -> Harness:
+    return Harness(config(**changes), min_restored_tokens=min_tokens, clock=clock)
 
 
 def fill_tiers(engine: Harness) -> None:
@@ -122,14 +125,13 @@ class TestPays:
         self, monkeypatch: pytest.MonkeyPatch, *, compute_s: float, restore_s: float, num_on_disk: int = 0
     ) -> Harness:
         """An engine that took so long for the prompt, each way."""
-        engine = with_tiers(num_blocks=600, max_num_batched_tokens=300, max_model_len=400)
-        now = [1000.0]
-        monkeypatch.setattr(engine.scheduler.tier_copies, "_clock", lambda: now[0])
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=600, max_num_batched_tokens=300, max_model_len=400)
         assert engine.tiers is not None
         launch = engine.runner.launch
 
         def launch_slowly(plan: StepPlan) -> PendingStep:
-            now[0] += compute_s * plan.num_tokens / len(self.LONG)
+            clock.now_s += compute_s * plan.num_tokens / len(self.LONG)
             return launch(plan)
 
         monkeypatch.setattr(engine.runner, "launch", launch_slowly)
@@ -141,9 +143,9 @@ class TestPays:
         engine.add(request("second", self.LONG, max_tokens=1))
         engine.run()
         assert engine.tiers.restores, "what is not known is tried"
-        now[0] += restore_s
+        clock.now_s += restore_s
         self.drain(engine)
-        self.now = now
+        self.clock = clock
         return engine
 
     def drain(self, engine: Harness) -> None:
@@ -184,7 +186,7 @@ class TestPays:
         assert stats.restore_s == pytest.approx({"host": 0.001, "disk": 0.01})
         assert stats.compute_s == pytest.approx(0.001 * BLOCK_SIZE)
         assert (stats.min_tokens, stats.answers) == (1, True)
-        self.now[0] += FORGOTTEN_S + 1
+        self.clock.now_s += FORGOTTEN_S + 1
         stats = engine.core.stats().tiers
         assert stats is not None
         assert (stats.restore_s, stats.compute_s) == ({}, 0.0)
@@ -192,7 +194,7 @@ class TestPays:
     def test_it_is_tried_again_when_that_was_long_ago(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = self.measured(monkeypatch, compute_s=0.1, restore_s=0.2)
         assert engine.tiers is not None
-        self.now[0] += FORGOTTEN_S + 1
+        self.clock.now_s += FORGOTTEN_S + 1
         engine.add(request("a", self.LONG, max_tokens=1))
         engine.run()
         assert engine.tiers.restores
@@ -313,11 +315,10 @@ class TestUp:
 
     def test_a_request_that_was_handed_over_once_is_not_fetched_again_where_tiers_take_too_long(self) -> None:
         """Its holder has let go of the blocks: the request would be lost that can be computed."""
-        engine = with_tiers(num_blocks=160)
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=160)
         fill_tiers(engine)
         assert engine.tiers is not None
-        now = 100.0
-        engine.scheduler.tier_copies._clock = lambda: now
         asked = request("a", PROMPT, max_tokens=8)
         first = expected_answer(asked, engine.config)[0][0]
         source = KVSource(ticket_for(PROMPT), len(PROMPT))
@@ -329,7 +330,7 @@ class TestUp:
         lose_the_pool(engine)
         engine.run()
         assert engine.tiers.restores
-        now += PATIENCE_S + 1
+        clock.now_s += PATIENCE_S + 1
         engine.step()
         engine.run()
         assert not engine.connector.pulls
@@ -337,14 +338,13 @@ class TestUp:
         engine.run_to_the_end()
 
     def test_requests_do_not_wait_for_tiers_that_hang(self, caplog: pytest.LogCaptureFixture) -> None:
-        engine = with_tiers(num_blocks=32)
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=32)
         fill_tiers(engine)
         assert engine.tiers is not None
-        now = 100.0
-        engine.scheduler.tier_copies._clock = lambda: now
         engine.add(*(request(name, PROMPT, max_tokens=2) for name in "ab"))
         engine.run()
-        now += PATIENCE_S + 1
+        clock.now_s += PATIENCE_S + 1
         engine.step()
         engine.run()
         assert engine.is_answered("a")
@@ -368,19 +368,18 @@ class TestUp:
         engine.run_to_the_end()
 
     def test_a_restore_that_hangs_takes_no_time_from_later_ones(self) -> None:
-        engine = with_tiers(num_blocks=32)
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=32)
         fill_tiers(engine)
         assert engine.tiers is not None
         other = [(token + 1) % 50 for token in PROMPT]
         kv = kv_of(other)
         kept = block_hashes(other, BLOCK_SIZE)
         engine.tiers.keep({name: kv[4 * number : 4 * number + 4] for number, name in enumerate(kept)})
-        now = 100.0
-        engine.scheduler.tier_copies._clock = lambda: now
         engine.add(request("hangs", PROMPT, max_tokens=2))
         engine.run()
         (hung,) = engine.tiers.restores
-        now += PATIENCE_S + 1
+        clock.now_s += PATIENCE_S + 1
         engine.step()
         engine.add(request("another", 9, max_tokens=2))
         engine.run()
@@ -388,7 +387,7 @@ class TestUp:
         engine.step()
         engine.add(request("later", other, max_tokens=2))
         engine.run()
-        now += PATIENCE_S - 1
+        clock.now_s += PATIENCE_S - 1
         engine.step()
         assert engine.core.stats().num_requests_waiting_for_kv == 1
         engine.tiers.finish_restore(max(engine.tiers.restores))
