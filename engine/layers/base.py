@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of one dimension of a checkpoint's tensor."""
+    """One rank's share of one dimension of a checkpoint's tensor: a stretch, or a stretch of each of some sections."""
 
     start: int
     size: int
     whole: int
+    sections: tuple[Share, ...] = ()  # of a share that is no single stretch: its stretches, in order
 
     @classmethod
     def all(cls, whole: int) -> Share:
@@ -47,13 +48,28 @@ class Share:
         assert not rest, f"{whole} does not divide by {group.size}: `check_division` comes before layers are divided"
         return cls(group.rank * size, size, whole)
 
+    @classmethod
+    def of_sections(cls, shares: Sequence[Share]) -> Share:
+        """Return the share of a dimension whose sections lie one behind the other, given that of each section."""
+        whole, stretches = sum(share.whole for share in shares), list[Share]()
+        behind = 0
+        for share in shares:
+            stretches.append(cls(behind + share.start, share.size, whole))
+            behind += share.whole
+        return cls(0, sum(share.size for share in shares), whole, tuple(stretches))
+
+    @property
+    def stretches(self) -> tuple[Share, ...]:
+        return self.sections or (self,)
+
     @property
     def end(self) -> int:
         return self.start + self.size
 
     @property
     def slice(self) -> slice:
-        return slice(self.start, self.end)
+        """The part of the dimension that has all of it."""
+        return slice(0, self.whole) if self.sections else slice(self.start, self.end)
 
     def times(self, width: int) -> Share:
         """Return the same share where each element is `width` of them."""
@@ -175,7 +191,7 @@ class Slot:
         return shape == self.shape
 
     def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the index of the part of a checkpoint tensor that goes here; () where all of it does."""
+        """Return the index of a part of a checkpoint tensor that has all that goes here; () where all of it does."""
         if self.share_shape == self.shape:
             return ()
         return tuple(share.slice for share in self.shares)
@@ -193,7 +209,13 @@ class Slot:
             return tensor
         if not self.accepts(shape):
             raise WeightsError(f"{self.name} has shape {list(shape)}, must have {list(self.shape)}")
-        return tensor[self.index(shape)]
+        part = tensor[self.index(shape)]
+        for dimension, share in enumerate(self.shares):
+            if share.sections:
+                import torch
+
+                part = torch.cat([part.narrow(dimension, each.start, each.size) for each in share.sections], dimension)
+        return part
 
     def _place(self, share: Tensor) -> None:
         target = self.parameter.data if self.item is None else self.parameter.data[self.item]

@@ -7,18 +7,21 @@ Its cache is a slot a sequence: the tail of the convolution's inputs, and a matr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from baton.engine.core.layout import DTYPE_BYTES, StateLayout
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.causal_conv import causal_conv
 from baton.kernels.gated_delta import Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
 from .attention import LayerContext, TokenMixer
-from .base import Layer, Parameter, rows_at
+from .base import Layer, Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
 
@@ -63,6 +66,26 @@ class GatedDeltaNet(TokenMixer):
         states = config.caches.groups[self.place.group].blocks
         assert isinstance(states, StateLayout), "its cache holds states"
         self._states = states
+
+    def divide(self, groups: ParallelGroups) -> None:
+        """Give key heads to the ranks in order, and the value heads that share them."""
+        shape, tp = self.shape, groups.tp
+        key_heads, heads = Share.part(shape.num_key_heads, tp), Share.part(shape.num_value_heads, tp)
+        keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
+        channels = Share.of_sections([keys, keys, values]) if tp.size > 1 else Share.all(shape.conv_channels)
+        if self._by_key_head:
+            whole = self.in_proj.parts["in_proj_qkvz"].size // shape.num_key_heads
+            gates = 2 * shape.num_value_heads // shape.num_key_heads
+            parts = {"in_proj_qkvz": key_heads.times(whole), "in_proj_ba": key_heads.times(gates)}
+        else:
+            parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        self.in_proj.keep_parts(parts)
+        self.conv1d.weight.keep(0, channels)
+        for parameter in (self.A_log, self.dt_bias):
+            parameter.keep(0, heads)
+        self.out_proj.keep_columns(values, tp)
+        self.shape = replace(shape, num_key_heads=key_heads.size, num_value_heads=heads.size)
+        self._states = self._states.of_rank(tp.rank, tp.size)
 
     def __call__(
         self,

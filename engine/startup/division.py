@@ -14,8 +14,12 @@ _BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale
 def check_division(model: ModelConfig, config: EngineConfig) -> None:
     """Raises `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
     ranks = config.tensor_parallel_size
-    if model.linear is not None:
-        _check_states(model, config)
+    if model.linear is not None and config.disable_hybrid_kv_cache_manager:
+        raise InvalidEngineConfig(
+            "disable_hybrid_kv_cache_manager",
+            f"is true, must be false or left out: layers of {model.architecture} keep recurrent states, not blocks of "
+            "tokens. Hand-offs and tiers, which ask for it, do not move states: serve this model with unified engines",
+        )
     for what, size in _divided_by_tensor_parallelism(model, config.enable_expert_parallel):
         if size % ranks:
             raise InvalidEngineConfig(
@@ -31,23 +35,10 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
         _check_experts(model, config)
 
 
-def _check_states(model: ModelConfig, config: EngineConfig) -> None:
-    """Refuse what does not serve layers with recurrent states yet."""
-    if config.disable_hybrid_kv_cache_manager:
-        raise InvalidEngineConfig(
-            "disable_hybrid_kv_cache_manager",
-            f"is true, must be false or left out: layers of {model.architecture} keep recurrent states, not blocks of "
-            "tokens. Hand-offs and tiers, which ask for it, do not move states: serve this model with unified engines",
-        )
-    if config.tensor_parallel_size > 1:
-        raise InvalidEngineConfig(
-            "tensor_parallel_size",
-            f"is {config.tensor_parallel_size}, must be 1: recurrent states of {model.architecture} are not divided",
-        )
-
-
 def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> Iterator[tuple[str, int]]:
     yield "num_attention_heads", model.num_heads
+    if model.linear is not None:
+        yield "linear_num_key_heads", model.linear.num_key_heads
     experts = model.moe
     if experts is None or not all(experts.sparse_layers):
         yield "intermediate_size", model.intermediate_size

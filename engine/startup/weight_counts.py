@@ -34,7 +34,7 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     norms = (2 * model.num_layers + 1) * model.hidden_size
     sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
     attention, latents = _attention(model, ranks)
-    linear, of_linear = _linear_attention(model)
+    linear, of_linear = _linear_attention(model, ranks)
     plain = embeddings + norms + latents * (model.num_layers - linear)
     narrow = attention * (model.num_layers - linear) + of_linear * linear
     for is_mixture in sparse:
@@ -57,7 +57,7 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
     """
     ranks = tensor_parallel_size
     sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
-    linear, of_linear = _linear_attention(model)
+    linear, of_linear = _linear_attention(model, ranks)
     weights = sum(_attention(model, ranks)) * (model.num_layers - linear) + of_linear * linear
     weights += sparse.count(False) * 3 * model.hidden_size * model.intermediate_size / ranks
     if model.moe is not None:
@@ -82,13 +82,14 @@ def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
     return queries + down + heads * latent.value_dim * hidden, up
 
 
-def _linear_attention(model: ModelConfig) -> tuple[int, float]:
-    """Count the layers of linear attention, and the weights of each."""
+def _linear_attention(model: ModelConfig, ranks: int) -> tuple[int, float]:
+    """Count the layers of linear attention, and the weights of each on one rank."""
     shape = model.linear
     if shape is None:
         return 0, 0
     projections = shape.conv_channels + 2 * shape.value_width + 2 * shape.num_value_heads
-    return sum(shape.layers), model.hidden_size * projections + shape.conv_channels * shape.conv_width
+    weights = model.hidden_size * projections + shape.conv_channels * shape.conv_width
+    return sum(shape.layers), weights / ranks
 
 
 def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ import fnmatch
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.engine.absent import FETCH_AGAIN
 from baton.engine.hf_config.checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
-from baton.engine.layers.base import Slot
+from baton.engine.layers.base import Share, Slot
 from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
 from baton.kernels.fp8 import BLOCK
@@ -230,13 +230,16 @@ class DummyWeights:
     def tensor(self, slot: Slot) -> Tensor:
         """Return the slot's share of a tensor of its shape, around the typical value of its parameter."""
         rows, *others = slot.shares
+        values = torch.cat([self._stretch(slot.name, stretch, others) for stretch in rows.stretches])
+        return values + slot.parameter.typical if slot.parameter.typical else values
+
+    def _stretch(self, name: str, rows: Share, others: Sequence[Share]) -> Tensor:
         width = math.prod(share.whole for share in others)
         size = rows.size * width
-        start = (zlib.crc32(slot.name.encode()) + rows.start * width) % _BANK_SIZE
+        start = (zlib.crc32(name.encode()) + rows.start * width) % _BANK_SIZE
         rounds = -(-(start + size) // _BANK_SIZE)
         values = self._bank.repeat(rounds)[start : start + size].view(rows.size, *(share.whole for share in others))
-        values = values[(slice(None), *(share.slice for share in others))]
-        return values + slot.parameter.typical if slot.parameter.typical else values
+        return values[(slice(None), *(share.slice for share in others))]
 
 
 def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized: Callable[[str], bool]) -> list[str]:

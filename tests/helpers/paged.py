@@ -20,7 +20,10 @@ BLOCK_SIZE = 16
 class PagedRun:
     """Sequences that grow by what `step` is given. Blocks that nobody has written hold NaN: reading one shows."""
 
-    def __init__(self, model: CausalLM, num_seqs: int, max_len: int, seed: int = 0) -> None:
+    def __init__(
+        self, model: CausalLM, num_seqs: int, max_len: int, seed: int = 0, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        """`rank` of `num_ranks`: which tensor-parallel part the model is."""
         self.model = model
         self.device = model.model.norm.weight.data.device
         self.lens = [0] * num_seqs
@@ -29,7 +32,7 @@ class PagedRun:
         generator = torch.Generator().manual_seed(seed)
         self.block_tables, self.arenas = [], []  # of each cache group
         self.slots: dict[int, Tensor] = {}  # of each group with states: one of each sequence
-        for number, group in enumerate(model.config.caches.groups):
+        for number, group in enumerate(model.config.caches.of_rank(rank, num_ranks).groups):
             if isinstance(group.blocks, StateLayout):
                 shape = (num_seqs + 2, group.blocks.block_bytes)
                 self.arenas.append(torch.full(shape, 0xFF, dtype=torch.uint8, device=self.device))  # NaN in any type
@@ -73,9 +76,9 @@ class PagedRun:
         return caches
 
 
-def chunked_logprobs(model: CausalLM, tokens: Sequence[int], chunk: int) -> Tensor:
-    """[tokens, vocab] of one sequence, `chunk` tokens a step."""
-    run = PagedRun(model, 1, len(tokens))
+def chunked_logprobs(model: CausalLM, tokens: Sequence[int], chunk: int, **rank: int) -> Tensor:
+    """[tokens, vocab] of one sequence, `chunk` tokens a step. `rank`: see `PagedRun`."""
+    run = PagedRun(model, 1, len(tokens), **rank)
     return torch.cat([run.step([(0, tokens[i : i + chunk])])[0] for i in range(0, len(tokens), chunk)])
 
 

@@ -183,9 +183,9 @@ def test_weights_are_counted_as_the_model_has_them(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("tensor_parallel_size", 2), ("disable_hybrid_kv_cache_manager", True)]
+    ("argument", "value"), [("tensor_parallel_size", 4), ("disable_hybrid_kv_cache_manager", True)]
 )
-def test_what_does_not_serve_states_yet_is_refused_by_name(folder: Path, argument: str, value: object) -> None:
+def test_what_does_not_serve_these_states_is_refused_by_name(folder: Path, argument: str, value: object) -> None:
     config = EngineConfig.from_args({"model": str(folder), "device": "cpu", argument: value})
     with pytest.raises(InvalidEngineConfig, match=argument):
         build_engine(config)

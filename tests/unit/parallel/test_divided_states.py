@@ -1,0 +1,45 @@
+"""Ranks of a model with recurrent states divide its heads, and compute together what one computes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine.layers.base import Parameter, Share
+from baton.engine.models import load_config, load_model
+from baton.engine.parallel.groups import ParallelGroups
+
+from ...helpers.checkpoints import write_checkpoint
+from ...helpers.paged import chunked_logprobs, random_tokens
+from ...helpers.thread_groups import run_ranks
+
+HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_a_divided_model_is_the_whole_one(architecture: str, load_format: str, ranks: int, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", architecture, **HEADS)
+    config, tokens = load_config(folder, load_format=load_format), random_tokens(70)
+    expected = chunked_logprobs(load_model(config), tokens, 40)
+
+    def work(groups: ParallelGroups) -> torch.Tensor:
+        model = load_model(config, groups=groups)
+        return chunked_logprobs(model, tokens, 40, rank=groups.tp.rank, num_ranks=groups.tp.size)
+
+    for share in run_ranks(work, tp=ranks):
+        torch.testing.assert_close(share, expected, rtol=0, atol=5e-4)
+
+
+def test_a_share_of_sections_has_a_stretch_of_each() -> None:
+    share = Share.of_sections([Share(2, 2, 4), Share(0, 1, 2), Share(3, 3, 6)])
+    assert (share.size, share.whole) == (6, 12)
+    parameter = Parameter(12, 3)
+    parameter.keep(0, share)
+    parameter.allocate("cpu", torch.float32)
+    stored = torch.arange(36.0).view(12, 3)
+    parameter.slot("weight").place(stored)
+    assert torch.equal(parameter.data, stored[[2, 3, 4, 9, 10, 11]])
