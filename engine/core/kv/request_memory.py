@@ -157,14 +157,14 @@ class RequestMemory:
 
     def grow(self, request: Request) -> list[list[int]]:
         """Return the new blocks of each group for the request's next token; none where one of the arenas has none."""
-        end = request.num_computed + 1
-        if self.dry_groups(request):
+        full = self._full_tables(request)
+        for number in full:
+            if not self._pools[number].num_free:
+                return []
+        new = self.extend_states(request, request.num_computed + 1) if self._states else [[] for _ in self._pools]
+        if not new:
             return []
-        states = self.extend_states(request, end) if self._states else None
-        if states is not None and not states:
-            return []
-        new = states or [[] for _ in self._groups]
-        for number in self._full_tables(request):
+        for number in full:
             table = request.block_tables[number]
             new[number] = self._pools[number].allocate(1, after=table[-1])
             table += new[number]
@@ -175,14 +175,21 @@ class RequestMemory:
         """Return the groups whose arenas have no free block for the request's next token."""
         return [number for number in self._full_tables(request) if not self._pools[number].num_free]
 
-    def _full_tables(self, request: Request) -> list[int]:
-        """Return the groups of blocks whose tables have no entry for the request's next token."""
-        start, size = request.num_computed, self._block_size
-        return [number for number in self._of_tokens if len(request.block_tables[number]) * size <= start]
+    def _full_tables(self, request: Request) -> Sequence[int]:
+        """Return the groups of blocks whose tables have no entry for the request's next token.
+
+        Tables of blocks are equally long. Where there are no others, one is asked for when all are full.
+        """
+        if self._states and len(request.block_tables[0]) * self._block_size > request.num_computed:
+            return ()
+        return self._of_tokens
 
     def _capacity(self, tables: Sequence[Sequence[int]]) -> int:
         """Return how many tokens tables of all groups have entries for."""
-        return min(len(table) * group.entry_tokens for group, table in zip(self._groups, tables, strict=True))
+        capacity = len(tables[0]) * self._block_size
+        for number, group in self._states:
+            capacity = min(capacity, len(tables[number]) * group.entry_tokens)
+        return capacity
 
     def extend_states(self, request: Request, end: int) -> list[list[int]]:
         """Return the new slots of each group with which the request's tokens up to `end` can be computed in a step.
