@@ -24,12 +24,19 @@ def carry_states(
     A slice holds at most `span` tokens; None: a chunk of the batch, or all tokens of a sequence that goes token by
     token.
     """
-    starts = batch.query_start.tolist()
-    for seq, (source, target) in enumerate(zip(batch.sources.tolist(), batch.targets.tolist(), strict=True)):
+    starts, sources, targets = batch.query_start.tolist(), batch.sources.tolist(), batch.targets.tolist()
+    bounds, checkpoints, first_chunks = (
+        part.tolist() for part in (batch.chunk_start, batch.checkpoints, batch.seq_chunks)
+    )
+    for seq, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if starts[seq] == starts[seq + 1]:
             continue
+        chunks = [(starts[seq], starts[seq + 1], -1)]
+        if (prefill := seq - batch.num_decodes) >= 0:
+            numbers = range(*first_chunks[prefill : prefill + 2])
+            chunks = [(bounds[chunk], bounds[chunk + 1], checkpoints[chunk]) for chunk in numbers]
         current = initial_state(state, source, dtype)
-        for begin, end, checkpoint in chunks_of(batch, seq):
+        for begin, end, checkpoint in chunks:
             for first in range(begin, end, span or end - begin):
                 current = advance(current, slice(first, min(first + span, end) if span else end))
             if checkpoint >= 0:
@@ -41,13 +48,3 @@ def carry_states(
 def initial_state(state: Tensor, source: int, dtype: torch.dtype) -> Tensor:
     """Return the state of a slot, zeros for slot -1."""
     return torch.zeros(state.shape[1:], dtype=dtype, device=state.device) if source < 0 else state[source].to(dtype)
-
-
-def chunks_of(batch: StateBatch, seq: int) -> list[tuple[int, int, int]]:
-    """Return the first token of each chunk of a sequence, the one behind its last, and its checkpoint's slot or -1."""
-    if seq < batch.num_decodes:
-        first, end = batch.query_start[seq : seq + 2].tolist()
-        return [(first, end, -1)]
-    first, end = batch.seq_chunks[seq - batch.num_decodes : seq - batch.num_decodes + 2].tolist()
-    bounds = batch.chunk_start[first : end + 1].tolist()
-    return list(zip(bounds[:-1], bounds[1:], batch.checkpoints[first:end].tolist(), strict=True))

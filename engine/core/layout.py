@@ -26,7 +26,7 @@ import msgspec
 LAYOUT_VERSION = 2
 BLOCK_SIZE = 16  # tokens
 CHECKPOINT_TOKENS = 512  # from one checkpoint of a recurrent state to the next; whole blocks
-NO_BLOCK = -1  # in a table: an entry of which nothing is kept
+NOT_KEPT = -1  # in a table: an entry of which nothing is kept
 STATE_ALIGNMENT = 64  # bytes: each part of a state begins on a cache line
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 

@@ -50,10 +50,11 @@ class GatedDeltaNet(TokenMixer):
         assert shape is not None, "a config of this family has linear attention"
         self.shape = shape
         heads = shape.num_value_heads
-        parts = {"in_proj_qkv": shape.conv_channels, "in_proj_z": shape.value_width}
-        parts |= {"in_proj_b": heads, "in_proj_a": heads}
+        channels, values = shape.conv_channels, shape.value_width
         if by_key_head:
-            parts = {"in_proj_qkvz": shape.conv_channels + shape.value_width, "in_proj_ba": 2 * heads}
+            parts = {"in_proj_qkvz": channels + values, "in_proj_ba": 2 * heads}
+        else:
+            parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         self.in_proj = MergedLinear(config.hidden_size, parts)
         self._by_key_head = by_key_head
         self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width)
@@ -72,7 +73,7 @@ class GatedDeltaNet(TokenMixer):
         shape, tp = self.shape, groups.tp
         key_heads, heads = Share.part(shape.num_key_heads, tp), Share.part(shape.num_value_heads, tp)
         keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
-        channels = Share.of_sections([keys, keys, values]) if tp.size > 1 else Share.all(shape.conv_channels)
+        channels = Share.of_sections([keys, keys, values])
         if self._by_key_head:
             whole = self.in_proj.parts["in_proj_qkvz"].size // shape.num_key_heads
             gates = 2 * shape.num_value_heads // shape.num_key_heads

@@ -71,16 +71,21 @@ class MoE(FeedForward):
         if norm is not None:
             hidden = norm(hidden)
         expert_ids, weights = self.gate(hidden, rows.slots)
-        if self.shared_experts is not None and self.shared_expert_gate is None:
-            add_to = self.shared_experts(hidden, add_to=add_to)
-        elif self._group.rank > 0:
-            add_to = None
-        if self.shared_experts is not None and self.shared_expert_gate is not None:
-            gated = self.shared_experts(hidden) * self.shared_expert_gate(hidden).sigmoid()
-            add_to = gated if add_to is None else add_to.add_(gated)
+        add_to = self._with_shared(hidden, add_to)
         if self.spread is None:
             return self._group.all_reduce(self.experts(hidden, expert_ids, weights, add_to))
         return self._group.all_reduce(self.spread(hidden, expert_ids, weights, rows.of_ranks, add_to))
+
+    def _with_shared(self, hidden: Tensor, add_to: Tensor | None) -> Tensor | None:
+        """Return `add_to`, which is the first rank's to add, and what the shared experts give of this rank's width."""
+        if self.shared_experts is not None and self.shared_expert_gate is None:
+            return self.shared_experts(hidden, add_to=add_to)
+        if self._group.rank > 0:
+            add_to = None
+        if self.shared_experts is None or self.shared_expert_gate is None:
+            return add_to
+        gated = self.shared_experts(hidden) * self.shared_expert_gate(hidden).sigmoid()
+        return gated if add_to is None else add_to.add_(gated)
 
 
 class SpreadExperts:

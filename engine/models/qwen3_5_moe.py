@@ -16,7 +16,7 @@ from .qwen3_moe import read_experts
 
 
 class Qwen35MoeLayer(Qwen35Layer):
-    """As in the dense models; every token goes to some experts, and to one more that has a gate."""
+    """A layer as in the dense models, with a mixture: every token goes to some experts, and to one that has a gate."""
 
     def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
         assert config.moe is not None, "a config of this family has experts"

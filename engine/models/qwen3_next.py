@@ -7,15 +7,12 @@ from baton.engine.hf_config.attention import read_linear_attention
 from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
 
 from . import Family
-from .qwen3_5 import NORM_OFFSET, Qwen35Layer, draft_layers
-from .qwen3_5_moe import read_experts_and_shared
+from .qwen3_5 import NORM_OFFSET, draft_layers
+from .qwen3_5_moe import Qwen35MoeLayer, read_experts_and_shared
 
 
-class Qwen3NextLayer(Qwen35Layer):
-    """As in Qwen3.5, with projections of delta nets stored key head by key head, and dense layers where a config says.
-
-    Every token of a mixture goes to some experts, and to one more that has a gate.
-    """
+class Qwen3NextLayer(Qwen35MoeLayer):
+    """A layer as in Qwen3.5's mixtures, or dense where the config says; delta nets are stored key head by key head."""
 
     def make_delta_net(self, config: ModelConfig, index: int) -> layers.GatedDeltaNet:
         return layers.GatedDeltaNet(config, index, by_key_head=True)
@@ -23,7 +20,7 @@ class Qwen3NextLayer(Qwen35Layer):
     def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
         assert config.moe is not None, "a config of this family has experts"
         if config.moe.sparse_layers[index]:
-            return layers.MoE(config.hidden_size, config.moe, gated_expert=True)
+            return super().make_mlp(config, index)
         return layers.GatedMLP(config.hidden_size, config.intermediate_size)
 
 

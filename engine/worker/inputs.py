@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.kernels.attention import AttentionBatch
 from baton.kernels.state_batch import Checkpoint, StateBatch
 
-from ..core.layout import NO_BLOCK
+from ..core.layout import NOT_KEPT
 from ..core.step import PADDING, Chunk, StepSize
 from ..layers.attention import GroupCache, StateCache
 from .shapes import StepLimits, StepShape
@@ -161,14 +161,14 @@ class StateInputs:
             sources, targets, checkpoints = [], [], []
             for seq, (row, start, end) in enumerate(zip(batch.rows, batch.starts, batch.ends, strict=True)):
                 table = slots[row]
-                sources.append(table[(start - 1) // self._entry_tokens] if start else NO_BLOCK)
+                sources.append(table[(start - 1) // self._entry_tokens] if start else NOT_KEPT)
                 targets.append(table[(end - 1) // self._entry_tokens])
                 checkpoints += self._cuts(table, seq, start, end)
             lens = batch.lens
         else:
             lens = [1] * shape.num_decodes
             lens += [shape.num_tokens - shape.num_decodes] if shape.num_tokens > shape.num_decodes else []
-            sources, targets, checkpoints = [NO_BLOCK] * len(lens), [NO_BLOCK] * len(lens), []
+            sources, targets, checkpoints = [NOT_KEPT] * len(lens), [NOT_KEPT] * len(lens), []
         device = self._tables.memory.device
         self.batch = StateBatch.plan(lens, sources, targets, checkpoints=checkpoints, device=device)
 
@@ -191,7 +191,7 @@ class StateInputs:
         size = self._entry_tokens
         cuts = range((start // size + 1) * size, end, size)
         slots = ((cut, table[cut // size - 1]) for cut in cuts)
-        unkept = (NO_BLOCK, table[(end - 1) // size])
+        unkept = (NOT_KEPT, table[(end - 1) // size])
         return [Checkpoint(seq, cut - start, slot) for cut, slot in slots if slot not in unkept]
 
     def _decodes(self, num_seqs: int) -> StateBatch:

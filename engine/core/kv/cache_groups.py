@@ -22,11 +22,11 @@ import abc
 from collections.abc import Sequence
 
 from ..config import CacheGroupConfig
-from ..layout import NO_BLOCK
+from ..layout import NOT_KEPT
 from ..prefix import BlockHash
 from .blocks import BlockPool
 
-NOT_CACHED = NO_BLOCK
+NOT_CACHED = NOT_KEPT
 FIRST_CHECKPOINT_TOKENS = 8  # a step keeps no state behind fewer of a chunk's tokens (`kernels.state_batch`)
 
 

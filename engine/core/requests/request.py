@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from ..config import EngineCoreConfig
 from ..grammar import Grammar
-from ..layout import NO_BLOCK
+from ..layout import NOT_KEPT
 from ..logprobs import Logprobs
 from ..messages import EngineRequest, FinishReason
 from ..prefix import BlockHash, prefix_root
@@ -299,7 +299,7 @@ class Request:
 
 
 def _without_gaps(blocks: list[int]) -> list[int]:
-    return [block for block in blocks if block != NO_BLOCK] if NO_BLOCK in blocks else blocks
+    return [block for block in blocks if block != NOT_KEPT] if NOT_KEPT in blocks else blocks
 
 
 def advance_decodes(requests: Iterable[Request], step: int) -> None:

@@ -87,12 +87,12 @@ class CpuStep:
 
     def capture(self, shape: StepShape) -> Graph | None:
         """Record the model's calls. Computes nothing."""
-        if self._parts.inputs.states:  # ops over states cut a step by what the tables hold, in Python
-            return None
         if shape.is_decode in self._unrecordable:
             return None
         sizes = [size for size in (shape.num_tokens, shape.num_wanted) if size is not None]
         try:
+            if self._parts.inputs.states:
+                raise NotRecordable("states, and cuts a step by the tables of their slots")
             recording = record(lambda: self._forward(shape, None), self._workspace, sizes)
         except NotRecordable as reason:
             self._unrecordable.add(shape.is_decode)
