@@ -45,6 +45,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidEngineCoreConfig("cache_groups: blocks and windows must be at least 1")
         if self.groups[0].checkpoint_tokens is not None:
             raise InvalidEngineCoreConfig("cache_groups: the first must keep tokens, as prefixes are found by it")
+        if any(group.checkpoint_tokens is not None and group.num_blocks < 2 for group in self.groups):
+            raise InvalidEngineCoreConfig("cache_groups: states need 2 slots, to go on from one in the other")
         if any((group.checkpoint_tokens or 0) % self.block_size for group in self.groups):
             raise InvalidEngineCoreConfig(f"checkpoint_tokens must be whole blocks of {self.block_size}")
         if self.max_model_len < 2:

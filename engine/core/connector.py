@@ -9,6 +9,9 @@ Who owns blocks:
 Exactly one `OfferEnded` follows each `offer`, also one that is withdrawn or expires. After each `receive` comes either
 `Received`, or `ReceiveFailed` and later (at once, where nothing can be in flight) `BlocksReleased`; cancelling changes
 none of this, only that `Received` can then no longer come.
+
+Blocks are numbered through all arenas, and the blocks of a hand-off are in the order in which they are complete; see
+`kv/block_numbers.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class KVConnector(Protocol):
     """The transfers of one engine. All calls return at once, and none raises for a peer's failure: that is an event."""
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        """Promise that the blocks hold the KV of the first `num_tokens` tokens until the offer ends."""
+        """Promise that the blocks hold what is read of the first `num_tokens` tokens until the offer ends."""
         ...
 
     def withdraw(self, transfer_id: TransferId) -> None:
@@ -100,5 +103,9 @@ class GrowingConnector(abc.ABC):
         """
 
     @abc.abstractmethod
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
-        """Note that the first `num_ready` blocks are written, on all ranks. Unknown and ended ids are ignored."""
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
+        """Note that the first `num_ready` blocks are written, on all ranks. Unknown and ended ids are ignored.
+
+        `last_blocks` are given with the last of them, and take the place of as many at the end of the offer: slots of
+        states, which a prompt may change while it is read.
+        """

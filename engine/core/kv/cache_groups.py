@@ -54,15 +54,18 @@ class CacheGroup(abc.ABC):
         return num_blocks
 
     def entries_at_start(self, num_blocks: int, num_hits: int) -> int:
-        """Return how many entries a request for `num_blocks` blocks starts with, of which `num_hits` blocks are hits.
+        """Return how many entries a request for `num_blocks` blocks starts with, the first `num_hits` of them computed.
 
-        Those behind the last hit are allocated before its first chunk.
+        Those behind are allocated before its first chunk.
         """
         return num_blocks
 
-    def register(self, table: Sequence[int], hashes: Sequence[BlockHash], blocks: range) -> None:
-        """Add the entries that are full with these blocks of a sequence to the prefix cache."""
-        for index in blocks:
+    def register(self, table: Sequence[int], first_kept: int, hashes: Sequence[BlockHash], blocks: range) -> None:
+        """Add the entries that are full with these blocks of a sequence to the prefix cache.
+
+        The table has nothing before entry `first_kept`.
+        """
+        for index in range(max(blocks.start, first_kept), blocks.stop):
             self.pool.register(table[index], hashes[index])
 
     @property
@@ -136,8 +139,8 @@ class StateGroup(CacheGroup):
     def first_visible(self, num_tokens: int) -> int:
         return max(0, num_tokens - 1) // self._entry_tokens
 
-    def register(self, table: Sequence[int], hashes: Sequence[BlockHash], blocks: range) -> None:
-        for entry in range(blocks.start // self._span, blocks.stop // self._span):
+    def register(self, table: Sequence[int], first_kept: int, hashes: Sequence[BlockHash], blocks: range) -> None:
+        for entry in range(max(blocks.start // self._span, first_kept), blocks.stop // self._span):
             if table[entry] != NOT_CACHED:
                 self.pool.register(table[entry], hashes[(entry + 1) * self._span - 1])
 

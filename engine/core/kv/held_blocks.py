@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from ..connector import TransferId
-from .blocks import BlockPool
+
+
+class Releases(Protocol):
+    """A pool, or all of them (`BlockNumbers`)."""
+
+    def release(self, blocks: Sequence[int], /) -> None: ...
 
 
 class _Held(NamedTuple):
@@ -18,7 +24,7 @@ class _Held(NamedTuple):
 class HeldBlocks:
     """Blocks on offer, kept for their readers."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: Releases) -> None:
         self._pool = pool
         self._offers: dict[TransferId, _Held] = {}
         self._holders: Counter[int] = Counter()  # prefixes are shared, so a block may be held for several readers
@@ -29,6 +35,11 @@ class HeldBlocks:
 
     def hold(self, transfer_id: TransferId, request_id: str, generation: int, blocks: list[int]) -> None:
         self._offers[transfer_id] = _Held(request_id, generation, blocks)
+        self._holders.update(blocks)
+
+    def hold_more(self, transfer_id: TransferId, blocks: list[int]) -> None:
+        """Add blocks to an offer."""
+        self._offers[transfer_id].blocks.extend(blocks)
         self._holders.update(blocks)
 
     def release(self, transfer_id: TransferId) -> bool:
@@ -55,7 +66,7 @@ class HeldBlocks:
 class Quarantine:
     """Blocks that a transfer or a copy given up may still write to."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: Releases) -> None:
         self._pool = pool
         self._blocks: dict[int, list[int]] = {}  # by the number of the transfer, or of the copy
         self.num_blocks = 0

@@ -6,7 +6,7 @@ lookup ──> reserve ──> register, grow ... ──> give_back_behind ...  
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..prefix import BlockHash, extend_block_hashes
@@ -36,6 +36,14 @@ class PrefixLookup(NamedTuple):
     def missing(self) -> Sequence[BlockHash]:
         """The hashes of full blocks behind the prefix hits."""
         return self.hashes[self.num_blocks :]
+
+
+class _TableStart(NamedTuple):
+    """The table of one group with which a request starts."""
+
+    first: int  # the first entry that it owns
+    hits: Sequence[int]  # cached blocks, from that entry on
+    num_entries: int
 
 
 class _CachedLookup(NamedTuple):
@@ -116,35 +124,51 @@ class RequestMemory:
 
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
-        num_blocks, prefix = self._blocks_for(request.num_to_hold), self.lookup(request)
         owned = [other.owned_blocks() for other in without]
+        starts = self._starts(request, self.lookup(request))
         return all(
-            _fits(
-                group.pool,
-                hit,
-                group.entries_at_start(num_blocks, prefix.num_blocks),
-                without=[blocks[number] for blocks in owned],
-            )
-            for number, (group, hit) in enumerate(zip(self._groups, prefix.hits, strict=True))
+            _fits(group.pool, start, without=[blocks[number] for blocks in owned])
+            for number, (group, start) in enumerate(zip(self._groups, starts, strict=True))
         )
+
+    def _starts(self, request: Request, prefix: PrefixLookup) -> list[_TableStart]:
+        """Return the tables with which a request starts.
+
+        KV that another engine has is loaded with the entries only that a token behind it reads.
+        """
+        source = request.message.kv_source if request.awaits_transfer else None
+        num_blocks = self._blocks_for(request.num_to_hold)
+        loaded = 0 if source is None else source.num_tokens
+        if loaded <= prefix.num_blocks * self._block_size:
+            num_there, firsts = prefix.num_blocks, [hit.first for hit in prefix.hits]
+        else:
+            num_there = loaded // self._block_size
+            firsts = [max(hit.first, group.first_visible(loaded)) for group, hit in self._with(prefix.hits)]
+        return [
+            _TableStart(first, hit.blocks[first - hit.first :], group.entries_at_start(num_blocks, num_there))
+            for first, (group, hit) in zip(firsts, self._with(prefix.hits), strict=True)
+        ]
+
+    def _with(self, hits: Sequence[GroupHit]) -> Iterator[tuple[CacheGroup, GroupHit]]:
+        return zip(self._groups, hits, strict=True)
 
     def reserve(self, request: Request) -> bool:
         """Give a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
 
         All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
         """
-        prefix, num_blocks = self.lookup(request), self._blocks_for(request.num_to_hold)
+        prefix = self.lookup(request)
         if not self.fits(request):
             return False
         self._known.pop(request, None)
+        starts = self._starts(request, prefix)
         tables = [
-            [0] * hit.first
-            + group.pool.take(hit.blocks, group.entries_at_start(num_blocks, prefix.num_blocks) - hit.first)
-            for group, hit in zip(self._groups, prefix.hits, strict=True)
+            [0] * start.first + group.pool.take(start.hits, start.num_entries - start.first)
+            for group, start in zip(self._groups, starts, strict=True)
         ]
         request.take_blocks(
             tables,
-            [hit.first for hit in prefix.hits],
+            [start.first for start in starts],
             self._capacity(tables),
             num_computed=prefix.num_blocks * self._block_size,
         )
@@ -235,8 +259,8 @@ class RequestMemory:
         num_full = min(request.num_computed, len(request.token_ids)) // self._block_size
         self._hash_blocks(request, num_full)
         new = range(request.num_registered, num_full)
-        for group, table in zip(self._groups, request.block_tables, strict=True):
-            group.register(table, request.block_hashes, new)
+        for group, table, first in zip(self._groups, request.block_tables, request.first_kept, strict=True):
+            group.register(table, first, request.block_hashes, new)
         self._set_registered(request, num_full)
         return request.block_hashes[new.start : new.stop]
 
@@ -281,9 +305,9 @@ class RequestMemory:
         return -(-num_tokens // self._block_size)
 
 
-def _fits(pool: BlockPool, hit: GroupHit, num_entries: int, without: Sequence[Sequence[int]]) -> bool:
-    """Return whether a table of `num_entries` that begins with a hit can be had, once the blocks `without` are back."""
+def _fits(pool: BlockPool, start: _TableStart, without: Sequence[Sequence[int]]) -> bool:
+    """Return whether a table that starts like this can be had, once the blocks `without` are back."""
     given_back = Counter(block for blocks in without for block in blocks)
     num_freed = sum(pool.references(block) == count for block, count in given_back.items())
-    num_freed -= sum(pool.references(block) == given_back[block] for block in hit.blocks if block in given_back)
-    return pool.fits(hit.blocks, num_entries - hit.first - num_freed)
+    num_freed -= sum(pool.references(block) == given_back[block] for block in start.hits if block in given_back)
+    return pool.fits(start.hits, start.num_entries - start.first - num_freed)

@@ -26,7 +26,7 @@ from ..connector import (
 from ..messages import KVSource
 from ..requests.request import Request
 from ..stages import Stage
-from .blocks import BlockPool
+from .block_numbers import BlockNumbers
 from .held_blocks import HeldBlocks, Quarantine
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,14 @@ class GrowingOffer(NamedTuple):
 
 
 class Transfers:
-    """All transfers of an engine; without a connector there are none. They move the blocks of one cache group."""
+    """All transfers of an engine; without a connector there are none."""
 
-    def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, connector: KVConnector | None, numbers: BlockNumbers) -> None:
         self._connector = connector
-        self._pool = pool
-        self._block_size = block_size
-        self.held = HeldBlocks(pool)
-        self.quarantine = Quarantine(pool)
-        self._pulling: dict[TransferId, tuple[Request, int]] = {}  # with the number of blocks that were there already
+        self._numbers = numbers
+        self.held = HeldBlocks(numbers)
+        self.quarantine = Quarantine(numbers)
+        self._pulling: dict[TransferId, tuple[Request, list[int]]] = {}  # with the blocks that are to be filled
         self._transfer_of: dict[Request, TransferId] = {}
         self._early = connector if isinstance(connector, GrowingConnector) and connector.offers_early else None
         self._growing: dict[Request, GrowingOffer] = {}
@@ -81,15 +80,16 @@ class Transfers:
         """Offer a prompt before it is computed; return None where that is not possible.
 
         The offer holds a reference of its own to each block, so no block is reused before the reader has ended,
-        whatever becomes of the request.
+        whatever becomes of the request. Slots of states are known, and held, when the prompt is computed.
         """
         if self._early is None or request.is_constrained or request in self._growing:
             return None
-        blocks, num_tokens = list(request.block_ids), len(request.token_ids)
+        num_tokens = len(request.token_ids)
+        blocks = self._numbers.handed_over(request.block_tables, num_tokens)
         offer = self._early.offer_growing(request.request_id, request.generation, blocks, num_tokens)
-        for block in blocks:
-            self._pool.reference(block)
-        self.held.hold(offer.transfer_id, request.request_id, request.generation, blocks)
+        known = blocks[: len(blocks) - self._numbers.num_states]
+        self._numbers.reference(known)
+        self.held.hold(offer.transfer_id, request.request_id, request.generation, known)
         source = KVSource(offer.ticket, num_tokens)
         self._growing[request] = GrowingOffer(offer.transfer_id, source)
         return source
@@ -98,7 +98,7 @@ class Transfers:
         """Note that the KV of the first `num_tokens` tokens is written: the step that wrote it has given its result."""
         growing = self._growing.get(request)
         if growing is not None and self._early is not None:
-            self._early.advance(growing.transfer_id, num_tokens // self._block_size)
+            self._early.advance(growing.transfer_id, self._numbers.num_complete(growing.source.num_tokens, num_tokens))
 
     def give_up_early(self, request: Request) -> None:
         """Withdraw an early offer: the request gives up its blocks before its prompt is computed."""
@@ -113,10 +113,17 @@ class Transfers:
         assert self._connector is not None
         growing = self._growing.pop(request, None)
         if growing is not None and self._early is not None:
-            self._early.advance(growing.transfer_id, -(-growing.source.num_tokens // self._block_size))
+            num_tokens, states = growing.source.num_tokens, self._numbers.states(request.block_tables)
+            self._numbers.reference(states)
+            self.held.hold_more(growing.transfer_id, states)
+            self._early.advance(growing.transfer_id, self._numbers.num_complete(num_tokens, num_tokens), states)
             return growing.source
-        (blocks,) = request.give_up_blocks()  # the offer's now
         num_tokens = request.num_computed
+        blocks = self._numbers.handed_over(request.block_tables, num_tokens)  # the offer's now
+        owned = self._numbers.of_groups(request.give_up_blocks())
+        if len(owned) > len(blocks):
+            kept = set(blocks)
+            self._numbers.release([block for block in owned if block not in kept])
         offer = self._connector.offer(request.request_id, request.generation, blocks, num_tokens)
         self.held.hold(offer.transfer_id, request.request_id, request.generation, blocks)
         return KVSource(offer.ticket, num_tokens)
@@ -135,14 +142,13 @@ class Transfers:
         source = request.message.kv_source
         assert self._connector is not None
         assert source is not None
-        num_present = request.num_computed // self._block_size
-        num_blocks = -(-source.num_tokens // self._block_size)
-        wanted = request.block_ids[num_present:num_blocks]
+        num_present = self._numbers.num_complete(source.num_tokens, request.num_computed)
+        wanted = self._numbers.handed_over(request.block_tables, source.num_tokens)[num_present:]
         transfer_id = self._connector.receive(
             request.request_id, request.generation, source.ticket, num_present, wanted
         )
         request.has_asked = True
-        self._pulling[transfer_id] = (request, num_present)
+        self._pulling[transfer_id] = (request, wanted)
         self._transfer_of[request] = transfer_id
 
     def cancel(self, request: Request) -> None:
@@ -185,11 +191,12 @@ class Transfers:
 
     def _isolate(self, transfer_id: TransferId) -> Request:
         """Separate a request from its blocks, and quarantine those that the transfer may still write."""
-        request, num_present = self._pulling.pop(transfer_id)
+        request, wanted = self._pulling.pop(transfer_id)
         del self._transfer_of[request]
-        _, (blocks,) = request.give_up_memory()
-        self._pool.release(blocks[:num_present])
-        self.quarantine.admit(transfer_id, blocks[num_present:])
+        _, owned = request.give_up_memory()
+        written = set(wanted)
+        self._numbers.release([block for block in self._numbers.of_groups(owned) if block not in written])
+        self.quarantine.admit(transfer_id, wanted)
         return request
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -60,11 +60,14 @@ class StepDraft:
     def is_empty(self) -> bool:
         return not self.singles and not self._longer
 
-    def start(self, request: Request) -> None:
-        """Plan the first chunk of a request that has just got its row and blocks."""
+    def start(self, request: Request, extend: Callable[[], list[list[int]]] | None = None) -> None:
+        """Plan the first chunk of a request that has just got its row and blocks.
+
+        `extend` gives it more of them: the chunk begins with the tables from before, as it may read what these name.
+        """
         self.started.append(request)
         self._row_starts.append(request.row_start())
-        self.add(request)
+        self.add(request, _NO_BLOCKS if extend is None else extend())
 
     def end_of(self, request: Request) -> int:
         """Return how far the request would be computed with as many tokens as the budget allows."""
@@ -198,8 +201,9 @@ class RunningRequests:
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
         if self._memory.has_states:  # its own slots are new: nobody else reads them
-            self._memory.extend_states(request, draft.end_of(request))
-        draft.start(request)
+            draft.start(request, lambda: self._memory.extend_states(request, draft.end_of(request)))
+        else:
+            draft.start(request)
         self._reading.append(request)
         self._chunk_planned(request, draft)
 

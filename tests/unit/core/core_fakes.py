@@ -313,6 +313,7 @@ class OpenOffer:
     blocks: list[int]
     content: list[int]  # of what is written
     num_tokens: int
+    num_ready: int = 0  # leading blocks
     withdrawn: bool = False
 
 
@@ -326,6 +327,58 @@ class Pull:
     failed: bool = False
 
 
+class Arenas:
+    """The memories of all cache groups, with blocks numbered from the first arena on to the last."""
+
+    def __init__(self, config: EngineCoreConfig, runner: FakeRunner) -> None:
+        self._config = config
+        self._memories: list[KVMemory | StateMemory] = [*runner.memories, *runner.states.values()]
+        self._firsts = [
+            sum(group.num_blocks for group in config.groups[:number]) for number in range(len(config.groups))
+        ]
+
+    def handed_over(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Ranges of positions, one for each block of a hand-off: what a later token reads, as it is computed.
+
+        Of a state the range is its last position.
+        """
+        found = []
+        for number, group in enumerate(self._config.groups):
+            if group.checkpoint_tokens is not None:
+                found.append((num_tokens, number, num_tokens - 1))
+                continue
+            size = self._config.block_size
+            first = 0 if group.window is None else max(0, num_tokens - group.window + 1)
+            starts = range(first // size * size, num_tokens, size)
+            found += [(min(start + size, num_tokens), number, start) for start in starts]
+        return [(start, end) for end, _, start in sorted(found)]
+
+    def num_complete(self, num_tokens: int, num_computed: int) -> int:
+        return sum(end <= num_computed for _, end in self.handed_over(num_tokens))
+
+    def read(self, block: int, num_values: int) -> list[int]:
+        memory, own = self._at(block)
+        return [memory.slots[own]] if isinstance(memory, StateMemory) else memory.blocks[own][:num_values]
+
+    def write(self, block: int, values: Sequence[int]) -> None:
+        memory, own = self._at(block)
+        if isinstance(memory, StateMemory):
+            (memory.slots[own],) = values
+        else:
+            memory.blocks[own][: len(values)] = values
+
+    def spoil(self, block: int) -> None:
+        memory, own = self._at(block)
+        if isinstance(memory, StateMemory):
+            memory.slots[own] = GARBAGE
+        else:
+            memory.blocks[own] = [GARBAGE] * memory.block_size
+
+    def _at(self, block: int) -> tuple[KVMemory | StateMemory, int]:
+        number = max(number for number, first in enumerate(self._firsts) if first <= block)
+        return self._memories[number], block - self._firsts[number]
+
+
 class FakeConnector(GrowingConnector):
     """A `KVConnector` whose transfers move when the test says so, in any order, well or badly.
 
@@ -334,10 +387,10 @@ class FakeConnector(GrowingConnector):
     """
 
     def __init__(
-        self, memory: KVMemory, fetch: Callable[[bytes], Sequence[int]], *, offers_early: bool = False
+        self, runner: FakeRunner, fetch: Callable[[bytes], Sequence[int]], *, offers_early: bool = False
     ) -> None:
         self.offers_early = offers_early
-        self._memory = memory
+        self._arenas = Arenas(runner.config, runner)
         self._fetch = fetch
         self._next_id = 0
         self._events: list[ConnectorEvent] = []
@@ -347,28 +400,28 @@ class FakeConnector(GrowingConnector):
     # ---- KVConnector
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        transfer_id = self._new_id()
-        content = self._memory.read(block_ids, num_tokens)
-        assert GARBAGE not in content, "an offer of blocks that were not written"
-        self.offers[transfer_id] = OpenOffer(request_id, generation, list(block_ids), content, num_tokens)
-        return Offer(transfer_id, str(transfer_id).encode())
+        offer = self.offer_growing(request_id, generation, block_ids, num_tokens)
+        self.advance(offer.transfer_id, len(block_ids))
+        return offer
 
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
         transfer_id = self._new_id()
-        assert len(block_ids) == -(-num_tokens // self._memory.block_size), "exactly the prompt's blocks are offered"
+        assert len(block_ids) == len(self._arenas.handed_over(num_tokens)), "exactly the prompt's blocks are offered"
         self.offers[transfer_id] = OpenOffer(request_id, generation, list(block_ids), [], num_tokens)
         return Offer(transfer_id, str(transfer_id).encode())
 
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
         offer = self.offers.get(transfer_id)
         if offer is None:
             return
         assert not offer.withdrawn, "what was given up grows no more"
-        num_tokens = min(num_ready * self._memory.block_size, offer.num_tokens)
-        content = self._memory.read(offer.blocks, num_tokens)
+        if last_blocks:
+            assert num_ready == len(offer.blocks), "the last blocks are named before all are written"
+            offer.blocks[-len(last_blocks) :] = last_blocks
+        content = self._read(offer, num_ready)
         assert GARBAGE not in content, "blocks that were not written are said to be"
         assert content[: len(offer.content)] == offer.content, "what was written before is something else now"
-        offer.content = content
+        offer.content, offer.num_ready = content, num_ready
 
     def withdraw(self, transfer_id: TransferId) -> None:
         if transfer_id in self.offers:
@@ -400,11 +453,10 @@ class FakeConnector(GrowingConnector):
         pull = self.pulls.pop(transfer_id)
         assert not pull.cancelled
         assert not pull.failed
-        size = self._memory.block_size
-        values = list(self._fetch(pull.ticket))[pull.first_block * size :]
-        assert len(pull.blocks) == -(-len(values) // size), "exactly the missing blocks are asked for"
-        for offset, value in enumerate(values):
-            self._memory.write(pull.blocks, offset, value)
+        values = list(self._fetch(pull.ticket))
+        wanted = self._arenas.handed_over(len(values))[pull.first_block :]
+        for block, (start, end) in zip(pull.blocks, wanted, strict=True):  # exactly the missing ones are asked for
+            self._arenas.write(block, values[start:end])
         self._events.append(Received(transfer_id))
 
     def fail(self, transfer_id: TransferId, reason: str = "the peer is gone") -> None:
@@ -413,7 +465,7 @@ class FakeConnector(GrowingConnector):
 
     def scribble(self, transfer_id: TransferId) -> None:
         for block in self.pulls[transfer_id].blocks:
-            self._memory.blocks[block] = [GARBAGE] * self._memory.block_size
+            self._arenas.spoil(block)
 
     def release(self, transfer_id: TransferId) -> None:
         assert self.pulls[transfer_id].failed
@@ -423,7 +475,20 @@ class FakeConnector(GrowingConnector):
     def check_offers(self) -> None:
         """What was promised is still there."""
         for offer in self.offers.values():
-            assert self._memory.read(offer.blocks, len(offer.content)) == offer.content, "an offered block changed"
+            assert self._read(offer, offer.num_ready) == offer.content, "an offered block changed"
+
+    def check_content(self, offer: OpenOffer, token_ids: Sequence[int]) -> None:
+        """What was written of an offer is that of these tokens."""
+        values = kv_of(token_ids)[: offer.num_tokens]
+        places = self._arenas.handed_over(offer.num_tokens)[: offer.num_ready]
+        expected = [value for start, end in places for value in values[start:end]]
+        assert offer.content == expected, f"{offer.request_id} offers what is not of its prompt"
+
+    def _read(self, offer: OpenOffer, num_blocks: int) -> list[int]:
+        """The values of an offer's leading blocks."""
+        places = self._arenas.handed_over(offer.num_tokens)
+        pairs = zip(offer.blocks[:num_blocks], places[:num_blocks], strict=True)
+        return [value for block, (start, end) in pairs for value in self._arenas.read(block, end - start)]
 
     def _new_id(self) -> TransferId:
         self._next_id += 1

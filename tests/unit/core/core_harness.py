@@ -85,13 +85,14 @@ class Harness:
         """With tiers where `min_restored_tokens` is given."""
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
-        self.connector = FakeConnector(self.runner.memory, fetch_from_ticket, offers_early=offers_early)
-        connector = self.connector if engine_config.keeps_all_tokens else None
+        self.connector = FakeConnector(self.runner, fetch_from_ticket, offers_early=offers_early)
         self.unbegun: dict[tuple[str, int], int] = {}  # the first tokens that nobody has told yet
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(self.runner.memory, min_restored_tokens)
-        self.core = EngineCore(engine_config, self.runner, connector, tiers=self.tiers, grammars=grammars, clock=clock)
+        self.core = EngineCore(
+            engine_config, self.runner, self.connector, tiers=self.tiers, grammars=grammars, clock=clock
+        )
         self.threads = LateThreads()  # unused but for `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
@@ -191,6 +192,9 @@ class Harness:
         for group in self.scheduler.groups:
             group.pool.check()
         self.connector.check_offers()
+        for offer in self.connector.offers.values():
+            asked = self.asked[offer.request_id, offer.generation]
+            self.connector.check_content(offer, [*asked.prompt_token_ids, *asked.output_token_ids])
         if self.tiers is not None:
             self.tiers.check_lent()
         for number in range(len(self.scheduler.groups)):
@@ -249,8 +253,7 @@ def check_references(scheduler: Scheduler, number: int) -> None:
     tables = list(owned.values())
     tables += [blocks[number] for retired in fence._retired.values() for _, blocks in retired if blocks]
     tables += [blocks for behind in fence._behind.values() for group, blocks in behind if group == number]
-    if number == 0:
-        tables += lent_blocks(scheduler)
+    tables += lent_blocks(scheduler, number)
     owners = Counter(block for table in tables for block in table)
     for block in range(pool.num_blocks):
         assert pool.references(block) == owners[block], f"block {block} of group {number}"
@@ -261,15 +264,19 @@ def check_references(scheduler: Scheduler, number: int) -> None:
             assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
 
 
-def lent_blocks(scheduler: Scheduler) -> list[list[int]]:
-    """What transfers and tiers hold."""
+def lent_blocks(scheduler: Scheduler, number: int) -> list[list[int]]:
+    """What transfers and tiers hold of a group."""
     transfers = scheduler.transfers
     tables = [held.blocks for held in transfers.held._offers.values()]
     tables += list(transfers.quarantine._blocks.values())
-    tables += [*scheduler.tier_copies.quarantine._blocks.values(), *scheduler.tier_copies._lent.values()]
     held = {block for each in transfers.held._offers.values() for block in each.blocks}
     assert transfers.held.num_blocks == len(held)
     assert transfers.quarantine.num_blocks == sum(len(blocks) for blocks in transfers.quarantine._blocks.values())
+    first = sum(group.pool.num_blocks for group in scheduler.groups[:number])
+    last = first + scheduler.groups[number].pool.num_blocks
+    tables = [[block - first for block in blocks if first <= block < last] for blocks in tables]
+    if number == 0:
+        tables += [*scheduler.tier_copies.quarantine._blocks.values(), *scheduler.tier_copies._lent.values()]
     return tables
 
 

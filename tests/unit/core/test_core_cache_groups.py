@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize
 
 from baton.engine.core.bench import result_of
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, InvalidEngineCoreConfig
-from baton.engine.core.engine import EngineCore
 from baton.engine.core.kv.cache_groups import NOT_CACHED, WindowGroup, make_groups
-from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason
+from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
 
-from .core_fakes import FakeConnector, FakeRunner, fetch_from_ticket
+from .core_grammars import FakeGrammars
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request
-from .core_prompts import STEMS, prompts, samplings
+from .core_machine import EngineMachine
+from .core_prompts import STEMS
 
 LONG = [(11 * position + 5) % VOCAB_SIZE for position in range(200)]
 WINDOW = 6  # tokens: a window ends inside a block
@@ -156,11 +156,9 @@ class TestHits:
         assert group.deepest(found, most) == max(places)
 
 
-def test_hand_offs_and_tiers_are_refused_where_windows_give_blocks_back() -> None:
-    sizes = config(groups=[(8, None), (8, WINDOW)])
-    runner = FakeRunner(sizes)
+def test_tiers_are_refused_where_windows_give_blocks_back() -> None:
     with pytest.raises(InvalidEngineCoreConfig, match="one cache group"):
-        EngineCore(sizes, runner, FakeConnector(runner.memory, fetch_from_ticket))
+        Harness(config(groups=[(8, None), (8, WINDOW)]), min_restored_tokens=1)
 
 
 @pytest.mark.parametrize("groups", [[(0, None)], [(4, 0)]])
@@ -169,10 +167,8 @@ def test_an_arena_or_a_window_of_nothing_is_refused(groups: list[tuple[int, int 
         config(groups=groups, num_blocks=9)
 
 
-class GroupsMachine(RuleBasedStateMachine):
-    """One engine with any mix of groups, and requests of every kind. The rules are in `core_harness.check`."""
-
-    count = 0
+class GroupsMachine(EngineMachine):
+    """An engine with any mix of groups."""
 
     @initialize(
         depth=st.sampled_from([1, 2, 2, 3]),
@@ -183,7 +179,8 @@ class GroupsMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 24),
         caching=st.sampled_from([True, True, False]),
-        states=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
+        states=st.lists(st.tuples(st.integers(2, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
+        offers_early=st.booleans(),
     )
     def start(
         self,
@@ -194,6 +191,7 @@ class GroupsMachine(RuleBasedStateMachine):
         budget: int,
         caching: bool,
         states: list[tuple[int, int]],
+        offers_early: bool,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": 70}
         self.engine = Harness(
@@ -206,53 +204,11 @@ class GroupsMachine(RuleBasedStateMachine):
                 **sizes,
             ),
             lazy=lazy,
+            offers_early=offers_early,
+            grammars=FakeGrammars(),
+            clock=self.clock,
         )
-
-    @rule(
-        prompt=prompts(),
-        sampling=samplings(can_have_grammar=False),
-        output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
-        salt=st.sampled_from(["", "", "a"]),
-        priority=st.integers(-1, 1),
-        seed=st.integers(0, 3),
-    )
-    def add(
-        self, prompt: list[int], sampling: SamplingParams, output: list[int], salt: str, priority: int, seed: int
-    ) -> None:
-        self.count += 1
-        self.engine.add(
-            EngineRequest(
-                request_id=f"r{self.count}",
-                prompt_token_ids=prompt,
-                output_token_ids=output,
-                sampling=sampling,
-                cache_salt=salt,
-                priority=priority,
-                seed=seed,
-            )
-        )
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        self.engine.step(count)
-
-    @precondition(lambda self: self.count)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.engine.core.abort(f"r{data.draw(st.integers(1, self.count))}")
-        self.engine.check()
-
-    @rule()
-    def let_it_run(self) -> None:
-        self.engine.run()
-        assert not self.engine.scheduler.requests
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        self.engine.run_to_the_end()
-        errors = [answer.last.error for answer in self.engine.answers.values() if answer.last.error is not None]
-        assert {error.kind for error in errors} <= {ErrorKind.TOO_LONG}
+        self.engine.think_late()
 
 
 TestGroups = GroupsMachine.TestCase

@@ -296,7 +296,7 @@ class Replica(threading.Thread):
         super().__init__(daemon=True)
         engine_config = config(depth=depth, max_num_batched_tokens=16)
         self.runner = GroupRunner(engine_config)
-        self.connector = FakeConnector(self.runner.memory, fetch_from_ticket)
+        self.connector = FakeConnector(self.runner, fetch_from_ticket)
 
         def wake_others(wave: int) -> None:
             for other in group:

@@ -359,7 +359,7 @@ class TestTwoEngines:
         decode = Harness(config(depth=depth, num_blocks=20), lazy=lazy)
         whole = [request(f"r{index}", 9 + 3 * index, max_tokens=12, seed=index) for index in range(5)]
         offers = prefill.connector.offers
-        decode.connector = FakeConnector(decode.runner.memory, lambda ticket: offers[int(ticket)].content)
+        decode.connector = FakeConnector(decode.runner, lambda ticket: offers[int(ticket)].content)
         decode.scheduler.transfers._connector = decode.connector
 
         prefill.add(*(msgspec.structs.replace(each, keep_kv=True) for each in whole))

@@ -1,0 +1,106 @@
+"""Blocks of all cache groups as transfers know them: one sequence of numbers, and the order of a hand-off.
+
+    arenas      [ full: 0 ... 99 ][ window: 100 ... 139 ][ state: 140 ... 147 ]        a number each, arena by arena
+
+    hand-off of 40 tokens, blocks of 16, window of 20
+
+        full      b0  b1  b2
+        window        w1  w2          what the next token reads
+        state               s         the state behind token 39
+
+        order     b0  b1  w1  b2  w2  s
+
+The order is that in which entries are complete: so a reader that has the first tokens of the sequence lacks the last
+blocks of the list, of a prompt that is being read a leading part is written, and states come last.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .cache_groups import CacheGroup, StateGroup
+
+
+class _Entry(NamedTuple):
+    end: int  # tokens behind which it is complete
+    group: int
+    index: int  # in the group's table
+
+
+class BlockNumbers:
+    """Numbers of blocks, and references to them, across all arenas. With one arena numbers are its block ids."""
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups = groups
+        self._firsts = list(itertools.accumulate((group.pool.num_blocks for group in groups[:-1]), initial=0))
+        self.num_states = sum(isinstance(group, StateGroup) for group in groups)  # last entries of every hand-off
+
+    def num_complete(self, num_tokens: int, num_computed: int) -> int:
+        """Return how many leading entries of a hand-off of `num_tokens` the first `num_computed` tokens complete."""
+        computed = min(num_tokens, num_computed)
+        if computed == num_tokens:
+            return sum(self._num_entries(group, num_tokens) for group in self._groups)
+        return sum(max(0, computed // group.entry_tokens - group.first_visible(num_tokens)) for group in self._groups)
+
+    def handed_over(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
+        """Return the blocks that the token at index `num_tokens` reads, in the order of a hand-off.
+
+        A state that has not been computed yet is named by the slot in which the sequence is now.
+        """
+        if len(self._groups) == 1:
+            group, table = self._groups[0], tables[0]
+            first = group.first_visible(num_tokens)
+            return list(table[first : first + self._num_entries(group, num_tokens)])
+        return [
+            self._firsts[entry.group] + table[min(entry.index, len(table) - 1)]
+            for entry in self._order(num_tokens)
+            for table in (tables[entry.group],)
+        ]
+
+    def states(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Return the slots of a computed sequence: the last blocks of its hand-off."""
+        return [
+            first + table[-1]
+            for first, group, table in zip(self._firsts, self._groups, tables, strict=True)
+            if isinstance(group, StateGroup)
+        ]
+
+    def of_groups(self, blocks: Sequence[Sequence[int]]) -> list[int]:
+        """Return the numbers of some blocks of each group."""
+        if len(self._groups) == 1:
+            return list(blocks[0]) if blocks else []
+        return [first + block for first, some in zip(self._firsts, blocks, strict=False) for block in some]
+
+    def reference(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            group, first = self._at(number)
+            group.pool.reference(number - first)
+
+    def release(self, numbers: Sequence[int]) -> None:
+        if len(self._groups) == 1:
+            self._groups[0].pool.release(numbers)
+            return
+        by_group: list[list[int]] = [[] for _ in self._groups]
+        for number in numbers:
+            index = bisect.bisect_right(self._firsts, number) - 1
+            by_group[index].append(number - self._firsts[index])
+        for group, blocks in zip(self._groups, by_group, strict=True):
+            group.pool.release(blocks)
+
+    def _at(self, number: int) -> tuple[CacheGroup, int]:
+        index = bisect.bisect_right(self._firsts, number) - 1
+        return self._groups[index], self._firsts[index]
+
+    def _num_entries(self, group: CacheGroup, num_tokens: int) -> int:
+        return -(-num_tokens // group.entry_tokens) - group.first_visible(num_tokens)
+
+    def _order(self, num_tokens: int) -> list[_Entry]:
+        entries = []
+        for number, group in enumerate(self._groups):
+            size, first = group.entry_tokens, group.first_visible(num_tokens)
+            last = first + self._num_entries(group, num_tokens)
+            entries += [_Entry(min((index + 1) * size, num_tokens), number, index) for index in range(first, last)]
+        return sorted(entries)
