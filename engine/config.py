@@ -152,16 +152,14 @@ class EngineConfig(EngineArguments):
         self.refuse(problems)
         return self
 
-    def moving_blocks(self) -> Self:
-        """Return the config of an engine that hands blocks over or keeps them in tiers, which move whole sequences.
+    def with_tiers(self) -> Self:
+        """Return the config of an engine that keeps blocks in tiers, which store whole sequences.
 
         Raises `InvalidEngineConfig` where `disable_hybrid_kv_cache_manager` is false.
         """
         name = "disable_hybrid_kv_cache_manager"
         if self.disable_hybrid_kv_cache_manager is False:
-            raise InvalidEngineConfig(
-                name, "is false, must be true or left out: hand-offs and tiers need what lies behind windows"
-            )
+            raise InvalidEngineConfig(name, "is false, must be true or left out: tiers need what lies behind windows")
         return self.model_copy(update={name: True})
 
     @property

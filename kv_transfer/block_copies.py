@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import ArenaRegion
 
 from .errors import TransportError
 from .transports.common import use_device
@@ -39,7 +39,7 @@ class BlockCopier(Protocol):
         ...
 
 
-def open_block_copier(region: KVRegion, memory: HostMemory) -> BlockCopier:
+def open_block_copier(region: ArenaRegion, memory: HostSlots) -> BlockCopier:
     """Make a copier for the calling thread. Raises `TransportError` for a device of an unknown kind."""
     return _CpuBlockCopier(region, memory) if use_device(region.device) is None else _CudaBlockCopier(region, memory)
 
@@ -67,7 +67,7 @@ def copy_runs(pairs: Sequence[SlotPair]) -> list[CopyRun]:
 class _CpuBlockCopier:
     """Copies all runs in one call of torch: each call may wait for the interpreter, which a step loop keeps busy."""
 
-    def __init__(self, region: KVRegion, memory: HostMemory) -> None:
+    def __init__(self, region: ArenaRegion, memory: HostSlots) -> None:
         import torch
 
         self._copy = torch._foreach_copy_
@@ -92,7 +92,7 @@ class _CpuBlockCopier:
 
 
 class _CudaBlockCopier:
-    def __init__(self, region: KVRegion, memory: HostMemory) -> None:
+    def __init__(self, region: ArenaRegion, memory: HostSlots) -> None:
         self._blocks, self._slots, self._size = region.address, memory.address, region.block_bytes
         self._driver = _CudaCopies(region)
         self._memory = memory
@@ -119,7 +119,7 @@ class _CudaCopies:
     microseconds that keep it (`ctypes.PyDLL`), and only the wait for their end gives it away.
     """
 
-    def __init__(self, region: KVRegion) -> None:
+    def __init__(self, region: ArenaRegion) -> None:
         import torch
 
         self._stream = torch.cuda.Stream(region.device)
@@ -146,7 +146,7 @@ def _copy_async() -> ctypes._NamedFuncPointer:
     return function
 
 
-def device_blocks(region: KVRegion) -> Tensor:
+def device_blocks(region: ArenaRegion) -> Tensor:
     """Return the region itself as a tensor [num_blocks, block_bytes] of uint8; the region must outlive it."""
     import torch
 
@@ -159,7 +159,7 @@ def device_blocks(region: KVRegion) -> Tensor:
 class _CudaArray:
     """A GPU's region as an array that torch adopts without a copy (`__cuda_array_interface__`)."""
 
-    def __init__(self, region: KVRegion) -> None:
+    def __init__(self, region: ArenaRegion) -> None:
         self.__cuda_array_interface__ = {
             "shape": (region.num_blocks, region.block_bytes),
             "typestr": "|u1",
@@ -168,26 +168,34 @@ class _CudaArray:
         }
 
 
-class HostMemory:
-    """`num_slots` slots of `slot_bytes`, aligned to a page; pinned where the blocks are on a GPU.
+class HostSlots:
+    """`num_slots` slots of `slot_bytes` from `address` on, in memory that `owner` keeps."""
 
-    Raises `TransportError` for memory that cannot be allocated or pinned.
-    """
-
-    def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
+    def __init__(self, address: int, num_slots: int, slot_bytes: int, owner: object) -> None:
+        self.address = address
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.num_bytes = num_slots * slot_bytes
-        self._owner = _allocate(self.num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
-        if use_device(device) is not None:  # otherwise no page is taken before it is used
-            _pin(self.address, self.num_bytes)
-            weakref.finalize(self, _unpin, self.address, self._owner).atexit = False
+        self._owner = owner
 
     def view(self, slot: int) -> memoryview:
         """Return the slot's bytes."""
         array = (ctypes.c_char * self.slot_bytes).from_address(self.address + slot * self.slot_bytes)
         return memoryview(array).cast("B")
+
+
+class HostMemory(HostSlots):
+    """Slots in memory of their own, aligned to a page; pinned where the blocks are on a GPU.
+
+    Raises `TransportError` for memory that cannot be allocated or pinned.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
+        owner = _allocate(num_slots * slot_bytes)
+        super().__init__(ctypes.addressof(ctypes.c_char.from_buffer(owner)), num_slots, slot_bytes, owner)
+        if use_device(device) is not None:  # otherwise no page is taken before it is used
+            _pin(self.address, self.num_bytes)
+            weakref.finalize(self, _unpin, self.address, owner).atexit = False
 
 
 def _allocate(num_bytes: int) -> mmap.mmap:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 
 from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, Received, TransferId
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.net.curve import ClusterKey
 
 from .channel import Channel, ZmqChannel
@@ -51,7 +51,7 @@ class TransferConnector(GrowingConnector):
 
     def __init__(
         self,
-        region: KVRegion,
+        region: CacheRegion,
         *,
         engine_id: str,
         epoch: int,
@@ -73,7 +73,7 @@ class TransferConnector(GrowingConnector):
         self._region = region
         self._settings = settings or TransferSettings()
         self.offers_early = self._settings.progressive
-        self._fingerprint = region.layout.fingerprint
+        self._fingerprint = region.fingerprint
         self._wake = wake
         self._ids = itertools.count(1)
         self._commands: collections.deque[Callable[[HandoffCoordinator], None]] = collections.deque()
@@ -118,8 +118,9 @@ class TransferConnector(GrowingConnector):
         self._enqueue(lambda handoff: handoff.offer(lease, blocks, num_ready))
         return Offer(transfer_id, ticket.encode())
 
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
-        self._enqueue(lambda handoff: handoff.advance(transfer_id, num_ready))
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
+        last = tuple(last_blocks)
+        self._enqueue(lambda handoff: handoff.advance(transfer_id, num_ready, last))
 
     def withdraw(self, transfer_id: TransferId) -> None:
         self._enqueue(lambda handoff: handoff.withdraw(transfer_id))

@@ -6,8 +6,9 @@
     holder's blocks   7  8  9  3         where both sides keep the same heads, blocks that are neighbours on
     our blocks        2  3  4  5         both sides share one range: [7..9] -> [2..4], [3] -> [5]
 
-A rank's part of a block is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of heads
-in it. Where fewer heads are read than either side keeps, there are gaps between blocks: one range a block.
+A rank's part of a block of KV is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of
+heads in it. Where fewer heads are read than either side keeps, there are gaps between blocks: one range a block. Heads
+of a recurrent state lie apart in a slot, a piece for each layer and part, unless both sides keep the same.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from baton.engine.core.layout import KVLayout, StateLayout
+
 from .errors import TransportError
-from .transports import RangeTable
+from .transports import ByteRange, RangeTable
 
 
 class AssignedHeads(NamedTuple):
@@ -29,18 +32,21 @@ class AssignedHeads(NamedTuple):
 
 
 class HeadSlice(NamedTuple):
-    """Some heads of a block: their place in the holder's part of the block and in ours, in bytes."""
+    """Some heads of a block: their places in the holder's part of the block and in ours, in bytes."""
 
-    num_bytes: int
-    remote_offset: int
     remote_block: int  # bytes from one block to the next
-    local_offset: int
     local_block: int
+    pieces: tuple[ByteRange, ...]  # of one block; offsets from the start of the block
 
     @property
-    def whole(self) -> bool:
+    def num_bytes(self) -> int:
+        """Bytes of one block."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
         """True if nothing lies between these heads of one block and of the next."""
-        return self.num_bytes == self.remote_block == self.local_block
+        return len(self.pieces) == 1 and self.pieces[0].num_bytes == self.remote_block == self.local_block
 
 
 def assign_heads(rank: int, heads: range, holders: Sequence[range]) -> list[AssignedHeads]:
@@ -62,31 +68,39 @@ def assign_heads(rank: int, heads: range, holders: Sequence[range]) -> list[Assi
     return found
 
 
-def slice_heads(heads: range, remote: range, local: range, head_bytes: int) -> HeadSlice:
+def slice_heads(layout: KVLayout | StateLayout, heads: range, remote: range, local: range) -> HeadSlice:
     """Locate `heads` in blocks of which the holder's rank keeps the heads `remote` and ours the heads `local`."""
-    return HeadSlice(
-        num_bytes=len(heads) * head_bytes,
-        remote_offset=(heads.start - remote.start) * head_bytes,
-        remote_block=len(remote) * head_bytes,
-        local_offset=(heads.start - local.start) * head_bytes,
-        local_block=len(local) * head_bytes,
-    )
+    if remote == local:
+        both = layout.pieces(local, heads)
+        pieces = [ByteRange(piece.offset, piece.offset, piece.num_bytes) for piece in both]
+    else:  # a rank that keeps just these heads has them in one piece, and the other one may not
+        theirs, ours = layout.sections(remote, heads), layout.sections(local, heads)
+        pieces = [ByteRange(at.offset, here.offset, at.num_bytes) for at, here in zip(theirs, ours, strict=True)]
+    return HeadSlice(layout.bytes_of(remote), layout.bytes_of(local), tuple(pieces))
 
 
-def block_ranges(source_blocks: Sequence[int], local_blocks: Sequence[int], piece: HeadSlice) -> RangeTable:
+def block_ranges(
+    source_blocks: Sequence[int],
+    local_blocks: Sequence[int],
+    piece: HeadSlice,
+    remote_start: int = 0,
+    local_start: int = 0,
+) -> RangeTable:
     """Return as few ranges as possible, in order: neighbouring whole blocks share one.
 
-    Raises `ValueError` for lists of different lengths.
+    Block 0 begins at byte `remote_start` of the holder's region, and `local_start` of ours. Raises `ValueError` for
+    lists of different lengths.
     """
     sources, locals_ = (np.asarray(blocks, dtype=np.int64) for blocks in (source_blocks, local_blocks))
     if len(sources) != len(locals_):
         raise ValueError(f"{len(sources)} blocks of the holder, {len(locals_)} of ours")
     counts = np.ones_like(sources)
-    if piece.whole and len(sources) > 1:
+    if piece.is_whole and len(sources) > 1:
         goes_on = (np.diff(sources) == 1) & (np.diff(locals_) == 1)  # behind the block before it, on both sides
         first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
         counts = np.diff(np.append(first, len(sources)))
         sources, locals_ = sources[first], locals_[first]
-    remote = sources * piece.remote_block + piece.remote_offset
-    local = locals_ * piece.local_block + piece.local_offset
-    return np.column_stack((remote, local, counts * piece.num_bytes))
+    offsets = np.array(piece.pieces, dtype=np.int64)
+    remote = sources[:, None] * piece.remote_block + (offsets[:, 0] + remote_start)
+    local = locals_[:, None] * piece.local_block + (offsets[:, 1] + local_start)
+    return np.stack((remote, local, counts[:, None] * offsets[:, 2]), axis=-1).reshape(-1, 3)

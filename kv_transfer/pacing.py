@@ -33,7 +33,7 @@ def pause_s(
     """Return the seconds until the transport should be polled again; None: not before an event.
 
     `reading_since` is when the youngest read began, `claimed_at` when the youngest unanswered claim was sent,
-    `warming_since` when the youngest peer began to connect; each is None if there is none. `device`: see `KVRegion`.
+    `warming_since` when the youngest peer began to connect; each is None if there is none. `device`: see `ArenaRegion`.
     """
     if reading_since is not None:
         share = POLL_READS_SHARE if device == "cpu" else POLL_GPU_READS_SHARE

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.engine.core.connector import KVConnector
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
 
@@ -60,7 +60,7 @@ class KVResources:
             if socket is not None:
                 socket.close()
 
-    def connect(self, region: KVRegion) -> KVConnector:
+    def connect(self, region: CacheRegion) -> KVConnector:
         from baton.kv_transfer.staging.host_buffer import open_connector
 
         self.connector = open_connector(
@@ -76,7 +76,7 @@ class KVResources:
         )
         return self.connector
 
-    def open_tiers(self, region: KVRegion) -> KVTiers:
+    def open_tiers(self, region: ArenaRegion) -> KVTiers:
         from baton.kv_transfer.tiers.store import TierStore
 
         assert self._launch.tiers is not None, "called only where the fleet has tiers"
@@ -100,14 +100,14 @@ class KVResources:
 
 def follow_leader(
     launch: EngineLaunch, engine_id: str, member: Member, leader: GroupEndpoints, ending: contextlib.ExitStack
-) -> Callable[[KVRegion], None]:
+) -> Callable[[CacheRegion], None]:
     """Return a function with which another rank joins its leader once it has its KV region, until `ending`."""
     from baton.kv_transfer.staging.group_copies import follow_connector
     from baton.kv_transfer.tiers.group import follow_tiers
 
     settings = launch.spec.transfer
 
-    def connect(region: KVRegion) -> None:
+    def connect(region: CacheRegion) -> None:
         if leader.reads:
             reader = follow_connector(
                 region,
@@ -122,7 +122,7 @@ def follow_leader(
         if leader.tiers:
             assert launch.tiers is not None, "a leader opens a socket only where the fleet has tiers"
             tiers = follow_tiers(
-                region,
+                region.only,
                 launch.tiers,
                 rank=member.tp_rank,
                 num_ranks=member.tensor_parallel_size,

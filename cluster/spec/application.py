@@ -259,9 +259,9 @@ class FleetSpec(StrictModel):
         """Return the arguments of one engine of this role. Raises `ValueError` that names the argument."""
         given = self.engine.model_dump(exclude_unset=True)
         own = self.fleets.present[role].engine.model_dump(exclude_unset=True)
-        moves_blocks = role is not Role.UNIFIED or self.fleets.present[role].kv_tiers is not None
+        has_tiers = self.fleets.present[role].kv_tiers is not None
         try:
             config = EngineConfig.from_args({**given, **own, "model": self.model})
-            return config.moving_blocks() if moves_blocks else config
+            return config.with_tiers() if has_tiers else config
         except InvalidEngineConfig as error:
             raise ValueError(f"engine arguments of {role}: {error}") from None

@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,13 @@ class UnevenHeads(ValueError):
 
 class SeveralGroups(ValueError):
     """Something that handles one group of layers was given a model that has several."""
+
+
+class Piece(NamedTuple):
+    """A range of bytes in one block."""
+
+    offset: int
+    num_bytes: int
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,21 +94,48 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
         return msgspec.structs.replace(self, num_kv_heads=len(self.heads_of(rank, size)))
 
+    def bytes_of(self, heads: range) -> int:
+        """Return the bytes of a block of a rank that keeps these heads."""
+        return len(heads) * self.head_bytes
+
+    def pieces(self, kept: range, heads: range) -> Sequence[Piece]:
+        """Return where `heads` lie in a block of a rank that keeps `kept`, in as few pieces as possible."""
+        return [Piece((heads.start - kept.start) * self.head_bytes, len(heads) * self.head_bytes)]
+
+    def sections(self, kept: range, heads: range) -> Sequence[Piece]:
+        """Return the same as `pieces`: all layers of a head lie side by side."""
+        return self.pieces(kept, heads)
+
     @property
     def fingerprint(self) -> str:
         """Equal exactly where two layouts are equal; 32 hex digits, stable across processes and versions of Python."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+        return _hash_of(self)
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """One tensor of a layer's state. Tensor-parallel ranks divide its first dimension."""
+    """One tensor of a layer's state. Tensor-parallel ranks divide each section of its first dimension."""
 
     shape: tuple[int, ...]
     dtype: str
+    sections: tuple[int, ...] = ()  # rows of the first dimension that are divided each by itself; empty: all together
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """The sizes of the sections."""
+        return self.sections or self.shape[:1]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+
+    def share(self, part: int, of: int) -> StatePart:
+        """Return the part that `part` of `of` equal shares of every section make."""
+        sections = tuple(size * part // of for size in self.sections)
+        return StatePart((self.shape[0] * part // of, *self.shape[1:]), self.dtype, sections)
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return self.shape[0] * self.row_bytes
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,16 +161,51 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one slot."""
         return self.num_layers * self.layer_bytes
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly where two layouts are equal; as that of a `KVLayout`."""
+        return _hash_of(self)
+
+    @property
+    def num_heads(self) -> int:
+        """The number of equal shares into which all sections of all parts divide: heads, with their channels."""
+        return math.gcd(*(size for part in self.parts for size in part.divided))
+
+    def heads_of(self, rank: int, size: int) -> range:
+        """The heads that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
+        for rows in (size for part in self.parts for size in part.divided):
+            if rows % size:
+                raise UnevenHeads(f"{rows} heads or channels of a state cannot be shared out over {size} ranks")
+        heads = self.num_heads // size
+        return range(rank * heads, (rank + 1) * heads)
+
     def of_rank(self, rank: int, size: int) -> StateLayout:
         """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
-        parts = []
-        for part in self.parts:
-            if part.shape[0] % size:
-                raise UnevenHeads(
-                    f"{part.shape[0]} heads or channels of a state cannot be shared out over {size} ranks"
-                )
-            parts.append(StatePart((part.shape[0] // size, *part.shape[1:]), part.dtype))
-        return msgspec.structs.replace(self, parts=tuple(parts))
+        return self._with_heads(len(self.heads_of(rank, size)))
+
+    def bytes_of(self, heads: range) -> int:
+        """Return the bytes of a slot of a rank that keeps these heads."""
+        return self._with_heads(len(heads)).block_bytes
+
+    def pieces(self, kept: range, heads: range) -> Sequence[Piece]:
+        """Return where `heads` lie in a slot of a rank that keeps `kept`, in as few pieces as possible."""
+        return [Piece(0, self.bytes_of(kept))] if kept == heads else self.sections(kept, heads)
+
+    def sections(self, kept: range, heads: range) -> Sequence[Piece]:
+        """Return where `heads` lie in a slot of a rank that keeps `kept`: rows of each section, part and layer."""
+        pieces, own = [], self._with_heads(len(kept))
+        for layer in range(self.num_layers):
+            for part, offset in zip(self.parts, own.offsets, strict=False):
+                section = layer * own.layer_bytes + offset
+                for rows in part.divided:
+                    head_bytes = rows // self.num_heads * part.row_bytes
+                    pieces.append(Piece(section + (heads.start - kept.start) * head_bytes, len(heads) * head_bytes))
+                    section += len(kept) * head_bytes
+        return pieces
+
+    def _with_heads(self, num_heads: int) -> StateLayout:
+        parts = tuple(part.share(num_heads, self.num_heads) for part in self.parts)
+        return msgspec.structs.replace(self, parts=parts)
 
 
 class CacheKind(enum.StrEnum):
@@ -225,13 +295,17 @@ class CacheLayout(msgspec.Struct, frozen=True):
         """Equal exactly where two models' caches are; of one group that of its blocks. 32 hex digits."""
         if len(self.groups) == 1:
             return self.groups[0].kv.fingerprint
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+        return _hash_of(self)
 
     def of_rank(self, rank: int, size: int) -> CacheLayout:
         """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
         return CacheLayout(
             tuple(msgspec.structs.replace(group, blocks=group.blocks.of_rank(rank, size)) for group in self.groups)
         )
+
+
+def _hash_of(layout: msgspec.Struct) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
 def _keeps_less(cache: LayerCache | LayerState) -> int:
@@ -252,29 +326,3 @@ def _group_of(model: str, cache: LayerCache | LayerState, layers: list[int]) -> 
         dtype=cache.dtype,
     )
     return GroupLayout(kind=cache.kind, window=cache.window, layers=tuple(layers), blocks=blocks)
-
-
-class KVRegion(msgspec.Struct, frozen=True):
-    """The memory that holds one rank's share of an engine's blocks.
-
-    Share of block b is the `block_bytes` bytes at `address + b * block_bytes`.
-    """
-
-    address: int
-    num_blocks: int
-    device: str  # "cpu" or "cuda:N"
-    layout: KVLayout  # the whole model's
-    first_head: int  # of the model's KV heads, the first that this rank keeps
-    num_heads: int
-
-    @property
-    def heads(self) -> range:
-        return range(self.first_head, self.first_head + self.num_heads)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.num_heads * self.layout.head_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes

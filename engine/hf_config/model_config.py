@@ -69,7 +69,11 @@ def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCache | L
         return keys_and_values(config, layer)
     return LayerState(
         (
-            StatePart((shape.conv_channels, shape.conv_width - 1), config.dtype),
+            StatePart(
+                (shape.conv_channels, shape.conv_width - 1),
+                config.dtype,
+                sections=(shape.key_width, shape.key_width, shape.value_width),
+            ),
             StatePart((shape.num_value_heads, shape.key_dim, shape.value_dim), "float32"),
         )
     )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..core.connector import KVConnector
 from ..core.engine import EngineCore, EngineCoreConfig
-from ..core.layout import BLOCK_SIZE, CacheLayout, KVRegion
+from ..core.layout import BLOCK_SIZE, CacheLayout
+from ..core.regions import ArenaRegion, CacheRegion
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
@@ -32,7 +33,7 @@ class Engine:
     core: EngineCore
     model_config: ModelConfig
     caches: CacheLayout
-    region: KVRegion  # this rank's blocks of the first cache group; valid as long as `core` lives
+    region: CacheRegion  # this rank's blocks; valid as long as `core` lives
     max_model_len: int  # tokens, prompt and output together
     steps: StepSizes
     num_blocks: int
@@ -43,10 +44,10 @@ class Engine:
 
 def build_engine(
     config: EngineConfig,
-    connect: Callable[[KVRegion], KVConnector] | None = None,
+    connect: Callable[[CacheRegion], KVConnector] | None = None,
     member: Member = ALONE_MEMBER,
     *,
-    open_tiers: Callable[[KVRegion], KVTiers] | None = None,
+    open_tiers: Callable[[ArenaRegion], KVTiers] | None = None,
 ) -> Engine:
     """Load the model, allocate its KV blocks and run every kind of step once, so that no request is the first.
 
@@ -59,13 +60,13 @@ def build_engine(
     version cannot load, `GroupFailed` where another member of the group does not come or fails.
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
-    if connect is not None or open_tiers is not None:
-        config = config.moving_blocks()
+    if open_tiers is not None:
+        config = config.with_tiers()
     phases = Phases()
     with loaded_member(config, member, phases) as loaded:
         with phases("connect"):
             connector = connect(loaded.region) if connect else None
-            tiers = open_tiers(loaded.region) if open_tiers else None
+            tiers = open_tiers(loaded.region.only) if open_tiers else None
         with phases("warm_up"):
             runner = loaded.make_runner()
         grammars = _grammars(config, loaded.core_config)
@@ -94,15 +95,13 @@ def build_engine(
     )
 
 
-def follow(config: EngineConfig, member: Member, connect: Callable[[KVRegion], object] | None = None) -> None:
+def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion], object] | None = None) -> None:
     """Run the steps that the scheduling rank of a tensor-parallel group sends, until the group ends.
 
     `connect` gets the memory of this rank's part of the KV blocks; what it returns is kept alive meanwhile. Raises what
     `build_engine` raises, and `GroupFailed` where the group ends before its time.
     """
     assert member.tp_rank > 0, "the rank that schedules is built"
-    if connect is not None:
-        config = config.moving_blocks()
     phases = Phases()
     with loaded_member(config, member, phases) as loaded:
         with phases("connect"):

@@ -13,7 +13,7 @@ from baton.kernels import native
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheLayout, KVLayout, StateLayout
+from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
@@ -25,7 +25,7 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes, StepLimits
 from ..worker.warmup import warm_up
 from .device import DeviceContext
-from .kv_cache import allocate_kv, cpu_budget, size_kv_cache
+from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class CpuStartup:
         budget = functools.partial(cpu_budget, self._context.member.num_local)
         return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, budget)
 
-    def allocate_kv(self, layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
-        return allocate_kv(layout, num_blocks)
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return allocate_on_cpu(num_bytes)
 
     def make_runner(
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig

@@ -18,7 +18,7 @@ from baton.kernels.compiler import Compiler, recording
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheKind, CacheLayout, KVLayout, StateLayout
+from ..core.layout import CacheKind, CacheLayout
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..models import load_model, stub_model
@@ -31,7 +31,7 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import DeviceContext
-from .kv_cache import gpu_budget, size_kv_cache
+from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
 
@@ -94,11 +94,9 @@ class CudaStartup:
         budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
         return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, lambda: budget)
 
-    def allocate_kv(self, layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
-        if isinstance(layout, StateLayout):
-            return torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=self._stream.device)
-        return torch.zeros(layout.shape(num_blocks), dtype=getattr(torch, layout.dtype), device=self._stream.device)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._stream.device)
 
     def make_runner(
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
@@ -129,7 +127,7 @@ class CudaStartup:
         limits = self._limits(model_config.max_model_len)
         sizes = list(self._shapes(limits, caches).in_capture_order())
         eager = self._config.enforce_eager
-        arenas = [self.allocate_kv(group.blocks, 1) for group in caches.groups]
+        arenas = allocate_arenas(self.allocate, caches, [1] * len(caches.groups))
         return ProfileRun(
             lambda: self._runner(model, arenas, model_config, limits),
             [] if eager else sizes,

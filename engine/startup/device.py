@@ -12,7 +12,7 @@ import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheLayout, KVLayout, StateLayout
+from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
@@ -66,8 +66,8 @@ class DeviceStartup(Protocol):
         """Return the longest sequence in tokens and the blocks of each cache group. Raises `InvalidEngineConfig`."""
         ...
 
-    def allocate_kv(self, layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
-        """Return a tensor of `layout.shape(num_blocks)`."""
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for arenas: [num_bytes] of uint8."""
         ...
 
     def make_runner(

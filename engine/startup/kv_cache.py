@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
-from ..core.layout import BLOCK_SIZE, CacheLayout, KVLayout, KVRegion, StateLayout
+from ..core.layout import BLOCK_SIZE, CacheLayout, GroupLayout, StateLayout
+from ..core.regions import ArenaRegion, CacheRegion
 from .arenas import arenas_of, divide_memory, least_bytes, longest_sequence
 
 logger = logging.getLogger(__name__)
@@ -84,33 +85,49 @@ def size_kv_cache(
     return fitting, arenas
 
 
-def allocate_kv(layout: KVLayout | StateLayout, num_blocks: int) -> torch.Tensor:
-    """Return a page-aligned CPU tensor of `layout.shape(num_blocks)`; no page of it has been touched yet.
+def allocate_arenas(
+    allocate: Callable[[int], torch.Tensor], caches: CacheLayout, sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return the blocks of each cache group, in one range of memory, so that transfers can register it as a whole.
 
-    Of states: bytes [num_blocks, block_bytes].
+    `allocate` returns as many bytes as it is asked for; `caches` is this rank's part. Blocks of tokens have the shape
+    of their layout, slots of states are bytes [num_slots, block_bytes].
     """
+    starts = [0]
+    for group, size in zip(caches.groups, sizes, strict=True):
+        starts.append(starts[-1] + -(-size * group.blocks.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    memory = allocate(starts[-1])
+    return [_view(memory[at:], size, group) for at, size, group in zip(starts, sizes, caches.groups, strict=False)]
+
+
+def _view(memory: torch.Tensor, num_blocks: int, group: GroupLayout) -> torch.Tensor:
+    memory = memory[: num_blocks * group.blocks.block_bytes]
+    if isinstance(group.blocks, StateLayout):
+        return memory.view(num_blocks, group.blocks.block_bytes)
+    return memory.view(getattr(torch, group.blocks.dtype)).view(group.blocks.shape(num_blocks))
+
+
+def allocate_on_cpu(num_bytes: int) -> torch.Tensor:
+    """Return page-aligned bytes; no page of them has been touched yet."""
     # Private: the system gives no huge pages to anonymous memory that is shared, which is Python's default.
-    memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
         memory.madvise(mmap.MADV_HUGEPAGE)
-    if isinstance(layout, StateLayout):
-        return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
-    return torch.frombuffer(memory, dtype=getattr(torch, layout.dtype)).view(layout.shape(num_blocks))
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def region_of(kv: torch.Tensor, layout: KVLayout, first_head: int = 0) -> KVRegion:
-    """Describe the memory of the blocks to transfers. Valid as long as `kv` lives.
+def region_of(arenas: Sequence[torch.Tensor], caches: CacheLayout, rank: int = 0, size: int = 1) -> CacheRegion:
+    """Describe the memory of the arenas to transfers. Valid as long as they live.
 
-    `first_head` is the first of the model's KV heads that `kv` holds.
+    `caches` is the whole model's, of which the arenas hold the part of one of `size` tensor-parallel ranks.
     """
-    return KVRegion(
-        address=kv.data_ptr(),
-        num_blocks=kv.shape[0],
-        device=str(kv.device),
-        layout=layout,
-        first_head=first_head,
-        num_heads=kv.shape[1],
-    )
+    regions = []
+    for arena, group in zip(arenas, caches.groups, strict=True):
+        heads = group.blocks.heads_of(rank, size)
+        regions.append(
+            ArenaRegion(arena.data_ptr(), arena.shape[0], str(arena.device), group.blocks, heads.start, len(heads))
+        )
+    return CacheRegion(caches, tuple(regions))
 
 
 def cpu_budget(num_members: int = 1) -> KVBudget:

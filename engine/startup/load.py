@@ -12,14 +12,15 @@ from baton.kernels.compiler import Compiler
 from ..config import EngineConfig
 from ..core.config import CacheGroupConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CHECKPOINT_TOKENS, CacheKind, KVRegion
+from ..core.layout import CHECKPOINT_TOKENS, CacheKind
 from ..core.messages import ExpertReview
+from ..core.regions import CacheRegion
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
 from .device import DeviceContext, DeviceStartup
-from .kv_cache import region_of
+from .kv_cache import allocate_arenas, region_of
 from .phases import Phases
 from .step_sizes import StepSizes, step_sizes
 
@@ -34,7 +35,7 @@ class LoadedMember:
     model_config: ModelConfig
     core_config: EngineCoreConfig
     steps: StepSizes
-    region: KVRegion  # of the first cache group
+    region: CacheRegion
     make_runner: Callable[[], Runner]
     late_compilations: Callable[[], int]
     expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
@@ -71,11 +72,9 @@ def load_member(
     with phases("kv_cache"):
         longest, fitting = startup.size_kv_cache(model, model_config, own_caches)
         max_model_len, *sizes = (-size for size in widest.agree([-longest, *(-size for size in fitting)]))
-        arenas = [startup.allocate_kv(group.blocks, size) for group, size in zip(own_caches.groups, sizes, strict=True)]
+        arenas = allocate_arenas(startup.allocate, own_caches, sizes)
     depth = config.depth_on(startup.device_type)
     core_config = _core_config(config, steps, model_config, max_model_len, sizes, depth)
-    first = caches.groups[0].kv
-    first_head = first.heads_of(member.tp_rank, member.tensor_parallel_size).start
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
     def make_runner() -> Runner:
@@ -88,7 +87,7 @@ def load_member(
         model_config=model_config,
         core_config=core_config,
         steps=steps,
-        region=region_of(arenas[0], first, first_head),
+        region=region_of(arenas, caches, member.tp_rank, member.tensor_parallel_size),
         make_runner=make_runner,
         late_compilations=startup.late_compilations,
         expert_review=None if balancer is None else lambda: balancer.last,

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from baton.engine.core.connector import Received
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 
 from ..connector import PeerInfo, TransferConnector
@@ -119,9 +120,8 @@ class _Rank:
         num_bytes = spec.num_blocks * spec.block_bytes
         self._seat = spec
         self._memory = _Memory.allocate(num_bytes, spec.device, spec.first_device + spec.rank, seed=spec.first_device)
-        region = KVRegion(
-            self._memory.address, spec.num_blocks, self._memory.device, spec.layout, spec.heads.start, len(spec.heads)
-        )
+        address, device, heads = self._memory.address, self._memory.device, spec.heads
+        region = CacheRegion.of(ArenaRegion(address, spec.num_blocks, device, spec.layout, heads.start, len(heads)))
         if spec.rank == 0:
             self._lead(region, tell_address)
         else:
@@ -131,7 +131,7 @@ class _Rank:
         self._raw = _raw_agent(f"raw {spec.side} {spec.rank}", self._memory, num_bytes)
         self._sources: list[_Source] = []
 
-    def _lead(self, region: KVRegion, tell_address: Callable[[str], None]) -> None:
+    def _lead(self, region: CacheRegion, tell_address: Callable[[str], None]) -> None:
         spec, read_socket = self._seat, None
         if spec.size > 1:
             read_socket = GroupSocket(spec.size, "127.0.0.1", spec.key)
@@ -172,7 +172,7 @@ class _Rank:
         spec = self._seat
         for assigned in assign_heads(spec.rank, spec.heads, kept):
             holder = holders[assigned.holder_rank]
-            piece = slice_heads(assigned.heads, kept[assigned.holder_rank], spec.heads, spec.layout.head_bytes)
+            piece = slice_heads(spec.layout, assigned.heads, kept[assigned.holder_rank], spec.heads)
             self._sources.append(_Source(self._raw.add_remote_agent(holder.metadata), holder, piece))
         if spec.rank == 0:
             self._connector.peers_changed([PeerInfo("holder", 1, address, spec.layout.fingerprint)])

@@ -6,22 +6,26 @@ and several lists of byte ranges. The caller chooses the handles, so that all ra
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import xxhash
 from msgspec import Meta
 
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.layout import KVLayout, Piece, StateLayout, UnevenHeads
+from baton.engine.core.regions import ArenaRegion, CacheRegion, arenas_of, first_blocks
 
 from .. import codec
 from ..block_copies import device_blocks
+from ..codec import Id
 from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
 from ..errors import MalformedMessage, TransportError
-from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState, Transport
+from ..transports import Lane, PeerHandle, PeerState, RangeTable, ReadHandle, ReadState, Transport
 from .rpc import MAX_RANKS
 
 State = TypeVar("State", PeerState, ReadState)
@@ -33,12 +37,20 @@ _SEVERITY: tuple[PeerState | ReadState, ...] = (
 )
 
 
+class ArenaPlace(msgspec.Struct, frozen=True, array_like=True):
+    """The place of one cache group's blocks in a rank's memory."""
+
+    offset: Id  # bytes from the start of the memory
+    num_blocks: Id
+
+
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
     """One rank's memory, as other engines must know it to read its share of the blocks."""
 
-    first_head: Annotated[int, Meta(ge=0, lt=2**16)]
+    first_head: Annotated[int, Meta(ge=0, lt=2**16)]  # of the first cache group
     num_heads: Annotated[int, Meta(ge=1, lt=2**16)]
     transport: bytes  # its transport's metadata
+    arenas: Annotated[tuple[ArenaPlace, ...], Meta(max_length=64)] = ()  # of several cache groups
 
     @property
     def heads(self) -> range:
@@ -58,15 +70,22 @@ def worst(states: Iterable[State]) -> State:
     return max(states, key=_SEVERITY.index)
 
 
+class _Share(NamedTuple):
+    """Heads of one cache group that we read from one rank of a holder."""
+
+    heads: range
+    kept: range  # all that this rank keeps
+    slice: HeadSlice
+
+
 @dataclasses.dataclass(slots=True)
 class _RankSource:
     """One rank of a holder from which we read some of our heads."""
 
     peer: PeerHandle
-    slice: HeadSlice
     rank: int
-    heads: range  # read from this rank
-    kept: range  # all heads that this rank keeps
+    shares: list[list[_Share]]  # in each cache group
+    places: Sequence[ArenaPlace]  # of the groups in its memory
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,7 +105,7 @@ class RankReader:
     def __init__(
         self,
         rank: int,
-        region: KVRegion,
+        region: CacheRegion,
         transport: Transport,
         block_bytes: BlockBytes | None = None,
         *,
@@ -97,6 +116,8 @@ class RankReader:
         self.region = region
         self._transport = transport
         self._block_bytes = block_bytes
+        self._first_blocks = region.first_blocks
+        self._heads_at = [_pieces_of_heads(arena) for arena in region.arenas]
         self._peers: dict[PeerHandle, list[_RankSource]] = {}
         self._reads: dict[ReadHandle, _GroupRead] = {}
         self.num_bytes = 0  # asked of the transport since the start
@@ -112,7 +133,14 @@ class RankReader:
 
     @property
     def memory(self) -> RankMemory:
-        return RankMemory(self.region.first_head, self.region.num_heads, self._transport.metadata())
+        first, metadata = self.region.arenas[0], self._transport.metadata()
+        places = self._places if len(self.region.arenas) > 1 else ()
+        return RankMemory(first.first_head, first.num_heads, metadata, places)
+
+    @property
+    def _places(self) -> tuple[ArenaPlace, ...]:
+        offsets = zip(self.region.offsets, self.region.arenas, strict=True)
+        return tuple(ArenaPlace(offset, arena.num_blocks) for offset, arena in offsets)
 
     def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
         """Begin to connect to those ranks of a group that this one will read.
@@ -120,18 +148,36 @@ class RankReader:
         Raises `MalformedMessage` or `TransportError` for metadata that make no sense; nothing was begun then.
         """
         holders = _decode_group(metadata)
+        shares = self._shares(holders)
         sources: list[_RankSource] = []
         try:
-            for assigned in assign_heads(self.rank, self.region.heads, [holder.heads for holder in holders]):
-                holder = holders[assigned.holder_rank]
-                piece = slice_heads(assigned.heads, holder.heads, self.region.heads, self.region.layout.head_bytes)
-                peer_rank = self._transport.add_peer(holder.transport)
-                sources.append(_RankSource(peer_rank, piece, assigned.holder_rank, assigned.heads, holder.heads))
+            for rank, of_rank in shares.items():
+                peer_rank = self._transport.add_peer(holders[rank].transport)
+                sources.append(_RankSource(peer_rank, rank, of_rank, self._places_of(holders[rank])))
         except Exception:
             for source in sources:
                 self._transport.remove_peer(source.peer)
             raise
         self._peers[peer] = sources
+
+    def _shares(self, holders: Sequence[RankMemory]) -> dict[int, list[list[_Share]]]:
+        """Return what to read from which of a holder's ranks. Raises `TransportError`."""
+        shares: dict[int, list[list[_Share]]] = {}
+        for group, arena in enumerate(self.region.arenas):
+            for assigned in assign_heads(self.rank, arena.heads, _kept_by(holders, group, arena.layout)):
+                kept = _kept_by(holders, group, arena.layout)[assigned.holder_rank]
+                piece = slice_heads(arena.layout, assigned.heads, kept, arena.heads)
+                of_rank = shares.setdefault(assigned.holder_rank, [[] for _ in self.region.arenas])
+                of_rank[group].append(_Share(assigned.heads, kept, piece))
+        return shares
+
+    def _places_of(self, holder: RankMemory) -> Sequence[ArenaPlace]:
+        num_groups = len(self.region.arenas)
+        if num_groups == 1:
+            return ()  # it begins where the memory does
+        if len(holder.arenas) != num_groups:
+            raise TransportError(f"the holder describes {len(holder.arenas)} cache groups, there are {num_groups}")
+        return holder.arenas
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return worst(self._transport.peer_state(source.peer) for source in self._peers[peer])
@@ -150,14 +196,39 @@ class RankReader:
         """Begin to read the peer's `source_blocks` into our `blocks`, of the same number."""
         entry = self._reads[read] = _GroupRead([])
         for source in self._peers[peer]:
-            ranges = block_ranges(source_blocks, blocks, source.slice)
             try:
+                ranges = self._ranges(source, source_blocks, blocks)
+                if not len(ranges):
+                    continue
                 entry.parts.append(self._transport.read(source.peer, ranges))
             except TransportError as error:
                 entry.state, entry.reason = ReadState.FAILED, str(error)
                 return
-            self.num_bytes += len(blocks) * source.slice.num_bytes
+            self.num_bytes += int(ranges[:, 2].sum())
             self.num_descriptors += len(ranges)
+
+    def _ranges(self, source: _RankSource, source_blocks: Sequence[int], blocks: Sequence[int]) -> RangeTable:
+        """Return the byte ranges of some blocks in one rank's memory and in ours.
+
+        Raises `TransportError` where blocks of one cache group are to be read into another's.
+        """
+        if len(self.region.arenas) == 1:
+            tables = [block_ranges(source_blocks, blocks, share.slice) for share in source.shares[0]]
+            return np.concatenate(tables)
+        theirs, ours = np.asarray(source_blocks, dtype=np.int64), np.asarray(blocks, dtype=np.int64)
+        their_firsts = first_blocks([place.num_blocks for place in source.places])
+        groups = arenas_of(self._first_blocks, ours)
+        if not np.array_equal(groups, arenas_of(their_firsts, theirs)):
+            raise TransportError("blocks of the holder are of other cache groups than ours")
+        tables = [np.empty((0, 3), dtype=np.int64)]
+        offsets = self.region.offsets
+        for group in np.unique(groups).tolist():
+            some = groups == group
+            own = ours[some] - self._first_blocks[group]
+            their = theirs[some] - their_firsts[group]
+            for share in source.shares[group]:
+                tables.append(block_ranges(their, own, share.slice, source.places[group].offset, offsets[group]))
+        return np.concatenate(tables)
 
     def poll(self, read: ReadHandle) -> ReadState:
         entry = self._reads[read]
@@ -181,29 +252,42 @@ class RankReader:
         return True
 
     def digests(self, blocks: Sequence[int]) -> bytes:
-        """Return the digests of our heads of some blocks. Raises `MalformedMessage` for a block that does not exist."""
+        """Return the digests of our heads of some blocks, for each block as many as the widest cache group has heads.
+
+        Raises `MalformedMessage` for a block that does not exist.
+        """
         if any(not 0 <= block < self.region.num_blocks for block in blocks):
             raise MalformedMessage(f"blocks {list(blocks)} are to be digested, and there are {self.region.num_blocks}")
         if self._block_bytes is None:
             self._block_bytes = region_bytes(self.region)
-        return digests_of(self._block_bytes, blocks, self.region.num_heads)
+        groups = arenas_of(self._first_blocks, blocks).tolist()
+        width = max(map(len, self._heads_at)) * DIGEST_BYTES
+        found = (
+            digests_of(bytes(self._block_bytes(block)), self._heads_at[group])
+            for block, group in zip(blocks, groups, strict=True)
+        )
+        return b"".join(digests.ljust(width, b"\0") for digests in found)
 
     def difference(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> str:
         """Compare our blocks with the digests of that peer's ranks. Returns the first difference, or an empty string.
 
         Raises as `digests`.
         """
-        ours, num_heads = self.digests(blocks), self.region.num_heads
+        ours, width = self.digests(blocks), max(map(len, self._heads_at))
+        groups = arenas_of(self._first_blocks, blocks).tolist()
         for source in self._peers[peer]:
             theirs = by_rank[source.rank] if source.rank < len(by_rank) else b""
-            if len(theirs) != len(blocks) * len(source.kept) * DIGEST_BYTES:
+            their_width, rest = divmod(len(theirs), max(1, len(blocks)) * DIGEST_BYTES)
+            if rest or their_width < max(len(share.kept) for shares in source.shares for share in shares):
                 return f"the holder's rank {source.rank} sent {len(theirs)} bytes of digests for {len(blocks)} blocks"
-            for number, block in enumerate(blocks):
-                for head in source.heads:
-                    mine = (number * num_heads + head - self.region.first_head) * DIGEST_BYTES
-                    other = (number * len(source.kept) + head - source.kept.start) * DIGEST_BYTES
-                    if ours[mine : mine + DIGEST_BYTES] != theirs[other : other + DIGEST_BYTES]:
-                        return f"block {block}, KV head {head} is not what the holder's rank {source.rank} has"
+            for number, (block, group) in enumerate(zip(blocks, groups, strict=True)):
+                first = self.region.arenas[group].first_head
+                for share in source.shares[group]:
+                    for head in share.heads:
+                        mine = (number * width + head - first) * DIGEST_BYTES
+                        other = (number * their_width + head - share.kept.start) * DIGEST_BYTES
+                        if ours[mine : mine + DIGEST_BYTES] != theirs[other : other + DIGEST_BYTES]:
+                            return f"block {block}, KV head {head} is not what the holder's rank {source.rank} has"
         return ""
 
     def progress(self) -> None:
@@ -223,21 +307,42 @@ DIGEST_BYTES = 8
 BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # returns a rank's part of a block
 
 
-def region_bytes(region: KVRegion) -> BlockBytes:
+def region_bytes(region: CacheRegion) -> BlockBytes:
     """Return a function that reads blocks of a region. A GPU's memory is copied to the host block by block."""
-    size = region.block_bytes
-    if region.device == "cpu":
-        return lambda block: (ctypes.c_char * size).from_address(region.address + block * size).raw
-    blocks = device_blocks(region)
-    return lambda block: blocks[block].cpu().numpy().tobytes()
+    readers, firsts = [_arena_bytes(arena) for arena in region.arenas], region.first_blocks
+
+    def read(block: int) -> bytes:
+        arena = bisect.bisect_right(firsts, block) - 1
+        return readers[arena](block - firsts[arena])
+
+    return readers[0] if len(readers) == 1 else read
 
 
-def digests_of(read: BlockBytes, blocks: Sequence[int], num_heads: int) -> bytes:
-    """Return the digests of a rank's parts of some blocks, in order."""
-    return b"".join(_digests_of_block(bytes(read(block)), num_heads) for block in blocks)
+def _arena_bytes(arena: ArenaRegion) -> Callable[[int], bytes]:
+    size = arena.block_bytes
+    if arena.device == "cpu":
+        return lambda block: bytes((ctypes.c_char * size).from_address(arena.address + block * size).raw)
+    blocks = device_blocks(arena)
+    return lambda block: bytes(blocks[block].cpu().numpy().tobytes())
 
 
-def _digests_of_block(content: bytes, num_heads: int) -> bytes:
-    size = len(content) // num_heads
-    shares = (content[at : at + size] for at in range(0, len(content), size))
-    return b"".join(xxhash.xxh3_64_digest(share) for share in shares)
+def digests_of(content: bytes, heads: Sequence[Sequence[Piece]]) -> bytes:
+    """Return the digests of a rank's part of a block, one for each head, given where each lies."""
+    return b"".join(
+        xxhash.xxh3_64_digest(b"".join(content[piece.offset : piece.offset + piece.num_bytes] for piece in pieces))
+        for pieces in heads
+    )
+
+
+def _pieces_of_heads(arena: ArenaRegion) -> Sequence[Sequence[Piece]]:
+    return [arena.layout.sections(arena.heads, range(head, head + 1)) for head in arena.heads]
+
+
+def _kept_by(holders: Sequence[RankMemory], group: int, layout: KVLayout | StateLayout) -> Sequence[range]:
+    """Return the heads of a cache group that each rank of a holder keeps. Raises `TransportError`."""
+    if group == 0:
+        return [holder.heads for holder in holders]
+    try:
+        return [layout.heads_of(rank, len(holders)) for rank in range(len(holders))]
+    except UnevenHeads as error:
+        raise TransportError(str(error)) from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.net.curve import ClusterKey
 
 from ..channel import Channel, Route
@@ -138,14 +138,14 @@ class ReadHandler:
 
 def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> GroupMember:
     """Join rank 0's reads over a connection to it."""
-    fingerprint = reader.region.layout.fingerprint
+    fingerprint = reader.region.fingerprint
     return GroupMember(
         ReadHandler(reader, clock), READS, rank=reader.rank, fingerprint=fingerprint, channel=channel, leader=leader
     )
 
 
 def join_tp_read_group(
-    region: KVRegion,
+    region: CacheRegion,
     *,
     rank: int,
     leader: str,

@@ -39,10 +39,9 @@ class TpReadGroup:
 
     def __init__(self, own: RankReader, others: Sequence[RemoteRank] = (), leader: GroupLeader | None = None) -> None:
         self.metadata = _checked_metadata([own.memory, *(rank.memory for rank in others)])
-        self.layout = own.region.layout
+        self.region = own.region
         self.device = own.region.device
-        self.num_blocks = own.region.num_blocks
-        self.block_bytes = own.region.block_bytes  # of each rank
+        self.block_bytes = own.region.block_bytes  # of each rank, in the first cache group
         self.transport_name = own.transport_name
         self._own = own
         self._others = others
@@ -168,11 +167,11 @@ def gather(
 
     Raises `TransportError` for ranks that do not come in time or do not fit.
     """
-    leader = GroupLeader(channel, size, own.region.layout.fingerprint, READS, clock=clock)
+    leader = GroupLeader(channel, size, own.region.fingerprint, READS, clock=clock)
     leader.gather(wait, timeout_s)
     for rank in leader.ranks:
         _check(rank, leader.details[rank], own, size)
-    _check_heads(own.rank, own.region.heads, own, size)
+    _check_heads(own.rank, own.region.arenas[0].heads, own, size)
     return TpReadGroup(own, [_remote_rank(leader, rank, clock) for rank in leader.ranks], leader)
 
 
@@ -206,7 +205,7 @@ def _check(rank: int, details: ReadDetails, own: RankReader, size: int) -> None:
 
 def _check_heads(rank: int, heads: range, own: RankReader, size: int) -> None:
     try:
-        expected = own.region.layout.heads_of(rank, size)
+        expected = own.region.arenas[0].layout.heads_of(rank, size)
     except UnevenHeads as error:
         raise TransportError(str(error)) from error
     if heads != expected:

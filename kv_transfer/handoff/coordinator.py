@@ -100,8 +100,12 @@ class HandoffCoordinator:
         self._digest_check.offered(key.offer, block_ids)
         self._digest_if_complete(key.offer)
 
-    def advance(self, offer: TransferId, num_ready: int) -> None:
-        self._effects.perform(self.leases.advance(offer, num_ready, self._standstill.arrival(self._clock())))
+    def advance(self, offer: TransferId, num_ready: int, last_blocks: tuple[int, ...] = ()) -> None:
+        """Count written blocks; `last_blocks` take the place of as many at the end of an offer."""
+        now = self._standstill.arrival(self._clock())
+        if last_blocks:
+            self._digest_check.replaced(offer, last_blocks)
+        self._effects.perform(self.leases.advance(offer, num_ready, now, last_blocks))
         self._digest_if_complete(offer)
 
     def withdraw(self, offer: TransferId) -> None:

@@ -68,6 +68,12 @@ class DigestCheck:
         if self._verifies:
             self._offers[offer] = _Offer(list(blocks))
 
+    def replaced(self, offer: TransferId, last_blocks: Sequence[int]) -> None:
+        """Put `last_blocks` in the place of as many at the end of an offer."""
+        known = self._offers.get(offer)
+        if known is not None:
+            known.blocks[-len(last_blocks) :] = last_blocks
+
     def written(self, offer: TransferId) -> None:
         """Begin to digest an offer whose blocks are all written. Later calls do nothing."""
         known = self._offers.get(offer)

@@ -28,12 +28,16 @@ class PairingTerms:
     transport: str
     digest: DigestMode
     block_size: int  # tokens
-    num_blocks: int
+    num_groups: int  # of layers, by what they keep of a sequence
+    num_blocks: int  # of all of them
 
     @classmethod
     def of(cls, key: EngineKey, group: TpReadGroup, digest: DigestMode) -> PairingTerms:
-        layout = group.layout
-        return cls(key, layout.fingerprint, group.transport_name, digest, layout.block_size, group.num_blocks)
+        region = group.region
+        num_groups = len(region.arenas)
+        return cls(
+            key, region.fingerprint, group.transport_name, digest, region.block_size, num_groups, region.num_blocks
+        )
 
     def request(self, to: EngineKey) -> HandshakeRequest:
         return HandshakeRequest(self.key, to, self.fingerprint, self.transport, self.digest)
@@ -60,7 +64,8 @@ class PairingTerms:
             raise MalformedMessage(
                 f"the ticket's holder has transfer.digest {ticket.digest.value!r}, here it is {self.digest.value!r}"
             )
-        ticket.check_block_size(self.block_size)
+        if self.num_groups == 1:  # else every block is compared with the group of the one that it is read into
+            ticket.check_block_size(self.block_size)
         wanted = ticket.num_blocks - first_block
         if first_block < 0 or wanted != len(block_ids):
             raise MalformedMessage(

@@ -14,8 +14,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from baton.engine.core.connector import TransferId
 from baton.engine.core.pace import Line, LineFit
@@ -50,6 +52,8 @@ class Piece(NamedTuple):
 
 class ReadPace:
     """The time that reads of one peer take, by their blocks.
+
+    Blocks are those of the first cache group: what other groups add to a hand-off does not grow with it.
 
     It begins with the rate that was measured at pairing. Where several receives read from the peer at once, each of
     them counts the blocks of all: so the line is the peer's, not a share of it. Of reads that overlap, one counts:
@@ -90,7 +94,7 @@ class _BlockRead:
     peer: PeerHandle
     num_to_come: int  # blocks that are not written yet
     waiting: collections.deque[_Batch] = dataclasses.field(default_factory=collections.deque)
-    running: dict[ReadHandle, int] = dataclasses.field(default_factory=dict)  # with their number of blocks
+    running: dict[ReadHandle, int] = dataclasses.field(default_factory=dict)  # with their blocks of the first group
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: no further batch begins
     progress_at: float = 0.0  # when a batch ended, or the first of those that run began
@@ -176,9 +180,8 @@ class BlockReads:
     def extend(self, receive: TransferId, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Allow the read of blocks that are written now."""
         entry = self._entries[receive]
-        size = self._batch_blocks(entry.peer)
-        starts = range(0, len(blocks), size)
-        entry.waiting.extend(_Batch(source_blocks[at : at + size], blocks[at : at + size]) for at in starts)
+        for at, stop in self._batches(entry.peer, blocks):
+            entry.waiting.append(_Batch(source_blocks[at:stop], blocks[at:stop]))
         entry.num_to_come -= len(blocks)
 
     def stop(self, receive: TransferId) -> None:
@@ -197,10 +200,19 @@ class BlockReads:
         self._ended.clear()
         return events
 
-    def _batch_blocks(self, peer: PeerHandle) -> int:
+    def _batches(self, peer: PeerHandle, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Cut blocks into batches, each a range of the list."""
         lane = self._group.lane(peer)
         in_time = 0.0 if lane is None or lane.bytes_per_s is None else BATCH_S * lane.bytes_per_s
-        return max(1, min(max(self._batch_bytes, int(in_time)) // self._group.block_bytes, MAX_ORDER_BLOCKS))
+        most_bytes = max(self._batch_bytes, int(in_time))
+        ends = np.cumsum(self._group.region.bytes_of(blocks))
+        at = 0
+        while at < len(blocks):
+            before = int(ends[at - 1]) if at else 0
+            stop = int(np.searchsorted(ends, before + most_bytes, side="right"))
+            stop = min(max(stop, at + 1), at + MAX_ORDER_BLOCKS)
+            yield at, stop
+            at = stop
 
     def _advance(self, entry: _BlockRead, now: float) -> list[ReadEvent]:
         events: list[ReadEvent] = []
@@ -258,5 +270,5 @@ class BlockReads:
         while entry.waiting and len(entry.running) < self._reads_in_flight:
             batch = entry.waiting.popleft()
             started.append(self._group.read(entry.peer, batch.source_blocks, batch.blocks))
-            entry.running[started[-1]] = len(batch.blocks)
+            entry.running[started[-1]] = self._group.region.num_in_first(batch.blocks)
         return started

@@ -148,6 +148,7 @@ class Lease:
     reader: ReaderKey | None = None  # the one to which it is granted
     granted_s: float = 0.0  # length of the newest grant, counted from when it was given
     digests: tuple[bytes, ...] | None = None  # one a rank, of all blocks
+    last_blocks: tuple[int, ...] = ()  # instead of as many at the end of the ticket's
     state: LeaseState = LeaseState.OFFERED
 
     @property
@@ -194,10 +195,14 @@ class LeaseTable:
         ready = num_blocks if num_ready is None else num_ready
         self._leases[key.offer] = Lease(key, num_blocks, ready, expires_at=now + self.lease_s)
 
-    def advance(self, offer: TransferId, num_ready: int, now: float) -> list[Action]:
-        """Note how many blocks are written. An offer that nobody has claimed is kept `lease_s` from now."""
+    def advance(self, offer: TransferId, num_ready: int, now: float, last_blocks: tuple[int, ...] = ()) -> list[Action]:
+        """Note how many blocks are written. An offer that nobody has claimed is kept `lease_s` from now.
+
+        `last_blocks`: the numbers of as many at the end of the offer, where the ticket has others.
+        """
         lease = self._leases.get(offer)
         if lease is not None and lease.state is not LeaseState.ASKED_BACK:
+            lease.last_blocks = last_blocks or lease.last_blocks
             lease.num_ready = max(lease.num_ready, num_ready)
         if lease is not None and lease.state is LeaseState.OFFERED:
             lease.expires_at = max(lease.expires_at, now + self.lease_s)
@@ -261,9 +266,9 @@ class LeaseTable:
     ) -> FromHolder | None:
         match reply, message:
             case LeaseReply.GRANTED, Claim() | Renew():
-                return Granted(lease.key, reader, message.number, lease.granted_s, lease.num_ready)
+                return Granted(lease.key, reader, message.number, lease.granted_s, lease.num_ready, lease.last_blocks)
             case LeaseReply.GROWN, _:
-                return Grown(lease.key, reader, lease.num_ready)
+                return Grown(lease.key, reader, lease.num_ready, lease.last_blocks)
             case LeaseReply.DIGESTS, AskDigests():
                 return self._digests_of(lease, reader, message.first)
         return Withdrawn(lease.key, reader)

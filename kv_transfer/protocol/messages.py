@@ -46,6 +46,7 @@ MAX_DIGESTS_BYTES = 1 << 20  # of one message, whose channel takes four times as
 DIGEST_BLOCKS = 1024  # limit of one message or order within a group: a rank that digests for long reports in between
 
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+LastBlocks = Annotated[tuple[Id, ...], Meta(max_length=64)]  # instead of as many at the end of the ticket's
 Seconds = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 
@@ -122,6 +123,7 @@ class Granted(LeaseMessage, frozen=True, tag=5):
     number: Id
     lease_s: Seconds
     num_ready: Id  # leading blocks of the offer that are written
+    last_blocks: LastBlocks = ()  # with the last of them, where their numbers were not known before
 
 
 class ClaimRefused(LeaseMessage, frozen=True, tag=6):
@@ -144,6 +146,7 @@ class Grown(LeaseMessage, frozen=True, tag=10):
     """More blocks of a growing offer are written; blocks after the leading `num_ready` must not be read yet."""
 
     num_ready: Id
+    last_blocks: LastBlocks = ()  # as in `Granted`
 
 
 class AskDigests(LeaseMessage, frozen=True, tag=11):
@@ -193,7 +196,8 @@ def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
 class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The offer of a prompt's blocks, as it travels through the gateway; kept for `lease_s` from when it is sent.
 
-    Of a growing offer only the leading `num_ready` blocks are written when it is sent.
+    Of a growing offer only the leading `num_ready` blocks are written when it is sent; the numbers of its last ones may
+    come with the message that says that they are.
     """
 
     version: int

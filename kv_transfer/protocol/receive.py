@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from baton.engine.core.connector import TransferId
 
@@ -196,8 +197,15 @@ class Receive:
     def grows(self) -> bool:
         return self.num_ready < self.ticket.num_blocks
 
-    def grow(self, num_ready: int) -> None:
-        """Allow the ticket's leading `num_ready` blocks to be read; a smaller number than before changes nothing."""
+    def grow(self, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
+        """Allow the ticket's leading `num_ready` blocks to be read; a smaller number than before changes nothing.
+
+        `last_blocks` take the place of as many at the end of the ticket's, none of which may be read yet.
+        """
+        is_last = self.grows and num_ready >= self.ticket.num_blocks
+        count = min(len(last_blocks), len(self.source_blocks))
+        if is_last and count:
+            self.source_blocks[-count:] = last_blocks[-count:]
         self.num_ready = max(self.num_ready, min(num_ready, self.ticket.num_blocks))
 
     @property

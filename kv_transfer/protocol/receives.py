@@ -204,7 +204,7 @@ class ReceiveTable:
                 return ReceiveEvent.WITHDRAWN, "the holder withdrew the offer"
             case Grown():
                 if receive is not None and pulling:
-                    receive.grow(message.num_ready)
+                    receive.grow(message.num_ready, message.last_blocks)
                 return ReceiveEvent.GROWN, ""
             case Digests():
                 if receive is None or not pulling or not receive.lacks(message):
@@ -221,7 +221,7 @@ class ReceiveTable:
         sent_at = receive.sent_at.pop(message.number, None)
         if sent_at is None:
             return False
-        receive.grow(message.num_ready)
+        receive.grow(message.num_ready, message.last_blocks)
         until = sent_at + message.lease_s - self.timeouts.margin_s
         if receive.granted_until is None or until > receive.granted_until:
             receive.granted_until = receive.deadline = until

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.net.curve import ClusterKey
 
 from ..affinity import pin_thread
-from ..block_copies import BlockCopier, HostMemory, SlotPair, open_block_copier
+from ..block_copies import BlockCopier, SlotPair
 from ..channel import Channel, Route
 from ..codec import Id
-from ..errors import MalformedMessage, NotRegistrable, TransportError
+from ..errors import MalformedMessage, NotRegistrable
 from ..group.read_member import join_tp_read_group
 from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from ..group.tp_copy_group import TpCopyGroup
 from ..settings import TransferSettings
+from .slots import StagingCopier, StagingSlots, take_staging_slots
 
 MAX_PAIRS = 1024  # of one order: at most 20 KB
 
@@ -47,35 +48,15 @@ class Copied(msgspec.Struct, frozen=True, array_like=True, tag=10):
 COPIES = Service.of(Copy, Copied)
 
 
-class StagingSlots(NamedTuple):
-    """Memory of the host that stands in for blocks which the transport cannot register."""
-
-    memory: HostMemory
-    region: KVRegion  # the slots as blocks of the same layout, for peers
-
-
-def take_staging_slots(region: KVRegion, buffer_bytes: int) -> StagingSlots:
-    """Allocate slots for one rank's blocks. Raises `TransportError` if no block fits or memory cannot be pinned."""
-    num_slots = buffer_bytes // region.block_bytes
-    if num_slots < 1:
-        raise TransportError(
-            f"transfer.buffer_bytes is {buffer_bytes} and a block has {region.block_bytes} bytes:"
-            " it should hold the blocks of several of the longest prompts"
-        )
-    memory = HostMemory(num_slots, region.block_bytes, region.device)
-    slots = msgspec.structs.replace(region, address=memory.address, num_blocks=num_slots, device="cpu")
-    return StagingSlots(memory, slots)
-
-
 class GroupBlockCopier:
     """The `BlockCopier` of rank 0: copies on all ranks.
 
     Raises `TransportError` where another rank does not come; calls raise `RankLost`.
     """
 
-    def __init__(self, region: KVRegion, memory: HostMemory, socket: GroupSocket) -> None:
-        self._own = open_block_copier(region, memory)
-        self._group = TpCopyGroup(socket, region.layout.fingerprint, COPIES)
+    def __init__(self, region: CacheRegion, slots: StagingSlots, socket: GroupSocket) -> None:
+        self._own = StagingCopier(region, slots)
+        self._group = TpCopyGroup(socket, region.fingerprint, COPIES)
 
     def down(self, pairs: Sequence[SlotPair]) -> None:
         self._copy(self._own.down, pairs, is_down=True)
@@ -96,9 +77,9 @@ class GroupBlockCopier:
 class CopyHandler:
     """Copies another rank's share when rank 0 orders it to."""
 
-    def __init__(self, region: KVRegion, memory: HostMemory) -> None:
-        self._num_blocks, self._num_slots = region.num_blocks, memory.num_slots
-        self._copier: BlockCopier = open_block_copier(region, memory)
+    def __init__(self, region: CacheRegion, slots: StagingSlots) -> None:
+        self._num_blocks, self._num_slots = region.num_blocks, slots.region.num_blocks
+        self._copier: BlockCopier = StagingCopier(region, slots)
 
     def details(self) -> None:
         return None
@@ -139,7 +120,7 @@ class StagedMember:
 
 
 def follow_connector(
-    region: KVRegion,
+    region: CacheRegion,
     *,
     settings: TransferSettings,
     rank: int,
@@ -163,7 +144,7 @@ def follow_connector(
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(settings.cpu_affinity, region.device)
-        handler, fingerprint = CopyHandler(region, slots.memory), region.layout.fingerprint
+        handler, fingerprint = CopyHandler(region, slots), region.fingerprint
         return GroupMember(handler, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     try:

@@ -30,26 +30,26 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
-from baton.engine.core.kv.blocks import BlockPool
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import CacheRegion
 
-from ..block_copies import BlockCopier, open_block_copier
+from ..block_copies import BlockCopier
 from ..connector import TransferConnector
 from ..errors import NotRegistrable
 from ..group.rpc import GroupSocket
 from ..protocol.stats import TransferStats
 from ..settings import PeerInfo, TransferSettings
 from .copy_thread import CopyThread
-from .group_copies import GroupBlockCopier, take_staging_slots
+from .group_copies import GroupBlockCopier
 from .offers import StagedOffers
 from .receives import StagedReceives
+from .slots import SlotPool, StagingCopier, take_staging_slots
 from .transfer_ids import TransferIds
 
 logger = logging.getLogger(__name__)
 
 
 def open_connector(
-    region: KVRegion, *, settings: TransferSettings, copy_socket: GroupSocket | None = None, **arguments: Any
+    region: CacheRegion, *, settings: TransferSettings, copy_socket: GroupSocket | None = None, **arguments: Any
 ) -> TransferConnector | HostBufferConnector:
     """Open a connector over the blocks themselves or by way of the host's memory, as `settings.buffer` says.
 
@@ -78,22 +78,22 @@ class HostBufferConnector(GrowingConnector):
 
     def __init__(
         self,
-        region: KVRegion,
+        region: CacheRegion,
         *,
         settings: TransferSettings,
         copy_socket: GroupSocket | None = None,
         wake: Callable[[], None] = lambda: None,
         **arguments: Any,
     ) -> None:
-        memory, slots = take_staging_slots(region, settings.buffer_bytes)
-        self._slots = BlockPool(slots.num_blocks)
+        slots = take_staging_slots(region, settings.buffer_bytes)
+        self._slots = SlotPool(region, slots.region)
         self._copy_socket = copy_socket
-        self._inner = TransferConnector(slots, settings=settings, wake=wake, staged=True, **arguments)
+        self._inner = TransferConnector(slots.region, settings=settings, wake=wake, staged=True, **arguments)
 
         def begin() -> BlockCopier:
             if copy_socket is None:
-                return open_block_copier(region, memory)
-            return GroupBlockCopier(region, memory, copy_socket)
+                return StagingCopier(region, slots)
+            return GroupBlockCopier(region, slots, copy_socket)
 
         try:
             self._copies = CopyThread(begin, wake, region.device, settings.cpu_affinity)
@@ -123,8 +123,8 @@ class HostBufferConnector(GrowingConnector):
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
         return self._offers.offer(request_id, generation, list(block_ids), num_tokens)
 
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
-        self._offers.advance(transfer_id, num_ready)
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
+        self._offers.advance(transfer_id, num_ready, last_blocks)
 
     def withdraw(self, transfer_id: TransferId) -> None:
         self._offers.withdraw(transfer_id)
@@ -152,7 +152,7 @@ class HostBufferConnector(GrowingConnector):
         self._inner.peers_changed(live)
 
     def stats(self) -> TransferStats:
-        used = self._slots.num_blocks - self._slots.num_free
+        used = self._slots.num_slots - self._slots.num_free
         refusals = self._offers.num_refused + self._receives.num_refused
         return msgspec.structs.replace(self._inner.stats(), buffer_blocks=used, buffer_refusals=refusals)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, OfferOutcome, TransferId
-from baton.engine.core.kv.blocks import BlockPool
 
 from ..connector import TransferConnector
 from ..protocol.messages import Ticket
 from .copy_thread import CopyThread
+from .slots import SlotPool
 from .transfer_ids import TransferIds
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class StagedOffers:
     def __init__(
         self,
         inner: TransferConnector,
-        slots: BlockPool,
+        slots: SlotPool,
         copies: CopyThread,
         ids: TransferIds,
         *,
@@ -56,19 +56,21 @@ class StagedOffers:
 
     def offer(self, request_id: str, generation: int, blocks: list[int], num_tokens: int) -> Offer:
         """Offer blocks of which none is copied yet."""
-        if len(blocks) > self._slots.num_free:
+        if not self._slots.fit(blocks):
             return self._refuse(request_id, generation, len(blocks), num_tokens)
-        slots = self._slots.allocate(len(blocks))
+        slots = self._slots.allocate(blocks)
         inner = self._inner.offer_growing(request_id, generation, slots, num_tokens)
         own = self._ids.pair(self._ids.new(), inner.transfer_id)
         self._offers[own] = _Staged(blocks, slots)
         return Offer(own, inner.ticket)
 
-    def advance(self, own: TransferId, num_ready: int) -> None:
-        """Copy the leading `num_ready` blocks, which are written now."""
+    def advance(self, own: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
+        """Copy the leading `num_ready` blocks, which are written now; the slots of `last_blocks` are as offered."""
         staged, inner = self._offers.get(own), self._ids.inner_of(own)
         if staged is None or inner is None or num_ready <= staged.num_ordered:
             return
+        if last_blocks:
+            staged.blocks[-len(last_blocks) :] = last_blocks
         start, staged.num_ordered = staged.num_ordered, num_ready
         staged.num_copies += 1
         pairs = list(zip(staged.blocks[start:num_ready], staged.slots[start:num_ready], strict=True))
@@ -89,7 +91,7 @@ class StagedOffers:
     def _refuse(self, request_id: str, generation: int, num_blocks: int, num_tokens: int) -> Offer:
         self.num_refused += 1
         reason = (
-            f"its host buffer has {self._slots.num_free} of {self._slots.num_blocks} slots free and the prompt needs"
+            f"its host buffer has {self._slots.num_free} of {self._slots.num_slots} slots free and the prompt needs"
             f" {num_blocks}: raise transfer.buffer_bytes"
         )
         if self.num_refused == 1:

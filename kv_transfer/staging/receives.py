@@ -21,10 +21,10 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
-from baton.engine.core.kv.blocks import BlockPool
 
 from ..lease_clock import lease_now
 from .copy_thread import CopyThread
+from .slots import SlotPool
 from .transfer_ids import TransferIds
 
 
@@ -43,7 +43,7 @@ class StagedReceives:
     def __init__(
         self,
         inner: KVConnector,
-        slots: BlockPool,
+        slots: SlotPool,
         copies: CopyThread,
         ids: TransferIds,
         *,
@@ -68,12 +68,12 @@ class StagedReceives:
     def start(self, arguments: tuple[str, int, bytes, int], blocks: list[int]) -> TransferId:
         """Queue a receive. `arguments` are those of the connector's `receive` but for the blocks."""
         own = self._ids.new()
-        if len(blocks) > self._slots.num_blocks:
+        if not self._slots.could_fit(blocks):
             self.num_refused += 1
             self.failed(
                 own,
                 f"the prompt needs {len(blocks)} slots of this engine's host buffer, which has"
-                f" {self._slots.num_blocks}: raise transfer.buffer_bytes",
+                f" {self._slots.num_slots}: raise transfer.buffer_bytes",
             )
             return own
         self._receives[own] = _Receive(arguments, blocks, self._clock())
@@ -96,10 +96,10 @@ class StagedReceives:
     def begin(self) -> None:
         """Begin waiting receives, in their order, as far as there are slots."""
         self._give_up_waiting()
-        while self._waiting and len(self._receives[self._waiting[0]].blocks) <= self._slots.num_free:
+        while self._waiting and self._slots.fit(self._receives[self._waiting[0]].blocks):
             own = self._waiting.popleft()
             receive = self._receives[own]
-            receive.slots = self._slots.allocate(len(receive.blocks))
+            receive.slots = self._slots.allocate(receive.blocks)
             self._ids.pair(own, self._inner.receive(*receive.arguments, receive.slots))
 
     def _give_up_waiting(self) -> None:

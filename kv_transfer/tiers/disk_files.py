@@ -33,8 +33,8 @@ from typing import Self
 import msgspec
 import xxhash
 
-from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import HASH_BYTES, BlockHash
+from baton.engine.core.regions import ArenaRegion
 
 from ..errors import TransferError
 
@@ -73,7 +73,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     file_set: str  # the same in the files of all ranks of an engine
 
     @classmethod
-    def of(cls, region: KVRegion, rank: int, num_ranks: int, file_set: str) -> Self:
+    def of(cls, region: ArenaRegion, rank: int, num_ranks: int, file_set: str) -> Self:
         return cls(
             format=FORMAT,
             fingerprint=region.layout.fingerprint,
@@ -124,7 +124,7 @@ class DiskFiles:
     Raises `TierRefused` for a folder that cannot be used, `DiskFull` where the disk has too little space.
     """
 
-    def __init__(self, folder: Path, region: KVRegion, num_slots: int, owner: FileOwner = SINGLE_RANK) -> None:
+    def __init__(self, folder: Path, region: ArenaRegion, num_slots: int, owner: FileOwner = SINGLE_RANK) -> None:
         self.slot_bytes = region.block_bytes
         self.num_slots = num_slots
         wanted = Header.of(region, owner.rank, owner.num_ranks, owner.file_set)

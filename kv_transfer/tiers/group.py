@@ -17,8 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import HASH_BYTES, BlockHash
+from baton.engine.core.regions import ArenaRegion
 from baton.engine.core.tiers import Tier
 from baton.engine.net.curve import ClusterKey
 
@@ -82,7 +82,7 @@ class TierGroup:
     Raises `TransportError` where a rank does not come or cannot keep its share. Calls raise `RankLost`.
     """
 
-    def __init__(self, region: KVRegion, settings: TierSettings, name: str, socket: GroupSocket) -> None:
+    def __init__(self, region: ArenaRegion, settings: TierSettings, name: str, socket: GroupSocket) -> None:
         space = take_disk_space(region, settings, FileOwner(0, socket.size))
         try:
             self._group = TpCopyGroup(socket, region.layout.fingerprint, TIERS)
@@ -140,7 +140,7 @@ class TierGroup:
 class TierHandler:
     """Opens another rank's tiers and moves its share of blocks when rank 0 orders it to."""
 
-    def __init__(self, region: KVRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
+    def __init__(self, region: ArenaRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
         self._region, self._settings, self._name = region, settings, name
         self._rank, self._num_ranks = rank, num_ranks
         self._worker: TierWorker | None = None
@@ -192,7 +192,7 @@ class TierHandler:
 
 
 def follow_tiers(
-    region: KVRegion,
+    region: ArenaRegion,
     settings: TierSettings,
     *,
     rank: int,

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion
 
 from ..block_copies import HostMemory, SlotPair, open_block_copier
 
@@ -31,7 +32,7 @@ def main() -> None:
     given = parser.parse_args()
     layout = KVLayout(model="any", num_layers=given.layers, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     blocks = torch.zeros(2 * given.blocks, layout.block_bytes, dtype=torch.uint8, device=given.device)
-    region = KVRegion(blocks.data_ptr(), len(blocks), given.device, layout, 0, layout.num_kv_heads)
+    region = ArenaRegion(blocks.data_ptr(), len(blocks), given.device, layout, 0, layout.num_kv_heads)
     memory = HostMemory(given.blocks, layout.block_bytes, given.device)
     neighbours = list(range(given.blocks))
     shuffled = random.Random(0).sample(range(len(blocks)), given.blocks)
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def _rates(
-    region: KVRegion, memory: HostMemory, calls: Sequence[Sequence[SlotPair]], *, busy: bool
+    region: ArenaRegion, memory: HostMemory, calls: Sequence[Sequence[SlotPair]], *, busy: bool
 ) -> tuple[float, float]:
     """Return GB/s down and up of copies in a thread of their own, beside this one."""
     rates: list[float] = []

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
+from baton.engine.core.regions import ArenaRegion
 from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierRead, TierStats
 
 from ..affinity import pin_thread
@@ -71,7 +71,7 @@ class TierStore(IndexedTiers):
 
     def __init__(
         self,
-        region: KVRegion,
+        region: ArenaRegion,
         settings: TierSettings,
         *,
         name: str,
@@ -245,7 +245,7 @@ def _read(mover: TierMover, moves: Sequence[Move]) -> _Done:
     return _Done(losses, tuple(reads))
 
 
-def _check_sizes(region: KVRegion, settings: TierSettings) -> None:
+def _check_sizes(region: ArenaRegion, settings: TierSettings) -> None:
     for name in ("host_bytes", "disk_bytes"):
         given = getattr(settings, name)
         if 0 < given < region.block_bytes:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from baton.engine.core.layout import KVRegion
 from baton.engine.core.prefix import BlockHash
+from baton.engine.core.regions import ArenaRegion
 from baton.engine.core.tiers import Tier
 
 from ..block_copies import HostMemory, open_block_copier
@@ -128,7 +128,7 @@ class DiskSpace(NamedTuple):
     disk_full: str = ""  # why there are none, although the settings ask for them
 
 
-def take_disk_space(region: KVRegion, settings: TierSettings, owner: FileOwner = SINGLE_RANK) -> DiskSpace:
+def take_disk_space(region: ArenaRegion, settings: TierSettings, owner: FileOwner = SINGLE_RANK) -> DiskSpace:
     """Open or create a rank's files, if the settings ask for a disk tier. Raises `TierRefused`."""
     num_slots = settings.disk_bytes // region.block_bytes
     if not num_slots:
@@ -170,7 +170,7 @@ class TierMover(Protocol):
 class TierWorker:
     """The `TierMover` of one rank. Raises `TransportError`."""
 
-    def __init__(self, region: KVRegion, settings: TierSettings, name: str, space: DiskSpace) -> None:
+    def __init__(self, region: ArenaRegion, settings: TierSettings, name: str, space: DiskSpace) -> None:
         self.num_host_slots = settings.host_bytes // region.block_bytes
         self.disk_full = space.disk_full
         files = space.files

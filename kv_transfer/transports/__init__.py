@@ -50,6 +50,21 @@ class Lane(msgspec.Struct, frozen=True):
     is_slow: bool = False  # a GPU's memory travels so slowly that it probably goes through TCP
 
 
+class Memory(Protocol):
+    """A range of memory that a transport registers: an arena, or all of them."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:N"."""
+        ...
+
+
 class Transport(Protocol):
     """Reads byte ranges of peers' registered regions into our own, which was registered when the transport was made.
 

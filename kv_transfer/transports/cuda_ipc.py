@@ -28,11 +28,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from baton.engine.core.layout import KVRegion
-
 from .. import codec
 from ..errors import NotRegistrable, TransportError
-from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
+from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import RangeTable, check_ranges, use_device
 
 if TYPE_CHECKING:
@@ -124,7 +122,7 @@ class CudaIpcTransport:
     name = NAME
     num_fallbacks = 0
 
-    def __init__(self, region: KVRegion, agent_name: str) -> None:
+    def __init__(self, region: Memory, agent_name: str) -> None:
         device = use_device(region.device)
         if device is None:
             raise NotRegistrable("blocks in the host's memory are not shared by CUDA IPC")

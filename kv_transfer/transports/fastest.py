@@ -21,14 +21,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.engine.core.layout import KVRegion
-
 from .. import codec
 from ..affinity import pin_thread
 from ..errors import NotRegistrable, TransportError
 from ..pacing import sleep_precisely
 from ..settings import TransferSettings
-from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
+from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
 from .cuda_ipc import CudaIpcTransport
 from .nixl import NixlTransport
 from .ucx import UcxTransport
@@ -232,7 +230,7 @@ def _shown(route: _Route) -> str:
     return f"{route.rate / 1e9:.1f} GB/s" if route.rate else "not measured"
 
 
-def open_transport(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
+def open_transport(settings: TransferSettings, region: Memory, agent_name: str) -> Transport:
     """Open a transport for the calling thread, pin that thread to CPUs, and make it wake up on time.
 
     Raises `TransportError` where the region cannot be registered.
@@ -244,7 +242,7 @@ def open_transport(settings: TransferSettings, region: KVRegion, agent_name: str
     return FastestTransport(network, direct, agent_name, on_gpu=region.device != "cpu")
 
 
-def _network(settings: TransferSettings, region: KVRegion, agent_name: str) -> Transport:
+def _network(settings: TransferSettings, region: Memory, agent_name: str) -> Transport:
     match settings.transport:
         case "nixl":
             return NixlTransport(region, agent_name, settings.backends)
@@ -253,7 +251,7 @@ def _network(settings: TransferSettings, region: KVRegion, agent_name: str) -> T
     raise TransportError(f"no transport {settings.transport!r}; there are: nixl, ucx")
 
 
-def _direct(region: KVRegion, agent_name: str) -> Transport | None:
+def _direct(region: Memory, agent_name: str) -> Transport | None:
     """Return the transport between GPUs of one machine; None, with one log line, for memory that cannot be shared."""
     if region.device == "cpu":
         return None

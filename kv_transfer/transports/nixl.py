@@ -29,12 +29,10 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from baton.engine.core.layout import KVRegion
-
 from .. import codec
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
-from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
+from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 
@@ -87,7 +85,7 @@ class NixlTransport:
 
     num_fallbacks = 0
 
-    def __init__(self, region: KVRegion, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
+    def __init__(self, region: Memory, agent_name: str, backends: Sequence[str] = ("UCX",)) -> None:
         with _ucx_log.capturing(), environment_defaults(LOST_TCP):
             bindings, api = import_nixl()
             self._errors = errors_of(bindings)

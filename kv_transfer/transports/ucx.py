@@ -24,12 +24,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from baton.engine.core.layout import KVRegion
-
 from .. import codec
 from ..codec import Name
 from ..errors import TransportError
-from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
+from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_process import UcxLog
@@ -99,7 +97,7 @@ class UcxTransport:
     name = "ucx"
     num_fallbacks = 0
 
-    def __init__(self, region: KVRegion, agent_name: str) -> None:
+    def __init__(self, region: Memory, agent_name: str) -> None:
         self._address = region.address
         self._num_bytes = region.num_bytes
         kind = "cpu" if use_device(region.device) is None else "cuda"

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, OfferOutcome, TransferId
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.connector import TransferSettings, TransferStats
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector
@@ -36,7 +37,7 @@ class Inner:
     offers_early = True
     address = "tcp://here"
 
-    def __init__(self, region: KVRegion, **arguments: Any) -> None:
+    def __init__(self, region: CacheRegion, **arguments: Any) -> None:
         self.region = region
         self.ids = itertools.count(1)
         self.events: list[ConnectorEvent] = []
@@ -98,7 +99,7 @@ class Station:
 
     def __init__(self) -> None:
         self.blocks = np.arange(16, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, axis=1)
-        region = KVRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2)
+        region = CacheRegion.of(ArenaRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2))
         self.woken = threading.Event()
         self.buffer = HostBufferConnector(region, settings=BY_HOST, engine_id="holder", wake=self.woken.set)
         self.inner: Inner = self.buffer._inner  # type: ignore[assignment]

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion
 from baton.engine.core.tiers import Restored, TierEvent
 from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
@@ -39,8 +40,8 @@ class Pool:
         self.blocks = np.zeros((num_blocks, len(self.heads) * layout.head_bytes), dtype=np.uint8)
 
     @property
-    def region(self) -> KVRegion:
-        return KVRegion(
+    def region(self) -> ArenaRegion:
+        return ArenaRegion(
             self.blocks.ctypes.data, len(self.blocks), "cpu", self.layout, self.heads.start, len(self.heads)
         )
 

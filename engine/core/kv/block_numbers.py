@@ -27,7 +27,7 @@ from .cache_groups import CacheGroup, StateGroup
 class _Entry(NamedTuple):
     end: int  # tokens behind which it is complete
     group: int
-    index: int  # in the group's table
+    place: int  # in the group's table
 
 
 class BlockNumbers:
@@ -55,7 +55,7 @@ class BlockNumbers:
             first = group.first_visible(num_tokens)
             return list(table[first : first + self._num_entries(group, num_tokens)])
         return [
-            self._firsts[entry.group] + table[min(entry.index, len(table) - 1)]
+            self._firsts[entry.group] + table[min(entry.place, len(table) - 1)]
             for entry in self._order(num_tokens)
             for table in (tables[entry.group],)
         ]

@@ -12,7 +12,8 @@ from baton.cluster.contracts import Role
 from baton.cluster.engines.kv_resources import KVResources
 from baton.cluster.engines.launch import EngineLaunch
 from baton.cluster.spec import load_spec
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.group.read_member import join_tp_read_group
 from baton.kv_transfer.tiers.disk_files import TierRefused
@@ -23,9 +24,9 @@ LAYOUT = KVLayout(model="small", num_layers=1, num_kv_heads=2, head_dim=16, dtyp
 NUM_BLOCKS = 4
 
 
-def share(rank: int) -> tuple[KVRegion, np.ndarray]:
+def share(rank: int) -> tuple[ArenaRegion, np.ndarray]:
     memory = np.zeros((NUM_BLOCKS, LAYOUT.head_bytes), dtype=np.uint8)
-    return KVRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, rank, 1), memory
+    return ArenaRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, rank, 1), memory
 
 
 def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_path: Path) -> None:
@@ -44,9 +45,11 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
     resources = KVResources(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
     endpoints = resources.open_sockets()
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
-    member = join_tp_read_group(other, rank=1, leader=endpoints.reads, engine_id="prefill-0", key=launch.key)
+    member = join_tp_read_group(
+        CacheRegion.of(other), rank=1, leader=endpoints.reads, engine_id="prefill-0", key=launch.key
+    )
     try:
-        resources.connect(own)
+        resources.connect(CacheRegion.of(own))
         with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
             resources.open_tiers(own)
         resources.abandon()

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from baton.engine.core.connector import ConnectorEvent, Offer, Received
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
 from baton.kv_transfer.errors import TransferThreadDied
@@ -96,8 +97,10 @@ class Child:
         self.layout, self.heads = seat.layout, seat.layout.heads_of(seat.rank, seat.size)
         self.num_blocks = seat.num_blocks
         self.memory = Memory(seat, len(self.heads))
-        region = KVRegion(
-            self.memory.address, seat.num_blocks, self.memory.device, self.layout, self.heads.start, len(self.heads)
+        region = CacheRegion.of(
+            ArenaRegion(
+                self.memory.address, seat.num_blocks, self.memory.device, self.layout, self.heads.start, len(self.heads)
+            )
         )
         self.info: PeerInfo | None = None
         if seat.rank == 0:
@@ -112,7 +115,7 @@ class Child:
                 settings=seat.settings,
             )
 
-    def _lead(self, seat: Seat, region: KVRegion, pipe: multiprocessing.connection.Connection) -> None:
+    def _lead(self, seat: Seat, region: CacheRegion, pipe: multiprocessing.connection.Connection) -> None:
         read_socket = None
         if seat.size > 1:
             read_socket = GroupSocket(seat.size, "127.0.0.1", seat.key)

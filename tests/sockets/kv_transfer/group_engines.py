@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel.member import Member
@@ -58,7 +58,7 @@ class _Leader:
             for what, socket in ((_READS, read_socket), (_COPIES, copy_socket), (_TIERS, tier_socket)):
                 meeting.put(what, socket.address)
 
-        def connect(region: KVRegion) -> TransferConnector | HostBufferConnector:
+        def connect(region: CacheRegion) -> TransferConnector | HostBufferConnector:
             self._connector = open_connector(
                 region,
                 engine_id=job.name,
@@ -71,7 +71,7 @@ class _Leader:
             )
             return self._connector
 
-        def open_tiers(region: KVRegion) -> TierStore:
+        def open_tiers(region: ArenaRegion) -> TierStore:
             assert job.tiers is not None
             self._store = TierStore(
                 region, job.tiers, name=f"{job.name}:tiers", cpu_affinity="any", group_socket=tier_socket
@@ -145,7 +145,7 @@ def _lead(pipe: multiprocessing.connection.Connection, *arguments: Any) -> None:
 
 
 def _follow(job: Job, member: Member) -> None:
-    def connect(region: KVRegion) -> list[object]:
+    def connect(region: CacheRegion) -> list[object]:
         meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
         reader = follow_connector(
             region,
@@ -159,7 +159,7 @@ def _follow(job: Job, member: Member) -> None:
         if job.tiers is None:
             return [reader]
         keeper = follow_tiers(
-            region,
+            region.only,
             job.tiers,
             rank=member.tp_rank,
             num_ranks=member.tensor_parallel_size,

@@ -22,7 +22,8 @@ from baton.engine.core.connector import (
     Received,
     ReceiveFailed,
 )
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.channel import Route, ZmqChannel
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
@@ -343,7 +344,7 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
 @contextlib.contextmanager
 def connecting(engine_id: str, settings: TransferSettings = QUICK) -> Iterator[TransferConnector]:
     memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
-    region = KVRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
+    region = CacheRegion.of(ArenaRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
     connector = TransferConnector(region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings)
     try:
         yield connector
@@ -468,7 +469,7 @@ def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: py
     closed: list[ZmqChannel] = []
     monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
     monkeypatch.setattr(TransferConnector, "_make_group", lambda self: 1 / 0)
-    region = KVRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads)
+    region = CacheRegion.of(ArenaRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
     with pytest.raises(ZeroDivisionError):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
     assert len(closed) == 1
@@ -492,7 +493,7 @@ def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
 
 
 def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> None:
-    region = KVRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads)
+    region = CacheRegion.of(ArenaRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads))
     with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
 

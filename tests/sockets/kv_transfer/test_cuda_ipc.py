@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.settings import TransferSettings
 from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
@@ -29,8 +30,10 @@ SIZE = NUM_BLOCKS * LAYOUT.block_bytes
 PATIENCE_S = 60.0
 
 
-def region_of(memory: torch.Tensor) -> KVRegion:
-    return KVRegion(memory.data_ptr(), NUM_BLOCKS, str(memory.device), LAYOUT, 0, LAYOUT.num_kv_heads)
+def region_of(memory: torch.Tensor) -> CacheRegion:
+    return CacheRegion.of(
+        ArenaRegion(memory.data_ptr(), NUM_BLOCKS, str(memory.device), LAYOUT, 0, LAYOUT.num_kv_heads)
+    )
 
 
 def hold(conn: Connection, over_network_too: bool) -> None:
@@ -211,4 +214,4 @@ def test_of_both_ways_the_one_over_cuda_ipc_is_chosen_on_one_gpu(holder: Holder,
 
 def test_memory_of_the_host_is_not_shared_so() -> None:
     with pytest.raises(NotRegistrable):
-        CudaIpcTransport(KVRegion(4096, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads), "host")
+        CudaIpcTransport(CacheRegion.of(ArenaRegion(4096, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads)), "host")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.group.rank_reader import DIGEST_BYTES, digests_of, region_bytes
 from baton.kv_transfer.protocol.messages import DigestMode
@@ -74,9 +75,11 @@ def test_engines_that_differ_in_it_are_not_paired_and_say_so(start: Start, their
 def test_a_digest_is_of_one_head_of_one_block_wherever_it_lies() -> None:
     content = [bytes([block, head]) * (LAYOUT.head_bytes // 2) for block in range(3) for head in range(2)]
     memory = ctypes.create_string_buffer(b"".join(content), len(content) * LAYOUT.head_bytes)
-    whole = KVRegion(ctypes.addressof(memory), 3, "cpu", LAYOUT, 0, 2)
-    both = digests_of(region_bytes(whole), [2, 0], 2)
+    whole = CacheRegion.of(ArenaRegion(ctypes.addressof(memory), 3, "cpu", LAYOUT, 0, 2))
+    read, heads = region_bytes(whole), [LAYOUT.pieces(range(2), range(head, head + 1)) for head in range(2)]
+    both = digests_of(read(2), heads) + digests_of(read(0), heads)
     assert len(both) == 4 * DIGEST_BYTES
-    of_one_head = digests_of(lambda block: content[2 * block + 1], [2, 0], 1)
+    alone = [LAYOUT.pieces(range(1, 2), range(1, 2))]
+    of_one_head = digests_of(content[5], alone) + digests_of(content[1], alone)
     assert both[DIGEST_BYTES : 2 * DIGEST_BYTES] + both[3 * DIGEST_BYTES :] == of_one_head
     assert len({both[at : at + DIGEST_BYTES] for at in range(0, len(both), DIGEST_BYTES)}) == 4

@@ -18,8 +18,8 @@ from baton.engine.core.connector import (
     Received,
     ReceiveFailed,
 )
-from baton.engine.core.layout import KVRegion
 from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferSettings
@@ -255,13 +255,13 @@ class TestPlaces:
 
 
 class TestChoice:
-    REGION = KVRegion(4096, 16, "cpu", LAYOUT, 0, 2)
+    REGION = CacheRegion.of(ArenaRegion(4096, 16, "cpu", LAYOUT, 0, 2))
 
     def open(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> object:
         """With memory that cannot be registered, unless it is the host's."""
 
         class Picky(Inner):
-            def __init__(self, region: KVRegion, **arguments: Any) -> None:
+            def __init__(self, region: CacheRegion, **arguments: Any) -> None:
                 super().__init__(region, **arguments)
                 if region.address == 4096:
                     raise NotRegistrable("cannot register 65536 bytes of VRAM memory: unsupported")

@@ -14,14 +14,15 @@ pytestmark = pytest.mark.timeout(120)
 SCRIPT = """
 import contextlib, os, socket
 import numpy as np
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.transports import PeerState
 from baton.kv_transfer.transports.nixl import NixlTransport
 
 LAYOUT = KVLayout(model="small", num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32")
 before = dict(os.environ)
 memories = [np.zeros((4, LAYOUT.block_bytes), np.uint8) for _ in "hr"]
-regions = [KVRegion(memory.ctypes.data, 4, "cpu", LAYOUT, 0, 1) for memory in memories]
+regions = [CacheRegion.of(ArenaRegion(memory.ctypes.data, 4, "cpu", LAYOUT, 0, 1)) for memory in memories]
 holder, reader = (NixlTransport(region, name) for region, name in zip(regions, ("holder", "reader")))
 peer = reader.add_peer(holder.metadata())
 while reader.peer_state(peer) is PeerState.CONNECTING:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.codec import encode
 from baton.kv_transfer.connector import TransferConnector
@@ -59,7 +60,7 @@ class Group:
         staged: bool = False,
     ) -> RankReader:
         memory = bytearray(num_blocks * len(heads) * layout.head_bytes)
-        region = KVRegion(0, num_blocks, "cpu", layout, heads.start, len(heads))
+        region = CacheRegion.of(ArenaRegion(0, num_blocks, "cpu", layout, heads.start, len(heads)))
         return RankReader(rank, region, self.fabric.attach(f"{rank} {heads}", memory), staged=staged)
 
     def join(self, reader: RankReader) -> GroupMember:
@@ -299,8 +300,8 @@ def memory() -> np.ndarray:
     return np.zeros((2, NUM_BLOCKS, LAYOUT.block_bytes // 2), dtype=np.uint8)
 
 
-def half(memory: np.ndarray, rank: int) -> KVRegion:
-    return KVRegion(memory[rank].ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 2 * rank, 2)
+def half(memory: np.ndarray, rank: int) -> CacheRegion:
+    return CacheRegion.of(ArenaRegion(memory[rank].ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 2 * rank, 2))
 
 
 @contextlib.contextmanager

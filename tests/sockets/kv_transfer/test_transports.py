@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport, nixl
 from baton.kv_transfer.transports.nixl import NixlTransport
@@ -29,7 +30,7 @@ End = tuple[Any, np.ndarray]
 
 def an_end(transport: str, name: str) -> End:
     memory = np.full((NUM_BLOCKS, LAYOUT.block_bytes), ord(name[0]), dtype=np.uint8)
-    region = KVRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads)
+    region = ArenaRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads)
     return TRANSPORTS[transport](region, name), memory
 
 
@@ -216,5 +217,7 @@ def test_a_backend_that_is_missing_is_named() -> None:
     memory = np.zeros(LAYOUT.block_bytes, dtype=np.uint8)
     with pytest.raises(TransportError, match=r"no backend CARRIER_PIGEON here; available: .*UCX"):
         NixlTransport(
-            KVRegion(memory.ctypes.data, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads), "agent", ["UCX", "CARRIER_PIGEON"]
+            ArenaRegion(memory.ctypes.data, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads),
+            "agent",
+            ["UCX", "CARRIER_PIGEON"],
         )

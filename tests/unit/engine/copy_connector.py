@@ -1,4 +1,4 @@
-"""A `KVConnector` between engines of one process: a transfer is a memmove from region to region."""
+"""`KVConnector`s between engines of one process: a transfer is a memmove from region to region."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
+    GrowingConnector,
     Offer,
     OfferEnded,
     OfferOutcome,
@@ -19,7 +20,7 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import CacheRegion
 
 
 class Ticket(msgspec.Struct):
@@ -33,7 +34,7 @@ class Room:
 
     peers: list[CopyConnector] = field(default_factory=list)
 
-    def connect(self, region: KVRegion) -> CopyConnector:
+    def connect(self, region: CacheRegion) -> CopyConnector:
         """What `build_engine` calls."""
         self.peers.append(CopyConnector(self, len(self.peers), region))
         return self.peers[-1]
@@ -42,7 +43,7 @@ class Room:
 class CopyConnector:
     """Receives at once; `bytes_moved` counts what arrived here."""
 
-    def __init__(self, room: Room, name: int, region: KVRegion) -> None:
+    def __init__(self, room: Room, name: int, region: CacheRegion) -> None:
         self.room, self.name, self.region = room, name, region
         self.offered: dict[TransferId, list[int]] = {}
         self.events: list[ConnectorEvent] = []
@@ -66,14 +67,23 @@ class CopyConnector:
         if wanted.transfer_id not in peer.offered:
             self.events += [ReceiveFailed(transfer_id, "the offer has ended"), BlocksReleased(transfer_id)]
             return transfer_id
-        size = self.region.layout.block_bytes
-        assert self.region.layout.fingerprint == peer.region.layout.fingerprint
+        assert self.region.fingerprint == peer.region.fingerprint
         for source, target in zip(peer.offered[wanted.transfer_id][first_block:], block_ids, strict=True):
-            ctypes.memmove(self.region.address + target * size, peer.region.address + source * size, size)
-            self.bytes_moved += size
+            self.copy(peer, source, target)
         peer._end(wanted.transfer_id, OfferOutcome.FINISHED)
         self.events.append(Received(transfer_id))
         return transfer_id
+
+    def copy(self, peer: CopyConnector, source: int, target: int) -> None:
+        (theirs, size), (ours, own_size) = place_of(peer.region, source), place_of(self.region, target)
+        assert size == own_size, "a block of another cache group"
+        if not self.skips(self.region, target):
+            ctypes.memmove(ours, theirs, size)
+        self.bytes_moved += size
+
+    def skips(self, region: CacheRegion, block: int) -> bool:
+        """Whether a block is left as it is, for tests of what that would do."""
+        return False
 
     def cancel(self, transfer_id: TransferId) -> None:
         """Nothing to give up: a receive is over when it returns."""
@@ -85,3 +95,45 @@ class CopyConnector:
     def _end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
         if self.offered.pop(transfer_id, None) is not None:
             self.events.append(OfferEnded(transfer_id, outcome))
+
+
+class GrowingRoom(Room):
+    """Prompts are on offer while they are computed."""
+
+    def connect(self, region: CacheRegion) -> CopyConnector:
+        self.peers.append(GrowingCopyConnector(self, len(self.peers), region))
+        return self.peers[-1]
+
+
+class GrowingCopyConnector(CopyConnector, GrowingConnector):
+    """Offers early; what is read is what the offer has at its end, and a block that is written stays what it is."""
+
+    offers_early = True
+
+    def __init__(self, room: Room, name: int, region: CacheRegion) -> None:
+        super().__init__(room, name, region)
+        self.written: dict[TransferId, list[bytes]] = {}
+
+    def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
+        offer = self.offer(request_id, generation, block_ids, num_tokens)
+        self.written[offer.transfer_id] = []
+        return offer
+
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
+        if transfer_id not in self.offered:
+            return
+        blocks, written = self.offered[transfer_id], self.written[transfer_id]
+        if last_blocks:
+            assert num_ready == len(blocks), "the last blocks are named before all are written"
+            blocks[-len(last_blocks) :] = last_blocks
+        content = [ctypes.string_at(*place_of(self.region, block)) for block in blocks[:num_ready]]
+        assert content[: len(written)] == written, "a block that was written has changed"
+        self.written[transfer_id] = content
+
+
+def place_of(region: CacheRegion, block: int) -> tuple[int, int]:
+    """Address and bytes of a block, by its number in all arenas."""
+    for arena, first in zip(region.arenas, region.first_blocks, strict=True):
+        if block - first < arena.num_blocks:
+            return arena.address + (block - first) * arena.block_bytes, arena.block_bytes
+    raise AssertionError(f"there is no block {block}")

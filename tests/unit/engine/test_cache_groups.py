@@ -19,7 +19,6 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, load_model
 from baton.engine.startup.arenas import blocks_at_full_load
 from baton.engine.startup.build import build_engine
-from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -29,6 +28,7 @@ from baton.engine.worker.warmup import ProfileRun, warm_up
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.inline_stream import InlineStream
+from ...helpers.kv_memory import allocate_kv
 from .random_workload import live, random_requests, same
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
@@ -152,7 +152,7 @@ def test_an_engine_with_groups_warms_up(folders: Callable[[str], Path], kind: st
 ARGS = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 200, "max_num_seqs": 4}
 
 
-def test_an_engine_by_itself_gives_back_and_one_that_moves_blocks_keeps_all(folders: Callable[[str], Path]) -> None:
+def test_an_engine_gives_back_and_one_with_tiers_keeps_all(folders: Callable[[str], Path]) -> None:
     args = {**ARGS, "model": str(folders("gpt_oss")), "num_gpu_blocks_override": 60}
     alone = build_engine(EngineConfig.from_args(args))
     assert [group.kind for group in alone.caches.groups] == [CacheKind.FULL, CacheKind.WINDOW]
@@ -160,13 +160,15 @@ def test_an_engine_by_itself_gives_back_and_one_that_moves_blocks_keeps_all(fold
     assert [group.num_blocks for group in alone.core.config.groups] == [60, min(60, most)]
     kept = build_engine(EngineConfig.from_args(args | {"disable_hybrid_kv_cache_manager": True}))
     reader = build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]
-    assert kept.caches.only.kind == reader.caches.only.kind == CacheKind.FULL
-    assert kept.caches.fingerprint == reader.caches.fingerprint
-    for engine in (alone, kept, reader):
+    tiered = build_engine(EngineConfig.from_args(args), open_tiers=lambda region: None)  # type: ignore[arg-type,return-value]
+    assert kept.caches.only.kind == tiered.caches.only.kind == CacheKind.FULL
+    assert kept.caches.fingerprint == tiered.caches.fingerprint
+    assert alone.caches.fingerprint == reader.caches.fingerprint
+    for engine in (alone, kept, reader, tiered):
         engine.close()
 
 
-def test_giving_back_what_is_handed_over_is_refused_by_name(folders: Callable[[str], Path]) -> None:
+def test_giving_back_what_tiers_store_is_refused_by_name(folders: Callable[[str], Path]) -> None:
     args = {**ARGS, "model": str(folders("gpt_oss")), "disable_hybrid_kv_cache_manager": False}
     with pytest.raises(InvalidEngineConfig, match="disable_hybrid_kv_cache_manager"):
-        build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]
+        build_engine(EngineConfig.from_args(args), open_tiers=lambda region: None)  # type: ignore[arg-type,return-value]

@@ -19,7 +19,6 @@ from baton.engine.layers.attention import GroupCache
 from baton.engine.layers.base import rows_at
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.residual import ResidualStream
-from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends import CapturedSteps, cpu
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.runner import ModelRunner
@@ -33,6 +32,7 @@ from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope_kv import rope_and_cache
 
 from ...helpers.checkpoints import write_checkpoint
+from ...helpers.kv_memory import allocate_kv
 from .random_workload import live, same
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 200 + 3 for j in range(4 + 9 * i)]} for i in range(6)]

@@ -24,7 +24,7 @@ from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
 from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config, load_model, stub_model
-from baton.engine.startup.kv_cache import allocate_kv, gpu_budget
+from baton.engine.startup.kv_cache import gpu_budget
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
 from baton.engine.worker.backends.staged_writes import StagedWrites
@@ -33,6 +33,7 @@ from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepSh
 from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
 
 from ...helpers.inline_stream import InlineStream
+from ...helpers.kv_memory import allocate_kv
 from .random_workload import live, random_requests, same
 
 MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200

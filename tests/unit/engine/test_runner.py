@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.core.layout import BLOCK_SIZE, KVLayout
+from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, KVLayout
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan
 from baton.engine.models import load_config, load_model
-from baton.engine.startup.kv_cache import allocate_kv, region_of
+from baton.engine.startup.kv_cache import region_of
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.inputs import Batch, StepInputs
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, StepLimits
 from baton.kernels.attention import AttentionBatch
+
+from ...helpers.kv_memory import allocate_kv
 
 PROMPT = [(37 * i) % 251 + 3 for i in range(50)]
 GREEDY = SamplingParams(temperature=0.0)
@@ -219,7 +221,8 @@ def test_kv_memory_is_page_aligned_zeroed_and_untouched() -> None:
     assert kv.nbytes == 1 << 30
     assert resident_bytes() - before < 64 << 20
     assert kv.shape == (65536, 2, 2, 2, 16, 64)
-    region = region_of(kv, layout)
+    group = GroupLayout(kind=CacheKind.FULL, window=None, layers=(0, 1), blocks=layout)
+    region = region_of([kv], CacheLayout((group,)))
     assert region.address % 4096 == 0
     assert (region.num_blocks, region.device) == (65536, "cpu")
     kv[65535, 1, 1, 1, 15, 63] = 1.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine import EngineConfig, InvalidEngineConfig, build_engine
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.startup import kv_cache
 from baton.engine.startup.build import Engine
 
@@ -26,11 +26,11 @@ def build(checkpoint: Path) -> Any:
 
 
 def test_the_region_says_where_the_blocks_are_and_what_they_look_like(checkpoint: Path) -> None:
-    seen: list[KVRegion] = []
+    seen: list[CacheRegion] = []
     config = EngineConfig.from_args({"model": str(checkpoint), "dtype": "float32", "num_gpu_blocks_override": 40})
     engine = build_engine(config, connect=seen.append)  # type: ignore[arg-type,func-returns-value]
     assert seen == [engine.region]
-    assert (engine.region.num_blocks, engine.region.layout) == (40, engine.caches.only.blocks)
+    assert (engine.region.num_blocks, engine.region.caches) == (40, engine.caches)
     assert engine.region.address % 4096 == 0
     assert "p" in permissions_at(engine.region.address), "shared memory is given no huge pages"
     assert engine.caches.only.blocks.block_bytes == BLOCK_BYTES

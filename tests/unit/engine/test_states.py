@@ -19,7 +19,6 @@ from baton.engine.layers.delta_net import part_of
 from baton.engine.models import load_config, load_model
 from baton.engine.offline.llm import LLM
 from baton.engine.startup.build import build_engine
-from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.startup.weight_counts import weights_of_rank
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
@@ -31,6 +30,7 @@ from baton.kernels.state_batch import LEAST_CUT
 
 from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
 from ...helpers.inline_stream import InlineStream
+from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens, reference_greedy
 from .random_workload import random_requests
 

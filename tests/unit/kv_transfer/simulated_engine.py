@@ -20,7 +20,8 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.kv.blocks import BlockPool
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.read_member import read_member
 from baton.kv_transfer.group.rpc import GroupMember
@@ -97,7 +98,7 @@ class Rank:
         self.agent = f"{engine.engine_id}:{engine.epoch}:{rank}"
         self.heads = world.layout.heads_of(rank, size)
         self.memory = bytearray(SCRIBBLE * len(self.heads) * NUM_BLOCKS)
-        self.region = KVRegion(0, NUM_BLOCKS, "cpu", world.layout, self.heads.start, len(self.heads))
+        self.region = CacheRegion.of(ArenaRegion(0, NUM_BLOCKS, "cpu", world.layout, self.heads.start, len(self.heads)))
         transport = world.fabric.attach(self.agent, self.memory)
         self.reader = RankReader(rank, self.region, transport, lambda block: b"".join(self.content(block)))
         self.member: GroupMember | None = None  # rank 0 has none

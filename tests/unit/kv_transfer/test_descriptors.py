@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
+
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from baton.engine.core.layout import KVLayout, UnevenHeads
+from baton.engine.core.layout import KVLayout, StateLayout, StatePart, UnevenHeads
 from baton.kv_transfer.descriptors import AssignedHeads, HeadSlice, assign_heads, block_ranges, slice_heads
 from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.transports import ByteRange
 
-WHOLE = HeadSlice(num_bytes=100, remote_offset=0, remote_block=100, local_offset=0, local_block=100)
+WHOLE = HeadSlice(remote_block=100, local_block=100, pieces=(ByteRange(0, 0, 100),))
 
 
 def a_layout(num_heads: int) -> KVLayout:
@@ -51,7 +57,8 @@ def test_lists_of_different_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize(("remote", "local"), [(range(4), range(2, 4)), (range(2, 4), range(4)), (range(4), range(4))])
 def test_a_part_of_either_sides_share_is_one_range_a_block(remote: range, local: range) -> None:
-    part = slice_heads(range(2, 4), remote, local, 10)
+    layout = msgspec.structs.replace(a_layout(4), block_size=10)
+    part = slice_heads(layout, range(2, 4), remote, local)
     assert part.num_bytes == 20
     ranges = ranges_of([0, 1, 2], [0, 1, 2], part)
     assert [piece.num_bytes for piece in ranges] == [20, 20, 20]
@@ -117,7 +124,7 @@ def test_every_byte_of_every_rank_is_written_once_and_from_the_right_place(
         written: dict[int, tuple[int, int, int]] = {}  # offset at the reader: block, head and byte at the holder
         for share in assign_heads(rank, heads, holders):
             remote = holders[share.holder_rank]
-            for piece in ranges_of(source, target, slice_heads(share.heads, remote, heads, head_bytes)):
+            for piece in ranges_of(source, target, slice_heads(a_layout(num_heads), share.heads, remote, heads)):
                 assert piece.num_bytes > 0
                 for at in range(piece.num_bytes):
                     block, inside = divmod(piece.remote + at, len(remote) * head_bytes)
@@ -142,6 +149,49 @@ def test_there_is_one_range_a_rank_for_a_run_and_else_one_a_block(groups: tuple[
         for share in found:
             remote = holders[share.holder_rank]
             whole = share.heads == remote == heads
-            assert len(block_ranges(blocks, blocks, slice_heads(share.heads, remote, heads, 8))) == (
-                1 if whole else count
-            )
+            piece = slice_heads(a_layout(num_heads), share.heads, remote, heads)
+            assert len(block_ranges(blocks, blocks, piece)) == (1 if whole else count)
+
+
+STATE = StateLayout(
+    model="any",
+    num_layers=2,
+    parts=(StatePart((36, 3), "float8_e4m3fn", sections=(12, 12, 12)), StatePart((12, 5, 1), "bfloat16")),
+)
+
+
+@pytest.mark.parametrize("holder_size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("reader_size", [1, 2, 3, 4, 6, 12])
+def test_every_rank_has_the_rows_of_a_state_that_it_would_have_computed(holder_size: int, reader_size: int) -> None:
+    whole = {(layer, part): content_of(layer, part) for layer in range(2) for part in range(2)}
+    slots = [np.concatenate([slot_of(whole, rank, holder_size)] * 2) for rank in range(holder_size)]
+    holders = [STATE.heads_of(rank, holder_size) for rank in range(holder_size)]
+    for rank in range(reader_size):
+        heads, expected = STATE.heads_of(rank, reader_size), slot_of(whole, rank, reader_size)
+        found = np.zeros(2 * len(expected), dtype=np.uint8)
+        for share in assign_heads(rank, heads, holders):
+            piece = slice_heads(STATE, share.heads, holders[share.holder_rank], heads)
+            assert piece.is_whole == (holder_size == reader_size)
+            for remote, local, size in block_ranges([1], [1], piece).tolist():
+                found[local : local + size] = slots[share.holder_rank][remote : remote + size]
+        assert np.array_equal(found[len(expected) :], expected)
+        assert not found[: len(expected)].any(), "the slot before it was written"
+
+
+def content_of(layer: int, part: int) -> NDArray[np.uint8]:
+    """The bytes of one part of a layer's state, one row of its first dimension a row."""
+    rows, row_bytes = STATE.parts[part].shape[0], STATE.parts[part].row_bytes
+    return np.random.default_rng(2 * layer + part).integers(1, 255, (rows, row_bytes), dtype=np.uint8)
+
+
+def slot_of(whole: Mapping[tuple[int, int], NDArray[np.uint8]], rank: int, size: int) -> NDArray[np.uint8]:
+    """The slot that one of `size` ranks keeps: its share of each section, each part on a cache line of its own."""
+    own = STATE.of_rank(rank, size)
+    slot = np.zeros(own.block_bytes, dtype=np.uint8)
+    for (layer, part), content in whole.items():
+        ends = np.cumsum([0, *STATE.parts[part].divided]).tolist()
+        sections = [np.split(content[start:end], size)[rank] for start, end in pairwise(ends)]
+        flat = np.concatenate(sections).reshape(-1)
+        first = layer * own.layer_bytes + own.offsets[part]
+        slot[first : first + len(flat)] = flat
+    return slot

@@ -16,7 +16,8 @@ from baton.engine.core.connector import (
     Received,
     ReceiveFailed,
 )
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff.coordinator import LISTEN_EVERY_S, HandoffCoordinator
@@ -76,7 +77,7 @@ class Engines:
         transport.name = transport_name
         self.transports[name] = transport
         channel = self.network.bind(f"tcp://{name}")
-        region = KVRegion(0, self.num_blocks, "cpu", layout, 0, layout.num_kv_heads)
+        region = CacheRegion.of(ArenaRegion(0, self.num_blocks, "cpu", layout, 0, layout.num_kv_heads))
         group = TpReadGroup(RankReader(0, region, transport, lambda block: memory[block * size : (block + 1) * size]))
         return HandoffCoordinator(EngineKey(name, 1), channel, group, settings, self.clock, self.events.append)
 

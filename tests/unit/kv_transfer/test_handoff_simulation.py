@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
-from baton.kv_transfer.descriptors import AssignedHeads, slice_heads
+from baton.engine.core.layout import KVLayout
+from baton.kv_transfer.descriptors import AssignedHeads, HeadSlice, slice_heads
 from baton.kv_transfer.group import rank_reader
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.read_member import ReadHandler
@@ -431,11 +432,11 @@ def report_a_read_as_released_when_it_failed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def take_the_holders_first_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        rank_reader,
-        "slice_heads",
-        lambda heads, remote, local, size: slice_heads(heads, remote, local, size)._replace(remote_offset=0),
-    )
+    def of_the_first(layout: KVLayout, heads: range, remote: range, local: range) -> HeadSlice:
+        right = slice_heads(layout, heads, remote, local)
+        return right._replace(pieces=tuple(piece._replace(remote=0) for piece in right.pieces))
+
+    monkeypatch.setattr(rank_reader, "slice_heads", of_the_first)
 
 
 def read_as_if_both_sides_had_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from baton.engine.core.layout import KVLayout, KVRegion
+from baton.engine.core.layout import KVLayout
 from baton.engine.core.pace import Line
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff import reads
@@ -36,7 +37,7 @@ class Reader:
         self.reads = BlockReads(self.group, LAYOUT.block_bytes, reads_in_flight=2, stall_s=STALL_S, clock=self.clock)
 
     def _group(self, fabric: FakeFabric, name: str) -> TpReadGroup:
-        region = KVRegion(0, NUM_BLOCKS, "cpu", LAYOUT, 0, 1)
+        region = CacheRegion.of(ArenaRegion(0, NUM_BLOCKS, "cpu", LAYOUT, 0, 1))
         return TpReadGroup(RankReader(0, region, fabric.attach(name, bytearray(NUM_BLOCKS * LAYOUT.block_bytes))))
 
     def start(self, num_blocks: int) -> None:

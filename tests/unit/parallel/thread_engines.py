@@ -26,7 +26,6 @@ from baton.engine.core.step import PendingStep, Runner, StepPlan
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
 from baton.engine.parallel.groups import ExpertSpread, ParallelGroups
-from baton.engine.startup.kv_cache import allocate_kv
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.expert_balance import ExpertBalancer, ReviewingRunner
@@ -34,6 +33,7 @@ from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 
 from ...helpers.inline_stream import InlineStream
+from ...helpers.kv_memory import allocate_kv
 from ...helpers.thread_groups import TIMEOUT_S, run_threads, thread_groups
 
 

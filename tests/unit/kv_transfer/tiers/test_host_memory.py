@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.core.layout import KVRegion
+from baton.engine.core.regions import ArenaRegion
 from baton.kv_transfer.block_copies import HostMemory, copy_runs, open_block_copier
 from baton.kv_transfer.errors import TransportError
 
@@ -16,9 +16,9 @@ from ....helpers.tier_memory import LAYOUT
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
-def blocks_on(device: str) -> tuple[torch.Tensor, KVRegion]:
+def blocks_on(device: str) -> tuple[torch.Tensor, ArenaRegion]:
     blocks = torch.arange(10, dtype=torch.uint8)[:, None].repeat(1, LAYOUT.block_bytes).to(device)  # there on return
-    return blocks, KVRegion(blocks.data_ptr(), len(blocks), device, LAYOUT, 0, LAYOUT.num_kv_heads)
+    return blocks, ArenaRegion(blocks.data_ptr(), len(blocks), device, LAYOUT, 0, LAYOUT.num_kv_heads)
 
 
 @pytest.mark.parametrize("device", DEVICES)

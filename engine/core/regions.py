@@ -1,0 +1,129 @@
+"""The memory of an engine's caches on one rank, as transfers and tiers see it.
+
+    CacheRegion   [ arena of group 0 | arena of group 1 | ... ]        one range, registered as a whole
+                    └── ArenaRegion: blocks of one group
+
+Blocks are numbered through all arenas, from 0 on, as in `kv/block_numbers.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, KVLayout, SeveralGroups, StateLayout
+
+
+class ArenaRegion(msgspec.Struct, frozen=True):
+    """The memory that holds one rank's share of one group's blocks.
+
+    Share of block b is the `block_bytes` bytes at `address + b * block_bytes`.
+    """
+
+    address: int
+    num_blocks: int
+    device: str  # "cpu" or "cuda:N"
+    layout: KVLayout | StateLayout  # the whole model's
+    first_head: int  # of the layout's heads, the first that this rank keeps
+    num_heads: int
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.num_heads)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.bytes_of(self.heads)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+class CacheRegion(msgspec.Struct, frozen=True):
+    """The memory of all arenas of one rank: one range, in which they lie in the order of their groups."""
+
+    caches: CacheLayout  # the whole model's
+    arenas: tuple[ArenaRegion, ...]  # of each group
+
+    @classmethod
+    def of(cls, arena: ArenaRegion) -> CacheRegion:
+        """Return the region of a model whose layers all keep what this arena has."""
+        group = GroupLayout(
+            kind=CacheKind.FULL, window=None, layers=tuple(range(arena.layout.num_layers)), blocks=arena.layout
+        )
+        return cls(CacheLayout((group,)), (arena,))
+
+    @property
+    def only(self) -> ArenaRegion:
+        """The arena of a model all of whose layers keep the same. Raises `SeveralGroups`."""
+        if len(self.arenas) != 1:
+            raise SeveralGroups(f"the layers of this model keep {len(self.arenas)} different kinds of caches")
+        return self.arenas[0]
+
+    @property
+    def address(self) -> int:
+        return self.arenas[0].address
+
+    @property
+    def device(self) -> str:
+        return self.arenas[0].device
+
+    @property
+    def num_bytes(self) -> int:
+        last = self.arenas[-1]
+        return last.address + last.num_bytes - self.address
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(arena.num_blocks for arena in self.arenas)
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """The first byte of each arena in the region."""
+        return [arena.address - self.address for arena in self.arenas]
+
+    @property
+    def first_blocks(self) -> Sequence[int]:
+        """The number of the first block of each arena."""
+        return first_blocks([arena.num_blocks for arena in self.arenas])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the first group."""
+        return self.arenas[0].block_bytes
+
+    def bytes_of(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Return the bytes of each of these blocks."""
+        sizes = np.array([arena.block_bytes for arena in self.arenas])
+        return sizes[arenas_of(self.first_blocks, blocks)]
+
+    def num_in_first(self, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks are of the first group."""
+        if len(self.arenas) == 1:
+            return len(blocks)
+        return sum(block < self.arenas[0].num_blocks for block in blocks)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the first group."""
+        layout = self.arenas[0].layout
+        return layout.block_size if isinstance(layout, KVLayout) else BLOCK_SIZE
+
+    @property
+    def fingerprint(self) -> str:
+        return self.caches.fingerprint
+
+
+def first_blocks(sizes: Sequence[int]) -> Sequence[int]:
+    """Return the number of the first block of each of several arenas of `sizes` blocks."""
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def arenas_of(firsts: Sequence[int], blocks: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of the arena of each block, given the first block of each arena."""
+    return np.searchsorted(np.asarray(firsts), np.asarray(blocks, dtype=np.int64), side="right") - 1
