@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.engine.core.layout import KVLayout, StateLayout
+from baton.engine.core.regions import CacheRegion
 
 from .errors import TransportError
 from .transports import ByteRange, RangeTable
@@ -104,3 +106,14 @@ def block_ranges(
     remote = sources[:, None] * piece.remote_block + (offsets[:, 0] + remote_start)
     local = locals_[:, None] * piece.local_block + (offsets[:, 1] + local_start)
     return np.stack((remote, local, counts[:, None] * offsets[:, 2]), axis=-1).reshape(-1, 3)
+
+
+def arenas_of(firsts: Sequence[int], blocks: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of the arena of each block, given the first block of each arena."""
+    return np.searchsorted(np.asarray(firsts), np.asarray(blocks, dtype=np.int64), side="right") - 1
+
+
+def bytes_of(region: CacheRegion, blocks: Sequence[int]) -> NDArray[np.int64]:
+    """Return the bytes that this rank keeps of each of these blocks."""
+    sizes = np.array([arena.block_bytes for arena in region.arenas])
+    return sizes[arenas_of(region.first_blocks, blocks)]

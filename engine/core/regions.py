@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from .layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, KVLayout, SeveralGroups, StateLayout
 
@@ -97,11 +95,6 @@ class CacheRegion(msgspec.Struct, frozen=True):
         """Bytes of a block of the first group."""
         return self.arenas[0].block_bytes
 
-    def bytes_of(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """Return the bytes of each of these blocks."""
-        sizes = np.array([arena.block_bytes for arena in self.arenas])
-        return sizes[arenas_of(self.first_blocks, blocks)]
-
     def num_in_first(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks are of the first group."""
         if len(self.arenas) == 1:
@@ -122,8 +115,3 @@ class CacheRegion(msgspec.Struct, frozen=True):
 def first_blocks(sizes: Sequence[int]) -> Sequence[int]:
     """Return the number of the first block of each of several arenas of `sizes` blocks."""
     return list(itertools.accumulate(sizes[:-1], initial=0))
-
-
-def arenas_of(firsts: Sequence[int], blocks: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of the arena of each block, given the first block of each arena."""
-    return np.searchsorted(np.asarray(firsts), np.asarray(blocks, dtype=np.int64), side="right") - 1

@@ -18,12 +18,12 @@ import xxhash
 from msgspec import Meta
 
 from baton.engine.core.layout import KVLayout, Piece, StateLayout, UnevenHeads
-from baton.engine.core.regions import ArenaRegion, CacheRegion, arenas_of, first_blocks
+from baton.engine.core.regions import ArenaRegion, CacheRegion, first_blocks
 
 from .. import codec
 from ..block_copies import device_blocks
 from ..codec import Id
-from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
+from ..descriptors import HeadSlice, arenas_of, assign_heads, block_ranges, slice_heads
 from ..errors import MalformedMessage, TransportError
 from ..transports import Lane, PeerHandle, PeerState, RangeTable, ReadHandle, ReadState, Transport
 from .rpc import MAX_RANKS

@@ -22,6 +22,7 @@ import numpy as np
 from baton.engine.core.connector import TransferId
 from baton.engine.core.pace import Line, LineFit
 
+from ..descriptors import bytes_of
 from ..group.read_messages import MAX_ORDER_BLOCKS
 from ..group.tp_read_group import TpReadGroup
 from ..transports import PeerHandle, ReadHandle, ReadState
@@ -205,7 +206,7 @@ class BlockReads:
         lane = self._group.lane(peer)
         in_time = 0.0 if lane is None or lane.bytes_per_s is None else BATCH_S * lane.bytes_per_s
         most_bytes = max(self._batch_bytes, int(in_time))
-        ends = np.cumsum(self._group.region.bytes_of(blocks))
+        ends = np.cumsum(bytes_of(self._group.region, blocks))
         at = 0
         while at < len(blocks):
             before = int(ends[at - 1]) if at else 0

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from baton.engine.core.kv.blocks import BlockPool
-from baton.engine.core.regions import CacheRegion, arenas_of
+from baton.engine.core.regions import CacheRegion
 
 from ..block_copies import BlockCopier, HostMemory, HostSlots, SlotPair, open_block_copier
+from ..descriptors import arenas_of
 from ..errors import TransportError
 
 

@@ -106,7 +106,7 @@ def station(monkeypatch: pytest.MonkeyPatch) -> Iterator[Station]:
 class TestPlaces:
     def test_peers_are_told_of_the_slots_in_the_same_layout(self, station: Station) -> None:
         region = station.inner.region
-        assert (region.num_blocks, region.device, region.layout) == (SLOTS, "cpu", LAYOUT)
+        assert (region.num_blocks, region.device, region.only.layout) == (SLOTS, "cpu", LAYOUT)
 
     def test_a_block_is_ready_for_its_reader_only_when_it_is_copied(self, station: Station) -> None:
         offer = station.buffer.offer("r", 0, [5, 9], 32)

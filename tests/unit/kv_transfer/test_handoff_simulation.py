@@ -373,11 +373,13 @@ def read_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def promise_more_than_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = LeaseTable.advance
-    monkeypatch.setattr(LeaseTable, "advance", lambda self, offer, ready, now: advance(self, offer, ready + 2, now))
+    monkeypatch.setattr(
+        LeaseTable, "advance", lambda self, offer, ready, now, last=(): advance(self, offer, ready + 2, now)
+    )
 
 
 def forget_to_tell_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeaseTable, "advance", lambda self, offer, num_ready, now: [])
+    monkeypatch.setattr(LeaseTable, "advance", lambda self, offer, num_ready, now, last=(): [])
 
 
 def ask_nobody_for_help(monkeypatch: pytest.MonkeyPatch) -> None:
