@@ -64,7 +64,7 @@ class EngineArguments(StrictModel):
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
     num_gpu_blocks_override: int | None = Field(None, ge=1)
     block_size: int = BLOCK_SIZE
-    # Keep what lies behind the windows of a model's layers, too. None: where blocks are handed over or go to tiers.
+    # Keep what lies behind the windows of a model's layers, too. None: where blocks go to tiers.
     disable_hybrid_kv_cache_manager: bool | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

@@ -187,7 +187,7 @@ def kv(options: TransferOptions, json_file: JsonFile = None) -> None:
     )
     try:
         model = options.model
-        layout = DEFAULT_LAYOUT if model is None else load_config(model, load_format="dummy").caches.only.kv
+        layout = DEFAULT_LAYOUT if model is None else load_config(model, load_format="dummy").caches.groups[0].kv
         result = measure(layout, case)
     except (ModelError, UnevenHeads) as error:
         fail(str(error))

@@ -26,8 +26,8 @@ from .model_checks import read_model
 from .sizing import (
     GB,
     HostNeeds,
-    block_bytes,
     find_overcommitted,
+    handoff_bytes,
     needs_of_nodes,
     needs_of_worker,
 )
@@ -280,8 +280,8 @@ def _bandwidth(plan: Plan) -> Bandwidth | None:
     if Role.PREFILL not in fleets or Role.DECODE not in fleets:
         return None
     spec, decode = plan.spec, fleets[Role.DECODE].config
-    blocks = -(-plan.traffic.prompt_tokens // BLOCK_SIZE)
-    request = blocks * sum(block_bytes(read_model(spec, Role.DECODE), decode.tensor_parallel_size))
+    caches = read_model(spec, Role.DECODE).caches
+    request = handoff_bytes(caches, decode.tensor_parallel_size, plan.traffic.prompt_tokens)
     total = request * plan.traffic.requests_per_s
     readers, holders = (spec.num_workers_of(role) for role in (Role.DECODE, Role.PREFILL))
     return Bandwidth(request, total, total / holders, total / readers)

@@ -1,4 +1,4 @@
-"""Sizes from an application and a model's config.json: bytes of KV blocks on each rank, memory and disk on each host.
+"""Sizes from an application and a model's config.json: bytes of a hand-off, memory and disk on each host.
 
 No torch.
 """
@@ -10,15 +10,22 @@ from dataclasses import dataclass
 
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec
-from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout
 
 GB = 10**9
 
 
-def block_bytes(model: ModelConfig, tensor_parallel_size: int) -> Iterator[int]:
-    """Yield the bytes of one KV block, of each cache group, on each tensor-parallel rank."""
-    for rank in range(tensor_parallel_size):
-        yield sum(group.blocks.block_bytes for group in model.caches.of_rank(rank, tensor_parallel_size).groups)
+def handoff_bytes(caches: CacheLayout, tensor_parallel_size: int, num_tokens: int) -> int:
+    """Return the bytes that all ranks of a decode engine read of a prompt: of each group what later tokens need."""
+    ranks = [caches.of_rank(rank, tensor_parallel_size) for rank in range(tensor_parallel_size)]
+    return sum(_handed_blocks(group, num_tokens) * group.blocks.block_bytes for each in ranks for group in each.groups)
+
+
+def _handed_blocks(group: GroupLayout, num_tokens: int) -> int:
+    if group.kind is CacheKind.STATE:
+        return 1
+    first = 0 if group.window is None else max(0, num_tokens - group.window + 1) // BLOCK_SIZE
+    return -(-num_tokens // BLOCK_SIZE) - first
 
 
 @dataclass(frozen=True)

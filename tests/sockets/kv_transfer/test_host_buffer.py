@@ -293,9 +293,23 @@ class TestChoice:
         assert isinstance(opened, Inner)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)], ids="{0[0]} to {0[1]} ranks".format)
-def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    folder = write_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "family", "changes"),
+    [
+        ((1, 1), "qwen3", {}),
+        ((1, 2), "qwen3", {}),
+        ((2, 1), "qwen3", {}),
+        ((2, 1), "qwen3_5_text", HYBRID),  # states, of which digests are made as of blocks
+    ],
+    ids=lambda value: str(value),
+)
+def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(
+    tmp_path: Path, sizes: tuple[int, int], family: str, changes: dict[str, Any]
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", family, num_hidden_layers=2, **changes)
     arguments = {
         "model": str(folder),
         "device": "cpu",
@@ -305,7 +319,10 @@ def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(tmp_path: Path
         "max_num_batched_tokens": 40,  # long prompts run in chunks, and are on offer meanwhile
         "num_gpu_blocks_override": 64,
     }
-    key, settings = ClusterKey.generate(), TransferSettings(buffer="host", buffer_bytes=1 << 20)
+    key, settings = (
+        ClusterKey.generate(),
+        TransferSettings(buffer="host", buffer_bytes=4 << 20, digest=DigestMode.VERIFY if changes else DigestMode.OFF),
+    )
     prefill, decode = (
         GroupEngine(name, key, size, arguments, settings)
         for name, size in zip(("prefill", "decode"), sizes, strict=True)

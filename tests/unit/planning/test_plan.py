@@ -14,9 +14,13 @@ import yaml
 
 from baton.cluster.contracts import Role
 from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
-from baton.cluster.planning.sizing import block_bytes
+from baton.cluster.planning.sizing import handoff_bytes
 from baton.cluster.spec import load_spec, specs_in_file
 from baton.engine.config import EngineConfig
+from baton.engine.core.config import CacheGroupConfig
+from baton.engine.core.kv.block_numbers import BlockNumbers
+from baton.engine.core.kv.cache_groups import make_groups
+from baton.engine.core.layout import CacheKind, CacheLayout, LayerCache, LayerState, StatePart
 from baton.engine.layers.base import Layer
 from baton.engine.models import load_config, make_model
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
@@ -283,7 +287,24 @@ def test_the_bandwidth_is_that_of_the_parts_that_each_rank_reads(decode_ranks: i
 
 def test_latents_are_on_every_rank() -> None:
     model = load_config(CONFIGS / "models/deepseek-v3", load_format="dummy")
-    assert list(block_bytes(model, 4)) == [16 * 61 * 576 * 2] * 4
+    assert handoff_bytes(model.caches, 4, 1000) == 4 * 1008 * 61 * 576 * 2
+
+
+def test_of_windows_and_states_a_hand_off_moves_what_is_read_later() -> None:
+    """As engines do: `BlockNumbers` counts what is handed over."""
+    window, state = CacheGroupConfig(num_blocks=9, window=100), CacheGroupConfig(num_blocks=9, checkpoint_tokens=512)
+    numbers = BlockNumbers(make_groups([CacheGroupConfig(num_blocks=9), window, state], 16))
+    kept = {"num_kv_heads": 1, "head_dim": 1, "dtype": "float8_e4m3fn", "num_planes": 1}
+    layers = [
+        LayerCache(kind=CacheKind.FULL, **kept),
+        LayerCache(kind=CacheKind.WINDOW, window=100, **kept),
+        LayerState((StatePart((16, 1), "float8_e4m3fn"),)),
+    ]
+    caches = CacheLayout.of_layers("m", layers)
+    slot = caches.groups[2].blocks.block_bytes
+    for num_tokens in (1, 16, 99, 100, 101, 512, 1000):
+        expected = (numbers.num_complete(num_tokens, num_tokens) - 1) * 16 + slot
+        assert handoff_bytes(caches, 1, num_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -370,7 +391,7 @@ def test_ray_takes_its_cluster_files(file: Path) -> None:
         assert (resource in text) == asked
 
 
-def test_layers_with_a_window_have_an_arena_of_their_own_where_blocks_stay_in_their_engine(tmp_path: Path) -> None:
+def test_layers_with_a_window_have_an_arena_of_their_own_without_tiers(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss", sliding_window=24, max_position_embeddings=4096)
 
     def arenas_of(fleets: dict[str, Any], role: str) -> list[tuple[str, int]]:
@@ -380,11 +401,14 @@ def test_layers_with_a_window_have_an_arena_of_their_own_where_blocks_stay_in_th
         (fleet,) = (fleet for fleet in plan.fleets if fleet.role == role)
         return [(arena.group.kind, arena.num_blocks) for arena in fleet.arenas]
 
-    assert arenas_of({"unified": {}}, "unified") == [("full", 16 * 256), ("window", 256 + 15 * 4)]
+    apart, together = [("full", 16 * 256), ("window", 256 + 15 * 4)], [("full", 16 * 256)]
+    assert arenas_of({"unified": {}}, "unified") == apart
     both = {"prefill": {}, "decode": {}}
-    assert arenas_of(both, "prefill") == arenas_of(both, "decode") == [("full", 16 * 256)]
-    tiers = {"unified": {"kv_tiers": {"host_bytes": 10**9}}}
-    assert arenas_of(tiers, "unified") == [("full", 16 * 256)]
+    assert arenas_of(both, "prefill") == arenas_of(both, "decode") == apart
+    tiers = {"kv_tiers": {"host_bytes": 10**9}}
+    assert arenas_of({"unified": tiers}, "unified") == together
+    one_has_tiers = {"prefill": tiers, "decode": {}}
+    assert arenas_of(one_has_tiers, "prefill") == arenas_of(one_has_tiers, "decode") == together, "both keep the same"
     done = baton("plan", str(CONFIGS / "serve/unified.yaml"), "--model", str(model))
     assert "KV memory of each worker by cache group" in done.stdout
     assert "the last 24 tokens" in done.stdout
