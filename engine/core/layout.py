@@ -19,7 +19,7 @@ import enum
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -112,30 +112,56 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return _hash_of(self)
 
 
+class StateRows(msgspec.Struct, frozen=True):
+    """Rows of a state that belong to heads, or to groups of heads: `count` of them with `width` rows each."""
+
+    count: int
+    width: int
+
+    def of_ranks(self, size: int) -> StateRows:
+        """Return what each of `size` ranks keeps; several keep the same one where there are fewer than ranks.
+
+        Raises `UnevenHeads` where they cannot be shared out evenly.
+        """
+        if self.count % size and size % self.count:
+            raise UnevenHeads(f"{self.count} heads or groups of a state cannot be shared out over {size} ranks")
+        return StateRows(max(1, self.count // size), self.width)
+
+    def of_heads(self, heads: range, num_heads: int) -> range:
+        """Return the rows that belong to some of the `num_heads` heads of the layout."""
+        first = heads.start * self.count // num_heads
+        last = -(-heads.stop * self.count // num_heads)
+        return range(first * self.width, last * self.width)
+
+
 class StatePart(msgspec.Struct, frozen=True):
-    """One tensor of a layer's state. Tensor-parallel ranks divide each section of its first dimension."""
+    """One tensor of a layer's state. Its first dimension has the rows of each kind of heads one after another.
+
+    Tensor-parallel ranks divide the heads of each kind.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    sections: tuple[int, ...] = ()  # rows of the first dimension that are divided each by itself; empty: all together
+    rows: tuple[StateRows, ...] = ()  # of the first dimension; (): one of each head or channel
 
     @property
-    def divided(self) -> tuple[int, ...]:
-        """The sizes of the sections."""
-        return self.sections or self.shape[:1]
+    def sections(self) -> tuple[StateRows, ...]:
+        """The rows of the first dimension, by what they belong to."""
+        return self.rows or (StateRows(self.shape[0], 1),)
 
     @property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
 
-    def share(self, part: int, of: int) -> StatePart:
-        """Return the part that `part` of `of` equal shares of every section make."""
-        sections = tuple(size * part // of for size in self.sections)
-        return StatePart((self.shape[0] * part // of, *self.shape[1:]), self.dtype, sections)
-
     @property
     def num_bytes(self) -> int:
         return self.shape[0] * self.row_bytes
+
+    def of_ranks(self, size: int) -> StatePart:
+        """Return the part that each of `size` ranks keeps. Raises `UnevenHeads`."""
+        rows = tuple(each.of_ranks(size) for each in self.sections)
+        kept = sum(each.count * each.width for each in rows)
+        return StatePart((kept, *self.shape[1:]), self.dtype, rows if self.rows else ())
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,8 +175,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def offsets(self) -> tuple[int, ...]:
         """The first byte of each part in its layer, and of the next layer."""
-        sizes = (-(-part.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for part in self.parts)
-        return tuple(itertools.accumulate(sizes, initial=0))
+        return _aligned(part.num_bytes for part in self.parts)
 
     @property
     def layer_bytes(self) -> int:
@@ -168,44 +193,51 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_heads(self) -> int:
-        """The number of equal shares into which all sections of all parts divide: heads, with their channels."""
-        return math.gcd(*(size for part in self.parts for size in part.divided))
+        """The number of shares of a slot such that each has whole heads of every kind, or one that others have, too."""
+        return math.lcm(*(rows.count for part in self.parts for rows in part.sections))
 
     def heads_of(self, rank: int, size: int) -> range:
         """The heads that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
-        for rows in (size for part in self.parts for size in part.divided):
-            if rows % size:
-                raise UnevenHeads(f"{rows} heads or channels of a state cannot be shared out over {size} ranks")
-        heads = self.num_heads // size
-        return range(rank * heads, (rank + 1) * heads)
+        for part in self.parts:
+            part.of_ranks(size)
+        heads = self.num_heads
+        first = rank * heads // size
+        return range(first, first + max(1, heads // size))
 
     def of_rank(self, rank: int, size: int) -> StateLayout:
         """Return the part that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
-        return self._with_heads(len(self.heads_of(rank, size)))
+        return msgspec.structs.replace(self, parts=tuple(part.of_ranks(size) for part in self.parts))
 
     def bytes_of(self, heads: range) -> int:
         """Return the bytes of a slot of a rank that keeps these heads."""
-        return self._with_heads(len(heads)).block_bytes
+        return self.num_layers * self._offsets_of(heads)[-1]
 
     def pieces(self, kept: range, heads: range) -> Sequence[Piece]:
         """Return where `heads` lie in a slot of a rank that keeps `kept`, in as few pieces as possible."""
         return [Piece(0, self.bytes_of(kept))] if kept == heads else self.sections(kept, heads)
 
     def sections(self, kept: range, heads: range) -> Sequence[Piece]:
-        """Return where `heads` lie in a slot of a rank that keeps `kept`: rows of each section, part and layer."""
-        pieces, own = [], self._with_heads(len(kept))
+        """Return where `heads` lie in a slot of a rank that keeps `kept`: rows of each section, part and layer.
+
+        Rows that belong to several heads are with each of them.
+        """
+        pieces, offsets, num_heads = [], self._offsets_of(kept), self.num_heads
         for layer in range(self.num_layers):
-            for part, offset in zip(self.parts, own.offsets, strict=False):
-                section = layer * own.layer_bytes + offset
-                for rows in part.divided:
-                    head_bytes = rows // self.num_heads * part.row_bytes
-                    pieces.append(Piece(section + (heads.start - kept.start) * head_bytes, len(heads) * head_bytes))
-                    section += len(kept) * head_bytes
+            for part, offset in zip(self.parts, offsets, strict=False):
+                section = layer * offsets[-1] + offset
+                for rows in part.sections:
+                    here, wanted = rows.of_heads(kept, num_heads), rows.of_heads(heads, num_heads)
+                    first = section + (wanted.start - here.start) * part.row_bytes
+                    pieces.append(Piece(first, len(wanted) * part.row_bytes))
+                    section += len(here) * part.row_bytes
         return pieces
 
-    def _with_heads(self, num_heads: int) -> StateLayout:
-        parts = tuple(part.share(num_heads, self.num_heads) for part in self.parts)
-        return msgspec.structs.replace(self, parts=parts)
+    def _offsets_of(self, heads: range) -> tuple[int, ...]:
+        """Return `offsets` in a slot of a rank that keeps these heads."""
+        num_heads = self.num_heads
+        return _aligned(
+            sum(len(rows.of_heads(heads, num_heads)) for rows in part.sections) * part.row_bytes for part in self.parts
+        )
 
 
 class CacheKind(enum.StrEnum):
@@ -232,6 +264,10 @@ class LayerState(msgspec.Struct, frozen=True):
     """The recurrent state of one layer, and whatever else is as large after one token as after many."""
 
     parts: tuple[StatePart, ...]
+
+
+# What one layer keeps: nothing, keys and values, a state, or both of these.
+LayerCaches = tuple[()] | tuple[LayerCache | LayerState] | tuple[LayerCache, LayerState]
 
 
 class CachePlace(msgspec.Struct, frozen=True):
@@ -263,24 +299,32 @@ class CacheLayout(msgspec.Struct, frozen=True):
     groups: tuple[GroupLayout, ...]
 
     @classmethod
-    def of_layers(cls, model: str, caches: Sequence[LayerCache | LayerState]) -> CacheLayout:
-        """Return the groups of a model's layers, given what each keeps.
+    def of_layers(cls, model: str, caches: Sequence[LayerCaches]) -> CacheLayout:
+        """Return the groups of a model's layers, given what each keeps. A layer that keeps two things is in two groups.
 
         Groups that keep all tokens come first: a prefix hit is bounded by the first group, and cut shorter by the
         others.
         """
         layers: dict[LayerCache | LayerState, list[int]] = {}
-        for layer, cache in enumerate(caches):
-            layers.setdefault(cache, []).append(layer)
+        for layer, kept in enumerate(caches):
+            for cache in kept:
+                layers.setdefault(cache, []).append(layer)
         ordered = sorted(layers, key=_keeps_less)  # stable: else by their first layers
         return cls(tuple(_group_of(model, cache, layers[cache]) for cache in ordered))
 
     def place_of(self, layer: int) -> CachePlace:
-        """Return where the layer with this index in the model finds its cache."""
+        """Return where the layer with this index in the model finds what it keeps of each token."""
+        return self._place_of(layer, KVLayout)
+
+    def state_place_of(self, layer: int) -> CachePlace:
+        """Return where the layer with this index in the model finds its state."""
+        return self._place_of(layer, StateLayout)
+
+    def _place_of(self, layer: int, kind: type[KVLayout | StateLayout]) -> CachePlace:
         return next(
             CachePlace(number, group.layers.index(layer))
             for number, group in enumerate(self.groups)
-            if layer in group.layers
+            if layer in group.layers and isinstance(group.blocks, kind)
         )
 
     @property
@@ -306,6 +350,11 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
 def _hash_of(layout: msgspec.Struct) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
+
+
+def _aligned(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the first byte of each part of these sizes, and the byte behind the last one."""
+    return tuple(itertools.accumulate((-(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT for size in sizes), initial=0))
 
 
 def _keeps_less(cache: LayerCache | LayerState) -> int:

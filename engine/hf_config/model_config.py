@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerState, StatePart
+from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerCaches, LayerState, StatePart, StateRows
 from .attention import LatentShape, LinearAttentionShape, WindowRule
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
@@ -36,47 +36,51 @@ class Scales:
     logit_cap: float | None = None  # and so do logits
 
 
-def keys_and_values(config: ModelConfig, layer: int) -> LayerCache:
+def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
     """Keep a key and a value of every KV head, of the layer's window only where the config says so."""
     window = config.layer_windows[layer] if config.window_caches else None
     if window is not None and window >= config.max_model_len:
         window = None
-    return LayerCache(
+    cache = LayerCache(
         kind=CacheKind.FULL if window is None else CacheKind.WINDOW,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=config.cache_dtype,
         window=window,
     )
+    return (cache,)
 
 
-def latents(config: ModelConfig, layer: int) -> LayerCache:
+def latents(config: ModelConfig, layer: int) -> tuple[LayerCache]:
     """Keep a latent and the rotated part of a key, which all heads share."""
     assert config.latent is not None, "a config of this family has latents"
-    return LayerCache(
+    cache = LayerCache(
         kind=CacheKind.LATENT,
         num_kv_heads=1,
         num_planes=1,
         head_dim=config.latent.rank + config.latent.rope_dim,
         dtype=config.cache_dtype,
     )
+    return (cache,)
 
 
-def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCache | LayerState:
+def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCaches:
     """Keep keys and values; in layers of linear attention the last inputs of the convolution, and a state a head."""
     shape = config.linear
     if shape is None or not shape.layers[layer]:
         return keys_and_values(config, layer)
-    return LayerState(
+    heads = shape.num_value_heads
+    state = LayerState(
         (
             StatePart(
                 (shape.conv_channels, shape.conv_width - 1),
                 config.dtype,
-                sections=(shape.key_width, shape.key_width, shape.value_width),
+                rows=(*[StateRows(shape.num_key_heads, shape.key_dim)] * 2, StateRows(heads, shape.value_dim)),
             ),
-            StatePart((shape.num_value_heads, shape.key_dim, shape.value_dim), "float32"),
+            StatePart((heads, shape.key_dim, shape.value_dim), "float32"),
         )
     )
+    return (state,)
 
 
 def no_scales(keys: Keys) -> Scales:
@@ -92,7 +96,7 @@ class ConfigRules:
     """The reading of one architecture's config, and what a token keeps in its caches."""
 
     architecture: str  # its name in `architectures` of config.json
-    cache: Callable[[ModelConfig, int], LayerCache | LayerState]  # what the layer of this index keeps
+    cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer of this index keeps
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says

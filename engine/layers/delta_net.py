@@ -62,7 +62,7 @@ class GatedDeltaNet(TokenMixer):
         self.dt_bias = Parameter(heads, dtype=torch.float32)
         self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(shape.value_width, config.hidden_size)
-        self.place = config.caches.place_of(layer)
+        self.place = config.caches.state_place_of(layer)
         self._eps = config.rms_norm_eps
         states = config.caches.groups[self.place.group].blocks
         assert isinstance(states, StateLayout), "its cache holds states"

@@ -24,7 +24,7 @@ WHOLE = 32_768 // BLOCK_SIZE
 
 
 def layout(*layers: LayerCache | LayerState) -> CacheLayout:
-    return CacheLayout.of_layers("m", layers)
+    return CacheLayout.of_layers("m", [(kept,) for kept in layers])
 
 
 def num_bytes(caches: CacheLayout, blocks: list[int]) -> int:

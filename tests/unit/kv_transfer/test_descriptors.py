@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.engine.core.layout import KVLayout, StateLayout, StatePart, UnevenHeads
+from baton.engine.core.layout import KVLayout, StateLayout, StatePart, StateRows, UnevenHeads
 from baton.kv_transfer.descriptors import AssignedHeads, HeadSlice, assign_heads, block_ranges, slice_heads
 from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.transports import ByteRange
@@ -153,24 +152,38 @@ def test_there_is_one_range_a_rank_for_a_run_and_else_one_a_block(groups: tuple[
             assert len(block_ranges(blocks, blocks, piece)) == (1 if whole else count)
 
 
-STATE = StateLayout(
-    model="any",
-    num_layers=2,
-    parts=(StatePart((36, 3), "float8_e4m3fn", sections=(12, 12, 12)), StatePart((12, 5, 1), "bfloat16")),
-)
+STATES = {
+    "delta net": StateLayout(
+        model="any",
+        num_layers=2,
+        parts=(
+            StatePart((72, 3), "float8_e4m3fn", rows=(StateRows(12, 2), StateRows(12, 2), StateRows(24, 1))),
+            StatePart((24, 5, 1), "bfloat16"),
+        ),
+    ),
+    "groups that are fewer than ranks": StateLayout(
+        model="any",
+        num_layers=1,
+        parts=(
+            StatePart((18, 3), "bfloat16", rows=(StateRows(12, 1), StateRows(2, 2), StateRows(1, 2))),
+            StatePart((12, 2, 2), "float32"),
+        ),
+    ),
+}
 
 
-@pytest.mark.parametrize("holder_size", [1, 2, 3, 4, 6, 12])
-@pytest.mark.parametrize("reader_size", [1, 2, 3, 4, 6, 12])
-def test_every_rank_has_the_rows_of_a_state_that_it_would_have_computed(holder_size: int, reader_size: int) -> None:
-    whole = {(layer, part): content_of(layer, part) for layer in range(2) for part in range(2)}
-    slots = [np.concatenate([slot_of(whole, rank, holder_size)] * 2) for rank in range(holder_size)]
-    holders = [STATE.heads_of(rank, holder_size) for rank in range(holder_size)]
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 6), (6, 2), (2, 2), (1, 6), (6, 1), (4, 2), (2, 4), (12, 6)])
+def test_every_rank_has_the_rows_of_a_state_that_it_would_have_computed(name: str, sizes: tuple[int, int]) -> None:
+    layout, (holder_size, reader_size) = STATES[name], sizes
+    whole = {(layer, part): content_of(layout, layer, part) for layer in range(layout.num_layers) for part in range(2)}
+    slots = [np.concatenate([slot_of(layout, whole, rank, holder_size)] * 2) for rank in range(holder_size)]
+    holders = [layout.heads_of(rank, holder_size) for rank in range(holder_size)]
     for rank in range(reader_size):
-        heads, expected = STATE.heads_of(rank, reader_size), slot_of(whole, rank, reader_size)
+        heads, expected = layout.heads_of(rank, reader_size), slot_of(layout, whole, rank, reader_size)
         found = np.zeros(2 * len(expected), dtype=np.uint8)
         for share in assign_heads(rank, heads, holders):
-            piece = slice_heads(STATE, share.heads, holders[share.holder_rank], heads)
+            piece = slice_heads(layout, share.heads, holders[share.holder_rank], heads)
             assert piece.is_whole == (holder_size == reader_size)
             for remote, local, size in block_ranges([1], [1], piece).tolist():
                 found[local : local + size] = slots[share.holder_rank][remote : remote + size]
@@ -178,20 +191,26 @@ def test_every_rank_has_the_rows_of_a_state_that_it_would_have_computed(holder_s
         assert not found[: len(expected)].any(), "the slot before it was written"
 
 
-def content_of(layer: int, part: int) -> NDArray[np.uint8]:
+def content_of(layout: StateLayout, layer: int, part: int) -> NDArray[np.uint8]:
     """The bytes of one part of a layer's state, one row of its first dimension a row."""
-    rows, row_bytes = STATE.parts[part].shape[0], STATE.parts[part].row_bytes
+    rows, row_bytes = layout.parts[part].shape[0], layout.parts[part].row_bytes
     return np.random.default_rng(2 * layer + part).integers(1, 255, (rows, row_bytes), dtype=np.uint8)
 
 
-def slot_of(whole: Mapping[tuple[int, int], NDArray[np.uint8]], rank: int, size: int) -> NDArray[np.uint8]:
-    """The slot that one of `size` ranks keeps: its share of each section, each part on a cache line of its own."""
-    own = STATE.of_rank(rank, size)
+def slot_of(
+    layout: StateLayout, whole: Mapping[tuple[int, int], NDArray[np.uint8]], rank: int, size: int
+) -> NDArray[np.uint8]:
+    """The slot that one of `size` ranks keeps: its share of each kind of rows, each part on a cache line of its own."""
+    own = layout.of_rank(rank, size)
     slot = np.zeros(own.block_bytes, dtype=np.uint8)
     for (layer, part), content in whole.items():
-        ends = np.cumsum([0, *STATE.parts[part].divided]).tolist()
-        sections = [np.split(content[start:end], size)[rank] for start, end in pairwise(ends)]
-        flat = np.concatenate(sections).reshape(-1)
-        first = layer * own.layer_bytes + own.offsets[part]
-        slot[first : first + len(flat)] = flat
+        kept, before = [], 0
+        for rows in layout.parts[part].sections:
+            first = rank * rows.count // size  # of several ranks that keep the same, each has it
+            many = max(1, rows.count // size)
+            kept.append(content[before + first * rows.width : before + (first + many) * rows.width])
+            before += rows.count * rows.width
+        flat = np.concatenate(kept).reshape(-1)
+        start = layer * own.layer_bytes + own.offsets[part]
+        slot[start : start + len(flat)] = flat
     return slot

@@ -296,9 +296,9 @@ def test_of_windows_and_states_a_hand_off_moves_what_is_read_later() -> None:
     numbers = BlockNumbers(make_groups([CacheGroupConfig(num_blocks=9), window, state], 16))
     kept = {"num_kv_heads": 1, "head_dim": 1, "dtype": "float8_e4m3fn", "num_planes": 1}
     layers = [
-        LayerCache(kind=CacheKind.FULL, **kept),
-        LayerCache(kind=CacheKind.WINDOW, window=100, **kept),
-        LayerState((StatePart((16, 1), "float8_e4m3fn"),)),
+        (LayerCache(kind=CacheKind.FULL, **kept),),
+        (LayerCache(kind=CacheKind.WINDOW, window=100, **kept),),
+        (LayerState((StatePart((16, 1), "float8_e4m3fn"),)),),
     ]
     caches = CacheLayout.of_layers("m", layers)
     slot = caches.groups[2].blocks.block_bytes
