@@ -63,6 +63,7 @@ def script(service: Service, turn: Turn, calls: list[str]) -> None:
     service.script(f"{earlier}{HELLO}", "cut")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TURNS)
 async def test_the_message_of_a_chat(responses: Service, name: str, form: str) -> None:
@@ -79,6 +80,7 @@ async def test_the_message_of_a_chat(responses: Service, name: str, form: str) -
     assert answer.choices[0].message.content == "cut"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TURNS)
 async def test_the_items_of_a_response(responses: Service, name: str, form: str) -> None:

@@ -88,6 +88,7 @@ def divided(pool: MemberPool, folder: Path, batches: Any, ranks: int, **args: An
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_divided_says_what_the_whole_says(pool: MemberPool, folder_of: Callable[[str], Path], name: str) -> None:
     ranks = DIVISIONS[name][2]
@@ -103,6 +104,7 @@ def test_divided_says_what_the_whole_says(pool: MemberPool, folder_of: Callable[
             assert logprob_error(our.prompt_logprobs, their.prompt_logprobs) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -188,6 +190,7 @@ WAYS_OVER_RANKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS_OVER_RANKS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
 def test_mixtures_over_ranks_say_what_transformers_says(

@@ -61,6 +61,7 @@ SAMPLING: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), SAMPLING)
 async def test_sampling_values_out_of_range_or_of_a_wrong_type_are_named(
     service: Service, field: str, value: Any
@@ -356,6 +357,7 @@ async def test_more_messages_than_the_context_has_tokens_are_refused_unrendered(
     check_refused(response, 400, "messages", "context_length_exceeded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "body"),
     [

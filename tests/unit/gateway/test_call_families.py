@@ -146,6 +146,7 @@ def check_calls(told: Told, calls: list[Call]) -> None:
         assert (name, arguments.startswith(came), came == arguments) == (whole_name, True, False)
 
 
+@pytest.mark.slow
 async def test_a_call_in_which_the_model_stops_is_not_asked_for(service: Service, family: str) -> None:
     writer = WRITERS[family]
     calls: list[Call] = [("look", {"size": 15}), ("cut-2", {"size": 2})][: 1 if writer.takes_one else 2]
@@ -163,6 +164,7 @@ async def test_a_call_in_which_the_model_stops_is_not_asked_for(service: Service
 STOPS = ["\n", "</", "<", ">", "size", "2", '"', "}", "[ARGS]", "｜", "sep", "arg", "<|", "to=", "json", "</tool_call>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("included", [False, True], ids=["left out", "included"])
 async def test_a_stop_string_cuts_a_call_wherever_it_is(service: Service, family: str, included: bool) -> None:
     writer = WRITERS[family]
@@ -248,6 +250,7 @@ async def bound(
 NAMED = {"type": "function", "function": {"name": "look"}}
 
 
+@pytest.mark.slow
 async def test_calls_that_must_come_fit_and_so_do_strict_ones_and_words(bound: Service, family: str) -> None:
     """By a model that begins as it should, and then would write anything."""
     begun = BEGUN[family]

@@ -107,6 +107,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hostile", HOSTILE)
 async def test_nothing_that_a_field_may_hold_breaks_the_server(service: Service, hostile: str) -> None:
     for path, body in REQUESTS.values():

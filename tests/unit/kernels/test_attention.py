@@ -248,6 +248,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(
         assert torch.equal(chunk, expected[begin:end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 11, 16, 17, 22, 33])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 32), (4, 2, 64), (3, 1, 128), (32, 2, 64), (4, 2, 80)]

@@ -64,6 +64,7 @@ def check(q: Tensor, sequences: PagedSequences, num_shares: int | None = None, *
     assert_as_accurate(result, exact, same, slack=4.0 if q.dtype == torch.float32 else 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("num_shares", [1, 2, 5, 9, 40])
 def test_the_result_is_right_in_however_many_shares(triton_device: torch.device, num_shares: int) -> None:
@@ -93,6 +94,7 @@ def test_blocks_may_be_larger_than_a_unit(triton_device: torch.device, block_siz
     check(queries(sequences, 4), sequences, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("window", [1, 16, 50, 1000])
 @pytest.mark.parametrize("num_shares", [1, 7])
@@ -275,6 +277,7 @@ RUN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "options"), RUN.values())
 def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, options: dict[str, int]) -> None:
     assert options.keys() == decode.DEFAULT.keys()
@@ -289,6 +292,7 @@ def test_every_option_together_spills_nothing() -> None:
     compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, HAS_CAP=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:

@@ -233,6 +233,7 @@ def tile_signature(cache: str) -> dict[str, str]:
     return types | {f"{name}_stride": "i32:16" for name in strides}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 def test_tiles_are_loaded_16_bytes_at_a_time_and_multiplied_by_warp_groups(rows: int, cache: str) -> None:
@@ -246,6 +247,7 @@ def test_tiles_are_loaded_16_bytes_at_a_time_and_multiplied_by_warp_groups(rows:
     assert kernel.widest_load_bytes == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 def test_tiles_of_wide_heads_with_windows_and_caps_spill_little(rows: int, cache: str) -> None:
@@ -270,6 +272,7 @@ def boxes(*shape: int) -> str:
 WIDE_HEADS = {"DIM": 256, "KEYS": 64, "HAS_WINDOW": True, "HAS_CAP": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"HAS_WINDOW": True}, {"HAS_CAP": True}, {"DIM": 64}, WIDE_HEADS], ids=str)
 def test_on_hopper_pages_are_copied_in_boxes_and_little_spills(options: dict[str, int]) -> None:
     pytest.importorskip("triton")
@@ -286,6 +289,7 @@ def test_on_hopper_pages_are_copied_in_boxes_and_little_spills(options: dict[str
     assert "setmaxnreg" in kernel.ptx
 
 
+@pytest.mark.slow
 def test_on_hopper_keys_of_192_dimensions_fit_shared_memory() -> None:
     pytest.importorskip("triton")
     from baton.kernels.mla.gpu.dense_hopper import attend_rows

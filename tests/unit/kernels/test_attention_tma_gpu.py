@@ -113,6 +113,7 @@ def compile_fetched(
     return compile_for_h200(kernel.attend_share, signature, constants, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "dim", "group"),
     [
@@ -130,6 +131,7 @@ def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(kernel: Modu
     assert -(-fitting.registers // 8) * 8 * 256 * fitting.programs <= 65536  # by eights; six warps count as eight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_every_option_together_spills_nothing(apart: bool) -> None:
     compile_fetched(decode_hopper, {"sinks": "*fp32"}, HAS_CAP=True, APART=apart)

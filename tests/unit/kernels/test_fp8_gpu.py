@@ -92,6 +92,7 @@ def test_no_tokens_give_no_rows(triton_device: torch.device) -> None:
     assert gpu.linear(torch.empty(0, 128, device=triton_device), weight).shape == (0, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize("options", [*gemm.OPTIONS.values(), {**gemm.OPTIONS[16], "SPLIT": 4}])
 def test_every_default_compiles_to_8_bit_products_without_spills(options: Options, in_blocks: bool) -> None:

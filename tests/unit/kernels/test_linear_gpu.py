@@ -127,6 +127,7 @@ def test_any_depth_in_any_steps(depth: int, changes: dict[str, int], triton_devi
     Layer(triton_device, torch.float32, (1, 8, depth), with_norm=True).check(FEW, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [2, 4, 8])
 @pytest.mark.parametrize("extras", [{}, *EVERYTHING], ids=str)
 def test_the_parts_of_a_split_depth_are_added_up(
@@ -200,6 +201,7 @@ STRIDES = {"x_stride": "i32:16", "out_stride": "i32:16"}
 GATED = {"ACTIVATION": "silu", "ADD": False, "bias": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "norm"), [("silu", "*bf16"), ("gelu_tanh", "*fp32")])
 def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activation: str, norm: str) -> None:
     types = {**BFLOAT16, **STRIDES, "norm": norm, "eps": "fp32"}
@@ -213,6 +215,7 @@ def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activatio
         assert "ld.global" in after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("split", [1, 4])
 def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int, activation: str) -> None:

@@ -43,6 +43,7 @@ def test_decodes_of_any_lengths(seq_lens: list[int], triton_device: torch.device
     step.check(step.attend(prepare, gpu.mla_attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_programs", [1, 3, 7, 20])
 def test_the_result_is_right_however_many_programs_share_the_work(
     num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -57,12 +58,14 @@ def test_chunks_of_any_lengths_and_decodes_among_them(triton_device: torch.devic
     step.check(step.attend(prepare, gpu.mla_attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 3, 70])
 def test_any_number_of_heads(num_heads: int, triton_device: torch.device) -> None:
     step = latent_step([1, 3], [40, 20], triton_device, shape=dataclasses.replace(SMALL, num_heads=num_heads))
     step.check(step.attend(prepare, gpu.mla_attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [([1] * 4, [50, 33, 1, 17]), MIXED], ids=["decodes", "chunks"])
 def test_padding_is_zero_and_changes_nothing(lengths: tuple[list[int], list[int]], triton_device: torch.device) -> None:
     step = padded(latent_step(*lengths, triton_device), 9)
@@ -288,6 +291,7 @@ HOPPER_SIGNATURE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("rows", "max_spill_bytes"), [(16, 0), (32, 208)])
 def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_others(

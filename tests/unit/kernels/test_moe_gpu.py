@@ -141,6 +141,7 @@ def test_grouped_products_equal_the_loop_over_experts(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize("adding", [True, False])
@@ -172,6 +173,7 @@ def test_few_tokens_equal_the_loop_over_experts(
     assert_as_accurate(result, exact, reference.fused_experts(*inputs(case)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("rows", [None, (16, 16), (32, 32), (32, 2)])
 @pytest.mark.parametrize(("hidden_size", "width", "depth"), [(144, 272, 256), (256, 128, 64)])
@@ -221,6 +223,7 @@ SHAPES_IN_8_BITS = {name: sizes for name, sizes in SIZES.items() if bench.is_in_
 TILE_TYPES = {"order": "*i32", "table": "*i32", "count": "*i32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize(
     ("block_rows", "short_rows", "columns", "warps"),
@@ -316,6 +319,7 @@ def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
     assert gate_up.widest_load_bytes == down.widest_load_bytes == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES_IN_8_BITS)
 @pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block_rows: int) -> None:

@@ -175,6 +175,7 @@ def test_what_the_kernels_cannot_read_is_refused(triton_device: torch.device) ->
 # ---- truncation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("truncation", ["top-k", "top-p", "min-p", "all"])
 @pytest.mark.parametrize("kind", ["smooth", "ties", "equal", "masked"])

@@ -182,6 +182,7 @@ def test_decodes_and_prompt_chunks_share_a_step(variant: str, pair: Callable[...
         assert_close(torch.cat(pieces[sequence]), reference_logprobs(reference, tokens), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", [*ARCHITECTURES, "qwen3-tied"])
 def test_asking_for_some_tokens_gives_their_hidden_states_and_writes_the_kv_of_all(

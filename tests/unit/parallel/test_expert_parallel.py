@@ -84,6 +84,7 @@ def test_one_device_answers_as_transformers(architecture: str, alone: Callable[[
             assert new[0, tokens.shape[1] :].tolist() == alone(architecture)[each.request_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("architecture", SHAPES)

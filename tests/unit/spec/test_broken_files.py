@@ -113,6 +113,7 @@ def written(folder: Path, content: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("content", "said"), NO_YAML.items(), ids=lambda text: text[:24])
 def test_what_cannot_be_read_is_refused_with_the_place(tmp_path: Path, content: str, said: str) -> None:
     check_it_is_refused(written(tmp_path, content), said)

@@ -69,6 +69,7 @@ def named(given: dict[str, Any]) -> dict[str, Any]:
     return {f"{TYPE_OF[type(value)]}_{at}": value for at, value in enumerate(given.values())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @untimed
 @given(words=some_words, thought=some_words, calls=some_calls, sizes=some_sizes)
