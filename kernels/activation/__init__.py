@@ -1,13 +1,13 @@
-"""Element-wise functions around products: gated activations, and the soft cap of logits."""
+"""Element-wise functions around products: activations, with gates and without, and the soft cap of logits."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from . import cpu, reference
-from .reference import Activation
+from .reference import Activation, Pointwise
 
-__all__ = ["Activation", "activation_and_mul", "soft_cap"]
+__all__ = ["Activation", "Pointwise", "activate_each", "activation_and_mul", "soft_cap"]
 
 
 def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
@@ -19,6 +19,22 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
 
         return gpu.activation_and_mul(gate_up, activation, out)
     return reference.activation_and_mul(gate_up, activation, out)
+
+
+def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
+    """Replace the values of x [T, N] by `activation` of them, in place, and return x. In float32, rounded once.
+
+    Raises `ValueError` for rows that are not contiguous.
+    """
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}: give contiguous rows")
+    if x.is_cpu:
+        return cpu.activate_each(x, activation)
+    if x.is_cuda:
+        from . import gpu
+
+        return gpu.activate_each(x, activation)
+    return reference.activate_each(x, activation)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated activations and the soft cap in C++ (`native/activation.cpp`)."""
+"""The gated activations and the soft cap in C++ (`native/activation.cpp`); activations of every value in torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.kernels import native
 
 from . import reference
-from .reference import Activation
+from .reference import Activation, Pointwise
 
 _NUMBER = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # as native/activation.cpp numbers them
 
@@ -40,6 +40,12 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
         torch.get_num_threads(),
     )
     return out
+
+
+def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
+    match activation:
+        case Pointwise.RELU2:
+            return x.relu_().square_()  # the first is exact
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated activations and the soft cap in Triton."""
+"""Activations, with gates and without, and the soft cap in Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-from .reference import Activation
+from .reference import Activation, Pointwise
 
 FEW_VALUES = 1 << 20  # so many and less: small programs, to have all of the device at work
 
@@ -40,6 +40,23 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
     return out
 
 
+def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
+    """See `baton.kernels.activation.activate_each`."""
+    rows, width = x.shape
+    if x.numel():
+        columns, num_warps = _shape(x.numel())
+        _activate_each_kernel[(rows * triton.cdiv(width, columns),)](
+            x,
+            x.stride(0),
+            WIDTH=width,
+            COLUMNS=columns,
+            ACTIVATION=activation.value,
+            num_warps=num_warps,
+            **pdl.launch_options(),
+        )
+    return x
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """See `baton.kernels.activation.soft_cap`."""
     rows, width = x.shape
@@ -57,16 +74,20 @@ def _shape(num_values: int) -> tuple[int, int]:
 
 
 @triton.jit
-def activated(gate, ACTIVATION: tl.constexpr):
+def activated(values, ACTIVATION: tl.constexpr):
     """Apply the activation of that name to float32 values: x * sigmoid(x), and GELU is x * sigmoid(2 u) if
     1 + tanh(u) = 2 * sigmoid(2 u).
     """
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh")
-    if ACTIVATION == "silu":
-        exponent = gate
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2")
+    if ACTIVATION == "relu2":
+        result = tl.where(values < 0.0, 0.0, values)  # keeps what is not a number
+        result *= result
     else:
-        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
-    return gate / (1.0 + tl.exp(-exponent))
+        exponent = values
+        if ACTIVATION == "gelu_tanh":
+            exponent = 1.5957691216057308 * (values + 0.044715 * values * values * values)  # 2 * sqrt(2 / pi)
+        result = values / (1.0 + tl.exp(-exponent))
+    return result
 
 
 @triton.jit
@@ -84,6 +105,19 @@ def _activation_and_mul_kernel(
     up = tl.load(gate_up + row * stride + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
     result = activated(gate, ACTIVATION) * up
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _activate_each_kernel(x, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Activate COLUMNS columns of one row in place."""
+    pdl.let_next_start()
+    programs_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // programs_per_row).to(tl.int64)
+    columns = tl.program_id(0) % programs_per_row * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < WIDTH
+    pdl.wait_for_previous()
+    values = tl.load(x + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + row * stride + columns, activated(values, ACTIVATION).to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit

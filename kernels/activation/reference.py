@@ -1,4 +1,7 @@
-"""Reference of the gated activations (SwiGLU and GEGLU, arXiv:2002.05202) and of the soft cap (arXiv:2408.00118)."""
+"""Reference of activations: of gates (SwiGLU and GEGLU, arXiv:2002.05202), of every value, and the soft cap of logits.
+
+The squared ReLU is that of arXiv:2109.08668, the soft cap that of arXiv:2408.00118.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ class Activation(enum.Enum):
     GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), an approximation of GELU
 
 
+class Pointwise(enum.Enum):
+    """The activation of a product without gates. Values are the names by which kernels are specialized."""
+
+    RELU2 = "relu2"  # max(x, 0)^2
+
+
 def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
     """See `baton.kernels.activation.activation_and_mul`. Computes in float32 (float64 where `gate_up` is)."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
@@ -29,6 +38,17 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
             return functional.silu(gate)
         case Activation.GELU_TANH:
             return functional.gelu(gate, approximate="tanh")
+
+
+def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
+    """See `baton.kernels.activation.activate_each`. Computes in float32 (float64 where `x` is), rounds once."""
+    return x.copy_(pointwise(x.to(torch.promote_types(x.dtype, torch.float32)), activation))
+
+
+def pointwise(values: Tensor, activation: Pointwise) -> Tensor:
+    match activation:
+        case Pointwise.RELU2:
+            return functional.relu(values).square()
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.activation import Activation, activation_and_mul
+from baton.kernels.activation import Activation, Pointwise, activate_each, activation_and_mul
 
 from . import cpu
 from .operands import PackedWeight, RowNorm, pack
 
-__all__ = ["Activation", "PackedWeight", "RowNorm", "gated_linear", "linear", "pack"]
+__all__ = ["Activation", "PackedWeight", "Pointwise", "RowNorm", "gated_linear", "linear", "pack"]
 
 
 def linear(
@@ -18,6 +18,7 @@ def linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     *,
+    activation: Pointwise | None = None,
     norm: RowNorm | None = None,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
@@ -25,20 +26,25 @@ def linear(
     """Compute `norm(x) @ weight.T + bias`: x [T, K], weight [N, K], bias [N] -> [T, N], of one type; sums in float32.
 
     The result goes into `out` [T, N] where that is given. With `add_to` [T, N] it is added to what that holds, in
-    place, and `add_to` is returned. Not both.
+    place, and `add_to` is returned. Not both. Without `add_to` there may be an `activation` of the result, which need
+    not be rounded before it.
 
     In panels, a row of the product is bitwise the same whatever the other rows are and however many. Elsewhere the
     algorithm is chosen by T, and the last bits may depend on it.
     """
     if add_to is not None and out is not None:
         raise ValueError("a result goes into `out` or is added to `add_to`: give one of them")
+    if add_to is not None and activation is not None:
+        raise ValueError("a result is activated or added to `add_to`: give one of them")
     if x.is_cuda:
         from . import gpu
 
-        return gpu.linear(x, weight.data, bias, norm=norm, add_to=add_to, out=out, activation=None)
+        return gpu.linear(x, weight.data, bias, norm=norm, add_to=add_to, out=out, activation=activation)
     product = _product(x if norm is None else norm(x), weight, bias)
     if add_to is not None:
         return add_to.add_(product)
+    if activation is not None:
+        product = activate_each(product, activation)
     return product if out is None else out.copy_(product)
 
 

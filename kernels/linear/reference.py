@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.activation.reference import Activation, activation_and_mul
+from baton.kernels.activation.reference import Activation, Pointwise, activation_and_mul, pointwise
 from baton.kernels.rms_norm.reference import rms_norm
 
 from .operands import RowNorm
@@ -16,11 +16,15 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    activation: Pointwise | None = None,
     norm: RowNorm | None = None,
     add_to: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.linear.linear`; weight [N, K]. Sums in float32 (float64 where x is), rounded once a step."""
     product = _product(x, weight, bias, norm)
+    if activation is not None:
+        wide = product.to(torch.promote_types(product.dtype, torch.float32))
+        product = pointwise(wide, activation).to(product.dtype)
     return product if add_to is None else add_to.add_(product)
 
 

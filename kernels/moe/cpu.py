@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.activation import Activation, activation_and_mul
+from baton.kernels.activation import Activation, Pointwise, activate_each, activation_and_mul
 
 from .experts import SILU, ExpertWeights, GatedActivation
-from .reference import gated, of_expert
+from .reference import activated, of_expert
 
 
 def fused_experts(
@@ -26,7 +26,7 @@ def fused_experts(
             gate_up, down = experts.matrices(expert, x.dtype)
             gate_up_bias, down_bias = of_expert(experts.gate_up_bias, expert), of_expert(experts.down_bias, expert)
             hidden = functional.linear(x[chosen // top_k], gate_up, gate_up_bias)
-            outputs[chosen] = functional.linear(_gated(hidden, experts.activation), down, down_bias)
+            outputs[chosen] = functional.linear(_activated(hidden, experts.activation), down, down_bias)
             start += count
     # One expert after another in the order of the token's list: the sum of a token does not depend on its batch.
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -35,9 +35,11 @@ def fused_experts(
     return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)
 
 
-def _gated(hidden: Tensor, activation: GatedActivation) -> Tensor:
-    """Apply the activation to [rows, 2 F], gates and ups next to each other."""
+def _activated(hidden: Tensor, activation: GatedActivation | Pointwise) -> Tensor:
+    """See `reference.activated`; `hidden` may be written to."""
+    if isinstance(activation, Pointwise):
+        return activate_each(hidden, activation)
     if activation == SILU:
         return activation_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1), Activation.SILU)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    return gated(wide[:, 0::2], wide[:, 1::2], activation).to(hidden.dtype)
+    return activated(wide, activation).to(hidden.dtype)

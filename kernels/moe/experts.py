@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.kernels.activation import Pointwise
+
 BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 
 
@@ -62,7 +64,9 @@ SILU = GatedActivation()
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Gated feed-forward layers of one shape: `down(activation(gate(x), up(x)))`, E of them, F wide.
+    """Feed-forward layers of one shape, E of them, F wide: `down(activation(gate(x), up(x)))`, or without gates.
+
+    Those without gates have an activation of the ups, and `gate_up` [E, F, H] holds nothing else.
 
     Gates and ups are row by row next to each other: row 2 i of an expert's `gate_up` is row i of its gate, row 2 i + 1
     row i of its up matrix. Weights in 8 bits (float8_e4m3fn) come with scales, by which they are multiplied before
@@ -74,17 +78,19 @@ class ExpertWeights:
     down: Tensor  # [E, H, F]
     gate_up_bias: Tensor | None = None  # [E, 2 F]
     down_bias: Tensor | None = None  # [E, H]
-    activation: GatedActivation = SILU
+    activation: GatedActivation | Pointwise = SILU
     gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)]
     down_scale: Tensor | None = None  # float32 [E, ceil(H / 128), ceil(F / 128)]
 
     def __post_init__(self) -> None:
-        num_experts, twice_width, hidden_size = self.gate_up.shape
-        if self.down.shape != (num_experts, hidden_size, twice_width // 2) or twice_width % 2:
+        num_experts, rows, hidden_size = self.gate_up.shape
+        if self.down.shape != (num_experts, hidden_size, rows // self.parts) or rows % self.parts:
             raise ValueError(
                 f"gate_up {list(self.gate_up.shape)} and down {list(self.down.shape)} do not fit: "
-                "give [E, 2 F, H] and [E, H, F]"
+                f"give [E, {'2 F' if self.is_gated else 'F'}, H] and [E, H, F]"
             )
+        if self.in_8_bits and not self.is_gated:
+            raise ValueError("weights in float8_e4m3fn without gates: give gates, or a wider type")
         for name, bias, weight in (
             ("gate_up_bias", self.gate_up_bias, self.gate_up),
             ("down_bias", self.down_bias, self.down),
@@ -102,7 +108,7 @@ class ExpertWeights:
                 raise ValueError(f"scales are {given[0]} and {given[1]}: give {expected[0]} and {expected[1]}")
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return an expert's dequantized `gate_up` [2 F, H] and `down` [H, F]."""
+        """Return an expert's dequantized `gate_up` [2 F, H] (without gates [F, H]) and `down` [H, F]."""
         gate_up, down = self.gate_up[expert], self.down[expert]
         if self.gate_up_scale is None or self.down_scale is None:
             return gate_up.to(dtype), down.to(dtype)
@@ -111,6 +117,15 @@ class ExpertWeights:
         scales = torch.stack([gate_scales, up_scales], dim=1).flatten(0, 1)
         down_scales = _expand_scales(self.down_scale[expert], self.hidden_size, self.width)
         return (gate_up.float() * scales).to(dtype), (down.float() * down_scales).to(dtype)
+
+    @property
+    def is_gated(self) -> bool:
+        return isinstance(self.activation, GatedActivation)
+
+    @property
+    def parts(self) -> int:
+        """The rows of `gate_up` for each value of an expert's width: a gate and an up, or an up."""
+        return 2 if self.is_gated else 1
 
     @property
     def in_8_bits(self) -> bool:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels.activation.reference import Pointwise, pointwise
+
 from .experts import ExpertWeights, GatedActivation, RoutingRule
 
 
@@ -50,6 +52,13 @@ def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
     return gate * torch.sigmoid(activation.slope * gate) * (up + activation.shift)
 
 
+def activated(products: Tensor, activation: GatedActivation | Pointwise) -> Tensor:
+    """Return the activation of products [rows, 2 F], gates and ups next to each other, or of [rows, F] ups."""
+    if isinstance(activation, GatedActivation):
+        return gated(products[:, 0::2], products[:, 1::2], activation)
+    return pointwise(products, activation)
+
+
 def fused_experts(
     x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None = None
 ) -> Tensor:
@@ -65,7 +74,7 @@ def fused_experts(
         token, place = (expert_ids == expert).nonzero(as_tuple=True)
         gate_up, down = experts.matrices(expert, compute_dtype)
         hidden = product(x[token], gate_up, of_expert(experts.gate_up_bias, expert))
-        activations = gated(hidden[:, 0::2], hidden[:, 1::2], experts.activation).to(x.dtype)
+        activations = activated(hidden, experts.activation).to(x.dtype)
         out = product(activations, down, of_expert(experts.down_bias, expert))
         total.index_add_(0, token, out * weights[token, place, None].to(compute_dtype))
     return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)

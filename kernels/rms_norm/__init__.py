@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with the residual addition before it, or of heads, with a gate behind it."""
+"""RMSNorm of rows, with the residual addition before it, or of heads, with a gate behind or before it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def gated_rms_norm(
-    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating = Gating.SILU, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    eps: float,
+    *,
+    gating: Gating = Gating.SILU,
+    gate_first: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute `x / sqrt(mean(x^2) + eps) * weight * gating(gate)` over each head of x; [T, H, D] in x's dtype.
 
-    x and gate are [T, H, D] of one dtype, weight [D] is of that one or float32. Computed in float32 and rounded once.
-    Tokens of x, gate and out may lie any number of elements apart, a token's heads are contiguous. Raises `ValueError`
-    for tensors that do not fit each other.
+    With `gate_first` it is the norm of `x * gating(gate)`, times weight. x and gate are [T, H, D] of one dtype, weight
+    [D], or [H, D] with one for each head, is of that one or float32. Computed in float32 and rounded once. Tokens of x,
+    gate and out may lie any number of elements apart, a token's heads are contiguous. Raises `ValueError` for tensors
+    that do not fit each other.
     """
     views = (x, gate, *(() if out is None else (out,)))
-    if x.dim() != 3 or any(view.shape != x.shape for view in views) or weight.shape != x.shape[2:]:
+    fits = x.dim() == 3 and weight.shape in (x.shape[2:], x.shape[1:]) and weight.is_contiguous()
+    if not fits or any(view.shape != x.shape for view in views):
         raise ValueError(
             f"x {list(x.shape)} with weight {list(weight.shape)} and gate {list(gate.shape)}: give x and gate "
-            "[T, H, D] and weight [D]"
+            "[T, H, D] and contiguous weight [D] or [H, D]"
         )
     if len(x) and not all(view[0].is_contiguous() for view in views):
         raise ValueError("the heads of a token must be contiguous, in x, gate and out")
@@ -48,4 +57,4 @@ def gated_rms_norm(
         from . import gpu
 
         run = gpu.gated_rms_norm
-    return run(x, weight, gate, eps, gating=gating, out=out)
+    return run(x, weight, gate, eps, gating=gating, gate_first=gate_first, out=out)

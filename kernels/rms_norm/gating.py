@@ -1,4 +1,4 @@
-"""The functions of a gate that a norm's result is multiplied with."""
+"""The functions of a gate that a norm's result, or what is normed, is multiplied with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Gating(enum.Enum):
-    """SILU: x * sigmoid(x) (Gated DeltaNet); SIGMOID: sigmoid(x) (Kimi Delta Attention)."""
+    """SILU: x * sigmoid(x) (Gated DeltaNet, Mamba-2); SIGMOID: sigmoid(x) (Kimi Delta Attention)."""
 
     SILU = "silu"
     SIGMOID = "sigmoid"

@@ -52,7 +52,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def gated_rms_norm(
-    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating = Gating.SILU, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    eps: float,
+    *,
+    gating: Gating = Gating.SILU,
+    gate_first: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.rms_norm.gated_rms_norm`."""
     num_tokens, num_heads, width = x.shape
@@ -75,7 +82,9 @@ def gated_rms_norm(
             COLUMNS=columns,
             ROWS=rows_per_program,
             SIGMOID=gating is Gating.SIGMOID,
-            num_warps=4,
+            GATE_FIRST=gate_first,
+            WEIGHT_OF_HEADS=weight.dim() == 2,
+            num_warps=4 if columns <= GATED_ELEMENTS else 8,
             **pdl.launch_options(),
         )
     return out
@@ -133,7 +142,7 @@ def _rms_norm_kernel(
 def _gated_rms_norm_kernel(
     x,  # [tokens, HEADS, WIDTH], tokens x_stride apart
     gate,
-    weight,  # [WIDTH]
+    weight,  # [WIDTH] or, WEIGHT_OF_HEADS, [HEADS, WIDTH]
     out,
     num_rows,
     x_stride,
@@ -145,6 +154,8 @@ def _gated_rms_norm_kernel(
     COLUMNS: tl.constexpr,  # WIDTH, up to a power of two
     ROWS: tl.constexpr,  # heads of a program
     SIGMOID: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    WEIGHT_OF_HEADS: tl.constexpr,
 ):
     pdl.let_next_start()
     column = tl.arange(0, COLUMNS)[None, :]
@@ -152,12 +163,18 @@ def _gated_rms_norm_kernel(
     mask = (row < num_rows) & (column < WIDTH)
     token = (row // HEADS).to(tl.int64)
     inner = row % HEADS * WIDTH + column
-    gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if WEIGHT_OF_HEADS:
+        gain = tl.load(weight + inner, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     pdl.wait_for_previous()
     values = tl.load(x + token * x_stride + inner, mask=mask, other=0.0).to(tl.float32)
     logits = tl.load(gate + token * gate_stride + inner, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / WIDTH + eps)
     factor = 1.0 / (1.0 + tl.exp(-logits))
     if not SIGMOID:
         factor *= logits
+    if GATE_FIRST:
+        values *= factor
+        factor = tl.full(factor.shape, 1.0, tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / WIDTH + eps)
     tl.store(out + token * out_stride + inner, (values * scale * gain * factor).to(out.dtype.element_ty), mask=mask)

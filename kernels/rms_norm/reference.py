@@ -1,4 +1,4 @@
-"""Reference of RMSNorm (Zhang and Sennrich, arXiv:1910.07467), with a residual addition before it or a gate behind."""
+"""Reference of RMSNorm (Zhang and Sennrich, arXiv:1910.07467), with a residual addition before it or a gate."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(
-    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating = Gating.SILU, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    eps: float,
+    *,
+    gating: Gating = Gating.SILU,
+    gate_first: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.rms_norm.gated_rms_norm`."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     logits = gate.to(compute_dtype)
     factor = logits.sigmoid() if gating is Gating.SIGMOID else torch.nn.functional.silu(logits)
-    result = (_normed(x.to(compute_dtype), weight, eps) * factor).to(x.dtype)
+    values = x.to(compute_dtype)
+    result = _normed(values * factor, weight, eps) if gate_first else _normed(values, weight, eps) * factor
+    result = result.to(x.dtype)
     return result if out is None else out.copy_(result)

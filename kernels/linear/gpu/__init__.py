@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import tuned
-from baton.kernels.activation import Activation, activation_and_mul
+from baton.kernels.activation import Activation, Pointwise, activate_each, activation_and_mul
 
 from ..operands import RowNorm
 from .gemm import multiply_tiles
@@ -45,14 +45,14 @@ def linear(
     norm: RowNorm | None,
     add_to: Tensor | None,
     out: Tensor | None,
-    activation: Activation | None,
+    activation: Activation | Pointwise | None,
     options: tuned.Options | None = None,
 ) -> Tensor:
-    """See `baton.kernels.linear.linear` and, with an activation, `gated_linear`. `options`: other than the tuned
-    ones.
+    """See `baton.kernels.linear.linear` and, with the activation of a gate, `gated_linear`. `options`: other than the
+    tuned ones.
     """
     num_tokens, depth = x.shape
-    gated = activation is not None
+    gated = isinstance(activation, Activation)
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if num_tokens == 0:
         return add_to if add_to is not None else x.new_empty(0, columns) if out is None else out
@@ -138,12 +138,15 @@ def _library(
     norm: RowNorm | None,
     add_to: Tensor | None,
     out: Tensor | None,
-    activation: Activation | None,
+    activation: Activation | Pointwise | None,
 ) -> Tensor:
     if norm is not None:
         x = norm(x)
-    if activation is not None:
+    if isinstance(activation, Activation):
         return activation_and_mul(functional.linear(x, weight, bias), activation, out)
+    if activation is not None:
+        product = activate_each(functional.linear(x, weight, bias), activation)
+        return product if out is None else out.copy_(product)
     if add_to is not None:
         if bias is not None:
             return add_to.add_(functional.linear(x, weight, bias))

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl
-from baton.kernels.activation import Activation
+from baton.kernels.activation import Activation, Pointwise
 from baton.kernels.activation.gpu import activated
 from baton.kernels.arrivals import is_last_to_arrive
 
@@ -30,7 +30,7 @@ def multiply_tiles(
     out: Tensor,
     *,
     bias: Tensor | None,
-    activation: Activation | None,
+    activation: Activation | Pointwise | None,
     add: bool,
     TOKENS: int,
     BLOCK_N: int,
@@ -50,7 +50,7 @@ def multiply_tiles(
     parts = arrived = None
     if SPLIT > 1:
         assert grid[0] * grid[2] <= MAX_TILES, "so many tiles keep a device busy without a split"
-        rows = (1 if activation is None else 2) * BLOCK_N
+        rows = (2 if isinstance(activation, Activation) else 1) * BLOCK_N
         parts = torch.empty(grid[0] * grid[2] * SPLIT * rows * TOKENS, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
     _gemm_kernel[grid](
@@ -71,6 +71,7 @@ def multiply_tiles(
         SPLIT=SPLIT,
         PREFETCH=min(PREFETCH, depth // SPLIT // BLOCK_K),
         ACTIVATION=None if activation is None else activation.value,
+        GATED=isinstance(activation, Activation),
         ADD=add,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -89,7 +90,7 @@ def _arrived(device: torch.device) -> Tensor:
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gemm_kernel(
     x,  # [num_tokens, DEPTH], rows x_stride apart
-    weight,  # [COLUMNS, DEPTH]; with an ACTIVATION [2 * COLUMNS, DEPTH]
+    weight,  # [COLUMNS, DEPTH]; GATED: [2 * COLUMNS, DEPTH]
     bias,  # like weight's rows, or None
     out,  # [num_tokens, COLUMNS], rows out_stride apart
     parts,  # float32 [tiles, SPLIT, ROWS, TOKENS], or None
@@ -104,11 +105,12 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     PREFETCH: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gates; None: the weight has none
+    ACTIVATION: tl.constexpr,  # or None
+    GATED: tl.constexpr,  # whether it is that of gates, which the weight has beside the ups
     ADD: tl.constexpr,
 ):
     pdl.let_next_start()
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
+    PARTS: tl.constexpr = 2 if GATED else 1
     ROWS: tl.constexpr = PARTS * BLOCK_N
     PART_DEPTH: tl.constexpr = DEPTH // SPLIT
     index = tl.arange(0, ROWS)
@@ -134,7 +136,7 @@ def _gemm_kernel(
         inputs += BLOCK_K
 
     if SPLIT == 1:
-        _finish(total, bias, row, out, num_tokens, out_stride, COLUMNS, TOKENS, BLOCK_N, ACTIVATION, ADD)
+        _finish(total, bias, row, out, num_tokens, out_stride, COLUMNS, TOKENS, BLOCK_N, ACTIVATION, GATED, ADD)
     else:
         tile = tl.program_id(0) + tl.num_programs(0) * tl.program_id(2)
         cells = index[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -144,7 +146,7 @@ def _gemm_kernel(
             total = tl.zeros((ROWS, TOKENS), tl.float32)
             for part in tl.static_range(SPLIT):
                 total += tl.load(place + part * (ROWS * TOKENS) + cells, cache_modifier=".cg")
-            _finish(total, bias, row, out, num_tokens, out_stride, COLUMNS, TOKENS, BLOCK_N, ACTIVATION, ADD)
+            _finish(total, bias, row, out, num_tokens, out_stride, COLUMNS, TOKENS, BLOCK_N, ACTIVATION, GATED, ADD)
 
 
 @triton.jit
@@ -158,15 +160,18 @@ def _finish(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gates; None: the weight has none
+    ACTIVATION: tl.constexpr,  # or None
+    GATED: tl.constexpr,  # whether it is that of gates, which the weight has beside the ups
     ADD: tl.constexpr,
 ):
     """Apply bias, gate and residual, and write the result."""
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
-    if ACTIVATION is not None:
+    if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, (BLOCK_N, 2, TOKENS)), (0, 2, 1)))
         total = activated(gate, ACTIVATION) * up
+    elif ACTIVATION is not None:
+        total = activated(total, ACTIVATION)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     targets = out + token.to(tl.int64)[:, None] * out_stride + columns[None, :]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import pdl
-from baton.kernels.activation import Activation
+from baton.kernels.activation import Activation, Pointwise
 from baton.kernels.activation.gpu import activated
 
 MAX_TOKENS = 4
@@ -30,7 +30,7 @@ def stream_weight(
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
-    activation: Activation | None,
+    activation: Activation | Pointwise | None,
     add: bool,
     BLOCK_N: int,
     BLOCK_K: int,
@@ -40,7 +40,7 @@ def stream_weight(
 ) -> None:
     """out [T, N] = norm(x) [T, K] @ weight.T + bias, T <= MAX_TOKENS, BLOCK_K divides K; `add`: out += that.
 
-    With an activation, weight [2 N, K] holds gates, then ups, and out = activation(gate) * up. BLOCK_N columns of out a
+    With that of a gate, weight [2 N, K] holds gates, then ups, and out = activation(gate) * up. BLOCK_N columns of out a
     program; of its weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH),
     before the input is waited for.
     """
@@ -65,6 +65,7 @@ def stream_weight(
         PREFETCH=bool(PREFETCH),
         THREAD=THREAD,
         ACTIVATION=None if activation is None else activation.value,
+        GATED=isinstance(activation, Activation),
         ADD=add,
         num_warps=num_warps,
         **pdl.launch_options(),
@@ -74,7 +75,7 @@ def stream_weight(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gemv_kernel(
     x,  # [num_tokens, DEPTH], rows x_stride apart
-    weight,  # [COLUMNS, DEPTH]; with an ACTIVATION [2 * COLUMNS, DEPTH]
+    weight,  # [COLUMNS, DEPTH]; GATED: [2 * COLUMNS, DEPTH]
     norm,  # [DEPTH] or None
     bias,  # like weight's rows, or None
     out,  # [num_tokens, COLUMNS], rows out_stride apart
@@ -90,11 +91,12 @@ def _gemv_kernel(
     PRELOAD: tl.constexpr,
     PREFETCH: tl.constexpr,
     THREAD: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gates; None: the weight has none
+    ACTIVATION: tl.constexpr,  # or None
+    GATED: tl.constexpr,  # whether it is that of gates, which the weight has beside the ups
     ADD: tl.constexpr,
 ):
     pdl.let_next_start()
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
+    PARTS: tl.constexpr = 2 if GATED else 1
     ROWS: tl.constexpr = PARTS * BLOCK_N
     STEPS: tl.constexpr = DEPTH // BLOCK_K
     index = tl.arange(0, ROWS)
@@ -135,9 +137,11 @@ def _gemv_kernel(
                 result *= tl.rsqrt(tl.sum(squares[token], axis=0) / DEPTH + eps)
             if bias is not None:
                 result += tl.load(bias + row).to(tl.float32)
-            if ACTIVATION is not None:
+            if GATED:
                 gate, up = tl.split(tl.reshape(result, (BLOCK_N, 2)))
                 result = activated(gate, ACTIVATION) * up
+            elif ACTIVATION is not None:
+                result = activated(result, ACTIVATION)
             target = out + token * out_stride + columns
             if ADD:
                 result += tl.load(target, mask=columns < COLUMNS, other=0.0).to(tl.float32)

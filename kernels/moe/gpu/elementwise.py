@@ -6,14 +6,37 @@ import triton
 import triton.language as tl
 
 from baton.kernels.moe import experts
+from baton.kernels.activation import Pointwise
+from baton.kernels.activation.gpu import activated
 from baton.kernels.moe.experts import GatedActivation
 
 BLOCK = tl.constexpr(experts.BLOCK)
 
 
-def activation_constants(activation: GatedActivation) -> dict[str, float | None]:
+def activation_constants(activation: GatedActivation | Pointwise) -> dict[str, float | str | None]:
     """Return the compile-time arguments of a kernel for an activation: each one is a variant of its own."""
-    return {"SLOPE": activation.slope, "LIMIT": activation.limit, "SHIFT": activation.shift}
+    if isinstance(activation, Pointwise):
+        return {"UNGATED": activation.value, "SLOPE": 0.0, "LIMIT": None, "SHIFT": 0.0}
+    return {"UNGATED": None, "SLOPE": activation.slope, "LIMIT": activation.limit, "SHIFT": activation.shift}
+
+
+@triton.jit
+def activated_columns(
+    products,  # [ROWS, COLUMNS] float32
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNGATED: tl.constexpr,  # the activation of ups without gates; None: gates and ups lie next to each other
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Return the activation of a product: [ROWS, COLUMNS / 2], and without gates [ROWS, COLUMNS]."""
+    if UNGATED is None:
+        gate, up = tl.split(tl.reshape(products, [ROWS, COLUMNS // 2, 2]))
+        result = gated(gate, up, SLOPE, LIMIT, SHIFT)
+    else:
+        result = activated(products, UNGATED)
+    return result
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from baton.kernels.launch import cdiv, next_power_of_2
 from baton.kernels.moe.experts import ExpertWeights
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-from .elementwise import BLOCK, activation_constants, down_scales, gate_up_scales, gated
+from .elementwise import BLOCK, activated_columns, activation_constants, down_scales, gate_up_scales
 from .options import GemvOptions
 
 MOST_PRELOADED = 192  # values that a thread of `_down_few` holds of the weights
@@ -39,7 +39,8 @@ def fused_experts(
     hidden_size, width = experts.hidden_size, experts.width
     activations = torch.empty((num_tokens, top_k, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if add_to is None else add_to
-    _gate_up_few[(num_tokens * top_k, cdiv(2 * width, options.gate_up_columns))](
+    num_columns = experts.parts * width
+    _gate_up_few[(num_tokens * top_k, cdiv(num_columns, options.gate_up_columns))](
         x,
         experts.gate_up,
         experts.gate_up_scale,
@@ -47,7 +48,7 @@ def fused_experts(
         expert_ids,
         activations,
         x.stride(0),
-        COLUMNS=2 * width,
+        COLUMNS=num_columns,
         DEPTH=hidden_size,
         TOP_K=top_k,
         BLOCK_COLUMNS=options.gate_up_columns,
@@ -93,13 +94,14 @@ def _gate_up_few(
     scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
     bias,  # [E, COLUMNS] or None
     expert_ids,  # [T * TOP_K]
-    out,  # [T * TOP_K, COLUMNS / 2]
+    out,  # [T * TOP_K, COLUMNS / 2], without gates [T * TOP_K, COLUMNS]
     x_stride,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    UNGATED: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -132,11 +134,11 @@ def _gate_up_few(
         products = tl.sum(sums, 1)
         if bias is not None:
             products += tl.load(bias + expert * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(products, [BLOCK_COLUMNS // 2, 2]))
-        activation = gated(gate, up, SLOPE, LIMIT, SHIFT)
-        half = tl.program_id(1) * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
-        to = out + pair.to(tl.int64) * (COLUMNS // 2) + half
-        tl.store(to, activation.to(out.dtype.element_ty), mask=half < COLUMNS // 2)
+        PARTS: tl.constexpr = 2 if UNGATED is None else 1
+        activation = activated_columns(products[None, :], 1, BLOCK_COLUMNS, UNGATED, SLOPE, LIMIT, SHIFT)
+        place = tl.program_id(1) * (BLOCK_COLUMNS // PARTS) + tl.arange(0, BLOCK_COLUMNS // PARTS)[None, :]
+        to = out + pair.to(tl.int64) * (COLUMNS // PARTS) + place
+        tl.store(to, activation.to(out.dtype.element_ty), mask=place < COLUMNS // PARTS)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from baton.kernels.moe.experts import ExpertWeights
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from .alignment import RowTiles
-from .elementwise import activation_constants, dequantized, down_scales, gate_up_scales, gated
+from .elementwise import activated_columns, activation_constants, dequantized, down_scales, gate_up_scales
 from .options import ProductOptions
 
 # A thread of `_combine` holds 8 columns of all rows of a token: as many loads of 16 bytes in flight as the token has
@@ -46,7 +46,7 @@ def gate_up(
     """
     weight = experts.gate_up
     _, num_columns, depth = weight.shape
-    out = torch.empty((tiles.order.shape[0], num_columns // 2), dtype=x.dtype, device=x.device)
+    out = torch.empty((tiles.order.shape[0], num_columns // experts.parts), dtype=x.dtype, device=x.device)
     meta = options.meta(x.itemsize)
     _gate_up[(tiles.most * cdiv(num_columns, options.block_columns),)](
         x,
@@ -141,7 +141,7 @@ def _gate_up(
     weight,  # blocks of [E * COLUMNS, DEPTH]
     scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
     bias,  # [E, COLUMNS] or None
-    out,  # [T * K, COLUMNS / 2]
+    out,  # [T * K, COLUMNS / 2], without gates [T * K, COLUMNS]
     order,
     table,
     count,
@@ -153,6 +153,7 @@ def _gate_up(
     SHORT_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    UNGATED: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -165,10 +166,11 @@ def _gate_up(
     if tile < tl.load(count):
         expert, first_row, end_row = _entry_of(table, tile)
         given = (x, weight, scale, bias, out, order, x_stride, expert, first_row, end_row, column_block)
+        activation = (UNGATED, SLOPE, LIMIT, SHIFT)
         if SHORT_ROWS < BLOCK_ROWS and end_row - first_row <= SHORT_ROWS:
-            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, SLOPE, LIMIT, SHIFT)
+            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, *activation)
         else:
-            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, SLOPE, LIMIT, SHIFT)
+            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, *activation)
 
 
 @triton.jit
@@ -190,6 +192,7 @@ def _gate_up_tile(
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    UNGATED: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -220,11 +223,11 @@ def _gate_up_tile(
     products = sums.T if NARROW else sums
     if bias is not None:
         products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
-    gate, up = tl.split(tl.reshape(products, [ROWS, BLOCK_COLUMNS // 2, 2]))
-    activation = gated(gate, up, SLOPE, LIMIT, SHIFT)
-    column = column_block * (BLOCK_COLUMNS // 2) + tl.arange(0, BLOCK_COLUMNS // 2)
-    to = out + row.to(tl.int64)[:, None] * (COLUMNS // 2) + column[None, :]
-    tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // 2)[None, :])
+    PARTS: tl.constexpr = 2 if UNGATED is None else 1
+    activation = activated_columns(products, ROWS, BLOCK_COLUMNS, UNGATED, SLOPE, LIMIT, SHIFT)
+    column = column_block * (BLOCK_COLUMNS // PARTS) + tl.arange(0, BLOCK_COLUMNS // PARTS)
+    to = out + row.to(tl.int64)[:, None] * (COLUMNS // PARTS) + column[None, :]
+    tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // PARTS)[None, :])
 
 
 @triton.jit

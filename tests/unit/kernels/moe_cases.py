@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels.activation import Pointwise
 from baton.kernels.fp8 import quantize_weight
 from baton.kernels.moe import ExpertWeights, GatedActivation
 
 GPT_OSS = GatedActivation(slope=1.702, limit=1.0, shift=1.0)  # limited so far down that the limit is met often
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [{}, {"like_gpt_oss": True}, {"gated": False}, {"like_gpt_oss": True, "gated": False}],
+    ids=["plain", "gpt-oss", "without gates", "without gates, with biases"],
+)
 
 Inputs = tuple[Tensor, ExpertWeights, Tensor, Tensor, Tensor | None]
 
@@ -74,10 +82,11 @@ def mixture(
     seed: int = 0,
     padding: int = 0,
     like_gpt_oss: bool = False,
+    gated: bool = True,
 ) -> Mixture:
     """Random, in float32; every token has `top_k` different experts, the last `padding` ones have none.
 
-    Experts are plain ones, or have biases and an activation with limits.
+    Experts are plain ones, or have biases and an activation with limits, or no gates and a squared ReLU.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -93,6 +102,10 @@ def mixture(
     if like_gpt_oss:
         biases = normal(num_experts, 2 * width), normal(num_experts, hidden_size)
         experts = replace(experts, gate_up_bias=biases[0], down_bias=biases[1], activation=GPT_OSS)
+    if not gated:
+        ups = experts.gate_up[:, :width].contiguous()
+        bias = None if experts.gate_up_bias is None else experts.gate_up_bias[:, :width].contiguous()
+        experts = replace(experts, gate_up=ups, gate_up_bias=bias, activation=Pointwise.RELU2)
     return Mixture(
         x=normal(num_tokens, hidden_size),
         experts=experts,

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.activation import Activation, activation_and_mul, reference, soft_cap
+from baton.kernels.activation import (
+    Activation,
+    Pointwise,
+    activate_each,
+    activation_and_mul,
+    reference,
+    soft_cap,
+)
 
 from .kernel_checks import assert_as_accurate
 
@@ -75,6 +82,33 @@ def test_the_activations_are_those_of_their_names() -> None:
     torch.testing.assert_close(silu, torch.nn.functional.silu(gate))
     torch.testing.assert_close(gelu, torch.nn.functional.gelu(gate, approximate="tanh"))
     assert (gelu - torch.nn.functional.gelu(gate)).abs().max() > 1e-4, "the exact GELU is another function"
+
+
+# ---- without gates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 16), (1, 1), (3, 33), (20, 5000)])
+@pytest.mark.parametrize("activation", Pointwise)
+def test_values_of_any_number_and_width_are_activated(
+    activation: Pointwise, dtype: torch.dtype, num_rows: int, width: int
+) -> None:
+    x = (torch.randn(num_rows, width) * 4).to(dtype)
+    exact, same = reference.activate_each(x.double(), activation), reference.activate_each(x.clone(), activation)
+    assert activate_each(x, activation) is x
+    assert_as_accurate(x, exact, same)
+
+
+def test_squared_relu_is_the_formula() -> None:
+    x = torch.tensor([[-3.0, -0.0, 0.5, 3.0, float("inf"), -float("inf"), float("nan")]])
+    activated = activate_each(x, Pointwise.RELU2)[0]
+    assert activated[:6].tolist() == [0.0, 0.0, 0.25, 9.0, float("inf"), 0.0]
+    assert activated[6].isnan()
+
+
+def test_columns_of_values_that_lie_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous rows"):
+        activate_each(torch.zeros(3, 2).T, Pointwise.RELU2)
 
 
 # ---- the soft cap ---------------------------------------------------------------------------------------------------

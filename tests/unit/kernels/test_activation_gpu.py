@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.activation import Activation, reference
+from baton.kernels.activation import Activation, Pointwise, reference
 
 from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate
@@ -95,6 +95,30 @@ def test_rows_past_4_gib_are_found() -> None:
     gate_up[-2:] = torch.randn(2, 8192)
     last = gpu.activation_and_mul(gate_up[-2:].clone(), Activation.SILU)
     assert torch.equal(gpu.activation_and_mul(gate_up, Activation.SILU)[-2:], last)
+
+
+# ---- without gates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 16), (1, 1), (3, 33), (2, 700)])
+def test_squares_of_any_number_and_width(
+    dtype: torch.dtype, num_rows: int, width: int, triton_device: torch.device
+) -> None:
+    wide = (torch.randn(num_rows, width + 8) * 4).to(triton_device, dtype)
+    x, behind = wide[:, :width], wide[:, width:].clone()
+    exact = reference.activate_each(x.double(), Pointwise.RELU2)
+    same = reference.activate_each(x.clone(), Pointwise.RELU2)
+    assert gpu.activate_each(x, Pointwise.RELU2) is x
+    assert_as_accurate(x, exact, same)
+    assert torch.equal(wide[:, width:], behind)
+
+
+def test_squares_of_extreme_values(triton_device: torch.device) -> None:
+    x = torch.tensor([[-3e38, -0.0, 3.0, float("inf"), -float("inf"), float("nan")]], device=triton_device)
+    *limits, unknown = gpu.activate_each(x, Pointwise.RELU2)[0].tolist()
+    assert limits == [0.0, 0.0, 9.0, float("inf"), 0.0]
+    assert unknown != unknown, "not a number stays visible"
 
 
 # ---- the soft cap ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.linear import Activation, RowNorm, gated_linear, linear, pack, reference
+from baton.kernels.linear import Activation, Pointwise, RowNorm, gated_linear, linear, pack, reference
 
 from .kernel_checks import assert_as_accurate
 
@@ -44,6 +44,19 @@ def test_rows_may_be_a_view_with_a_stride() -> None:
 
 def test_a_bias_may_have_a_stride() -> None:
     check(torch.randn(20, 64).bfloat16(), torch.randn(48, 64).bfloat16(), torch.randn(48, 2).bfloat16()[:, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_product_may_be_activated(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(5, 64).to(dtype), torch.randn(48, 64).to(dtype), torch.randn(48).to(dtype)
+    result = linear(x, pack(weight), bias, activation=Pointwise.RELU2)
+    exact = reference.linear(x.double(), weight.double(), bias.double(), activation=Pointwise.RELU2)
+    assert_as_accurate(result, exact, reference.linear(x, weight, bias, activation=Pointwise.RELU2))
+    out = torch.empty_like(result)
+    assert linear(x, pack(weight), bias, activation=Pointwise.RELU2, out=out) is out
+    assert torch.equal(out, result)
+    with pytest.raises(ValueError, match="give one of them"):
+        linear(x, pack(weight), activation=Pointwise.RELU2, add_to=out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

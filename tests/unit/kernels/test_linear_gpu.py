@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import pdl, tuned
-from baton.kernels.linear import Activation, RowNorm, reference
+from baton.kernels.linear import Activation, Pointwise, RowNorm, reference
 from baton.kernels.rms_norm.reference import rms_norm
 
 from ...helpers.aot import compile_for_h200
@@ -36,6 +36,7 @@ class Layer:
         *,
         gated: bool = False,
         activation: Activation = Activation.SILU,
+        pointwise: Pointwise | None = None,
         with_norm: bool = False,
         norm_dtype: torch.dtype | None = None,
         with_bias: bool = False,
@@ -48,7 +49,7 @@ class Layer:
         self.bias = torch.randn(rows).to(device, dtype) if with_bias else None
         self.norm = RowNorm(torch.randn(depth).to(device, norm_dtype or dtype), EPS) if with_norm else None
         self.add_to = torch.randn(tokens, columns).to(device, dtype) if add else None
-        self.activation = activation if gated else None
+        self.activation = activation if gated else pointwise
 
     def expected(self, dtype: torch.dtype) -> Tensor:
         norm = (
@@ -58,9 +59,10 @@ class Layer:
         )
         bias, add_to = (None if value is None else value.to(dtype) for value in (self.bias, self.add_to))
         x, weight = self.x.to(dtype), self.weight.to(dtype)
-        if self.activation is not None:
+        if isinstance(self.activation, Activation):
             return reference.gated_linear(x, weight, bias, activation=self.activation, norm=norm)
-        return reference.linear(x, weight, bias, norm=norm, add_to=None if add_to is None else add_to.clone())
+        add_to = None if add_to is None else add_to.clone()
+        return reference.linear(x, weight, bias, activation=self.activation, norm=norm, add_to=add_to)
 
     def check(self, options: dict[str, int], **others: int) -> Tensor:
         add_to = None if self.add_to is None else self.add_to.clone()
@@ -93,6 +95,8 @@ EVERYTHING = [
     {"gated": True, "with_norm": True, "with_bias": True},
     {"gated": True, "activation": Activation.GELU_TANH, "with_norm": True, "norm_dtype": torch.float32},
     {"with_norm": True, "with_bias": True, "add": True},
+    {"pointwise": Pointwise.RELU2},
+    {"pointwise": Pointwise.RELU2, "with_norm": True, "with_bias": True},
 ]
 
 
@@ -198,7 +202,7 @@ def test_shapes_that_were_never_measured_get_options_that_serve_them(
 
 BFLOAT16 = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "num_tokens": "i32"}
 STRIDES = {"x_stride": "i32:16", "out_stride": "i32:16"}
-GATED = {"ACTIVATION": "silu", "ADD": False, "bias": None}
+GATED = {"ACTIVATION": "silu", "GATED": True, "ADD": False, "bias": None}
 
 
 @pytest.mark.slow

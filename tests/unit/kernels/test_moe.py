@@ -16,7 +16,7 @@ from baton.kernels.moe import (
 )
 
 from .kernel_checks import assert_as_accurate
-from .moe_cases import in_8_bits, mixture
+from .moe_cases import KINDS, in_8_bits, mixture
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -81,15 +81,15 @@ def test_a_rule_that_contradicts_itself_is_refused(keys: dict[str, object]) -> N
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
+@KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "padding"), [(0, 4, 2, 0), (1, 4, 2, 0), (30, 4, 3, 7), (3, 16, 1, 3)]
 )
 def test_experts_equal_their_definition(
-    num_tokens: int, num_experts: int, top_k: int, padding: int, dtype: torch.dtype, like_gpt_oss: bool
+    num_tokens: int, num_experts: int, top_k: int, padding: int, dtype: torch.dtype, kind: dict[str, bool]
 ) -> None:
-    case = mixture(num_tokens, num_experts, top_k, 32, 24, padding=padding, like_gpt_oss=like_gpt_oss)
+    case = mixture(num_tokens, num_experts, top_k, 32, 24, padding=padding, **kind)
     case = replace(case.to(dtype), weights=case.weights)
     exact = reference.fused_experts(*case.to(torch.float64).inputs)
     *inputs, add_to = case.inputs
@@ -106,6 +106,19 @@ def test_the_definition_is_the_formula() -> None:
     expected = case.add_to[0] + case.weights[0, 0] * (case.experts.down[expert] @ activation)
     *inputs, add_to = case.inputs
     torch.testing.assert_close(fused_experts(*inputs, add_to=add_to)[0], expected)
+
+
+def test_experts_without_gates_are_the_formula() -> None:
+    case = mixture(1, 3, 1, 8, 4, gated=False).to(torch.float64)
+    expert = int(case.expert_ids[0, 0])
+    activation = torch.relu(case.experts.gate_up[expert] @ case.x[0]).square()
+    expected = case.add_to[0] + case.weights[0, 0] * (case.experts.down[expert] @ activation)
+    *inputs, add_to = case.inputs
+    torch.testing.assert_close(fused_experts(*inputs, add_to=add_to)[0], expected)
+    with pytest.raises(ValueError, match=r"give \[E, F, H\]"):
+        replace(case.experts, gate_up=case.experts.gate_up[:, :3])
+    with pytest.raises(ValueError, match="without gates"):
+        replace(case.experts, down=case.experts.down.to(torch.float8_e4m3fn))
 
 
 def test_an_activation_with_limits_is_the_formula() -> None:

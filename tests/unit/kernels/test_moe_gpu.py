@@ -11,7 +11,7 @@ from baton.kernels.moe import SILU, ExpertWeights, RoutingRule, fused_experts, r
 
 from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate
-from .moe_cases import GPT_OSS, Inputs, Mixture, in_8_bits, mixture
+from .moe_cases import GPT_OSS, KINDS, Inputs, Mixture, in_8_bits, mixture
 
 pytest.importorskip("triton")
 from triton import next_power_of_2
@@ -110,7 +110,7 @@ def test_no_routing_makes_more_tiles_than_there_is_room_for(counts: list[int], b
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
+@KINDS
 @pytest.mark.parametrize(
     ("block_rows", "short_rows", "num_tokens", "top_k", "hidden_size", "width", "padding"),
     [
@@ -129,10 +129,10 @@ def test_grouped_products_equal_the_loop_over_experts(
     hidden_size: int,
     width: int,
     padding: int,
-    like_gpt_oss: bool,
+    kind: dict[str, bool],
     triton_device: torch.device,
 ) -> None:
-    case = mixture(num_tokens, 5, top_k, hidden_size, width, padding=padding, like_gpt_oss=like_gpt_oss)
+    case = mixture(num_tokens, 5, top_k, hidden_size, width, padding=padding, **kind)
     case = case.to(triton_device)
     product = ProductOptions(block_columns=32, block_depth=32, warps=4, stages=2)
     result = gpu.grouped_experts(*case.inputs, GroupedOptions(block_rows, short_rows, product, product))
@@ -143,7 +143,7 @@ def test_grouped_products_equal_the_loop_over_experts(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("like_gpt_oss", [False, True], ids=["plain", "gpt-oss"])
+@KINDS
 @pytest.mark.parametrize("adding", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "hidden_size", "width", "padding"),
@@ -156,11 +156,11 @@ def test_few_tokens_equal_the_loop_over_experts(
     width: int,
     padding: int,
     adding: bool,
-    like_gpt_oss: bool,
+    kind: dict[str, bool],
     triton_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding, like_gpt_oss=like_gpt_oss)
+    case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding, **kind)
     case = case.to(triton_device)
     monkeypatch.setattr(gemv, "MOST_PRELOADED", 2)  # one or two blocks of depth: less than some experts have
     options = GemvOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16, down_warps=1)

@@ -63,10 +63,13 @@ def test_shapes_that_do_not_fit_are_refused(residual: torch.Tensor | None) -> No
         gpu.rms_norm(torch.zeros(2, 32), weight, EPS, residual)
 
 
-def check_gated(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, gating: Gating) -> None:
-    result = gpu.gated_rms_norm(x, weight, gate, EPS, gating=gating)
-    exact = reference.gated_rms_norm(x.double(), weight.double(), gate.double(), EPS, gating=gating)
-    assert_as_accurate(result, exact, reference.gated_rms_norm(x, weight, gate, EPS, gating=gating))
+def check_gated(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, gating: Gating, *, gate_first: bool = False
+) -> None:
+    order = {"gating": gating, "gate_first": gate_first}
+    result = gpu.gated_rms_norm(x, weight, gate, EPS, **order)
+    exact = reference.gated_rms_norm(x.double(), weight.double(), gate.double(), EPS, **order)
+    assert_as_accurate(result, exact, reference.gated_rms_norm(x, weight, gate, EPS, **order))
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
@@ -78,6 +81,25 @@ def test_gated_heads_of_any_width_and_number(
 ) -> None:
     x, gate = (torch.randn(shape).to(triton_device, dtype) for _ in range(2))
     check_gated(x, torch.randn(shape[2], device=triton_device), gate, gating)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 2, 64), (5, 3, 48), (40, 1, 200), (2, 1, 5000)])
+def test_each_group_has_a_weight_and_the_gate_comes_before_or_behind(
+    shape: tuple[int, ...], dtype: torch.dtype, gate_first: bool, triton_device: torch.device
+) -> None:
+    x, gate = (torch.randn(shape).to(triton_device, dtype) for _ in range(2))
+    weight = torch.randn(shape[1:]).to(triton_device, dtype)
+    check_gated(x, weight, gate, Gating.SILU, gate_first=gate_first)
+
+
+def test_a_gate_before_the_norm_is_the_formula() -> None:
+    x, gate, weight = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(2, 8)
+    gated = x * torch.nn.functional.silu(gate)
+    expected = torch.nn.functional.rms_norm(gated, (8,), eps=EPS) * weight
+    torch.testing.assert_close(gated_rms_norm(x, weight, gate, EPS, gate_first=True), expected)
 
 
 def test_gates_may_be_a_view_of_a_wider_projection(triton_device: torch.device) -> None:
@@ -113,8 +135,10 @@ def test_gated_heads_are_loaded_16_bytes_at_a_time() -> None:
     types = {**dict.fromkeys(("x", "gate", "out"), "*bf16"), "weight": "*fp32", "num_rows": "i32", "eps": "fp32"}
     strides = dict.fromkeys(("x_stride", "gate_stride", "out_stride"), "i32:16")
     words = {"HEADS": 32, "WIDTH": 128, "COLUMNS": 128, "ROWS": 32, "SIGMOID": False}
-    compiled = compile_for_h200(gpu._gated_rms_norm_kernel, {**types, **strides}, words, num_warps=4)
-    assert compiled.widest_load_bytes == 16
+    for of_heads in (False, True):
+        order = {"GATE_FIRST": of_heads, "WEIGHT_OF_HEADS": of_heads}
+        compiled = compile_for_h200(gpu._gated_rms_norm_kernel, {**types, **strides}, {**words, **order}, num_warps=4)
+        assert compiled.widest_load_bytes == 16
 
 
 @pytest.mark.gpu
@@ -123,6 +147,7 @@ def test_gated_heads_are_loaded_16_bytes_at_a_time() -> None:
 def test_gated_bfloat16_on_the_device(shape: tuple[int, ...]) -> None:
     x, gate = (torch.randn(shape).to("cuda", torch.bfloat16) for _ in range(2))
     check_gated(x, torch.randn(shape[2], device="cuda"), gate, Gating.SILU)
+    check_gated(x, torch.randn(shape[1:], device="cuda"), gate, Gating.SILU, gate_first=True)
 
 
 @pytest.mark.gpu
