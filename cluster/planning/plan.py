@@ -214,7 +214,10 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
 def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> int:
     """Estimate the bytes that the largest step allocates: the widest activations, and logits in float32."""
     ranks = config.tensor_parallel_size
-    width = 4 * model.hidden_size + 3 * max(model.intermediate_size, model.num_heads * model.head_dim) // ranks
+    widths = [model.intermediate_size, model.num_heads * model.head_dim]
+    if model.mamba is not None:
+        widths.append(2 * model.mamba.width)
+    width = 4 * model.hidden_size + 3 * max(widths) // ranks
     if model.moe is not None:
         width += model.moe.top_k * (model.hidden_size + 3 * model.moe.intermediate_size)
     tokens = steps.max_num_batched_tokens * (config.data_parallel_size if config.enable_expert_parallel else 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .keys import Keys
 from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
 from .rope import (
+    NO_ROPE,
     Rope,
     default_positions,
     reachable_positions,
@@ -96,21 +97,22 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     max_positions = keys.integer("max_position_embeddings")
     own_ropes = rules.windows is not None and rules.windows.own_rope
     partly_rotated = rules.rotary_fraction is not None
-    rope, window_rope = (
-        read_ropes_by_window(keys.values, max_positions)
-        if own_ropes
-        else (read_rope(keys.values, max_positions, partly_rotated=partly_rotated), None)
-    )
+    rope: Rope = NO_ROPE
+    window_rope = None
+    if own_ropes:
+        rope, window_rope = read_ropes_by_window(keys.values, max_positions)
+    elif rules.rotates is None or rules.rotates(keys):
+        rope = read_rope(keys.values, max_positions, partly_rotated=partly_rotated)
     latent = None if rules.latent is None else rules.latent(keys)
-    shape = _shape(keys, latent)
+    shape = _shape(keys, latent, rules)
     num_layers = shape["num_layers"]
-    moe = None if rules.experts is None else checked_experts(rules.experts(keys, num_layers), folder.tensors)
+    moe = None if rules.experts is None else rules.experts(keys, num_layers)
     return {
         "architecture": rules.architecture,
         **shape,
         **_of_some_families(rules, keys, shape),
         "latent": latent,
-        "rms_norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": keys.number(rules.norm_eps_key, 1e-6),
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
@@ -118,7 +120,7 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
         "window_rope": window_rope,
         "scales": rules.scales(keys),
         "quantization": read_quantization(keys, folder.tensors),
-        "moe": moe,
+        "moe": None if moe is None else checked_experts(moe, folder.tensors),
         "layer_windows": read_layer_windows(rules.windows, keys, num_layers),
     }
 
@@ -126,10 +128,13 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
 def _of_some_families(rules: ConfigRules, keys: Keys, shape: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields that most families leave at their defaults: without them identities stay what they were."""
     fields: dict[str, Any] = {}
+    has_states = rules.linear is not None or rules.mamba is not None
+    if has_states and keys.values.get("quantization_config"):
+        raise UnsupportedModel(f"config.json: quantized weights of {rules.architecture} are not supported")
     if rules.linear is not None:
-        if keys.values.get("quantization_config"):
-            raise UnsupportedModel(f"config.json: quantized weights of {rules.architecture} are not supported")
         fields["linear"] = rules.linear(keys, shape["num_layers"])
+    if rules.mamba is not None:
+        fields["mamba"] = rules.mamba(keys, shape["num_layers"])
     if rules.rotary_fraction is not None:
         fraction = read_rotary_fraction(keys.values, rules.rotary_fraction)
         if (rotated := int(shape["head_dim"] * fraction)) < 2 or rotated % 2:
@@ -158,7 +163,7 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
         )
 
 
-def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:
+def _shape(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:
     num_heads = keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)
@@ -177,12 +182,18 @@ def _shape(keys: Keys, latent: LatentShape | None) -> dict[str, int]:
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("intermediate_size"),
-        "num_layers": keys.integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        "intermediate_size": keys.integer(rules.mlp_width_key),
+        "num_layers": _num_layers(keys, rules),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
     }
+
+
+def _num_layers(keys: Keys, rules: ConfigRules) -> int:
+    if rules.num_layers is not None:
+        return rules.num_layers(keys)
+    return keys.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
 def _num_draft_layers(keys: Keys) -> int:
@@ -233,9 +244,10 @@ def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: 
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: a dataclass by its kind and fields."""
-    return (
-        {"kind": type(value).__name__, **asdict(value)}
-        if is_dataclass(value) and not isinstance(value, type)
-        else value
-    )
+    """Return a value as JSON can hold it: a dataclass by its kind and fields, less newer ones at their defaults."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    new = {
+        each.name for each in fields(value) if "newer" in each.metadata and getattr(value, each.name) == each.default
+    }
+    return {"kind": type(value).__name__, **{name: kept for name, kept in asdict(value).items() if name not in new}}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .errors import InvalidModelConfig, UnsupportedModel
-from .keys import Keys
+from .keys import NEWER, Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,10 @@ class ExpertsConfig:
     gate_limit: float | None = None
     up_shift: float = 0.0
     stored: str = "each"  # in the checkpoint: see `layers.experts`
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's, stored by itself
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's, stored by itself
     sparse_layers: tuple[bool, ...]  # of each layer: whether its feed-forward layer is a mixture
+    is_gated: bool = field(default=True, metadata=NEWER)  # else a squared ReLU of ups; `projections` names two
+    latent_size: int | None = field(default=None, metadata=NEWER)  # of what experts read and give; None: hidden_size
 
 
 def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> ExpertsConfig:

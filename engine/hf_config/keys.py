@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from .errors import InvalidModelConfig
+
+# Of a dataclass's field: identities leave it out at its default, so that those of earlier versions stay what they were.
+NEWER: Mapping[str, bool] = MappingProxyType({"newer": True})
 
 
 class Keys:

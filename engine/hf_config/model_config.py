@@ -17,7 +17,8 @@ from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerCaches, Layer
 from .attention import LatentShape, LinearAttentionShape, WindowRule
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
-from .keys import Keys
+from .keys import NEWER, Keys
+from .mamba import ATTENTION, MAMBA, MLP, MambaShape
 from .quantization import Quantization
 from .rope import Rope
 
@@ -30,10 +31,15 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # of 8-bit formats only E4M3: its
 class Scales:
     """Factors and caps that a family reads from its config. By default there are none."""
 
-    embedding: float = 1.0  # of the embedding's rows; rounded to the model's dtype, as they are
+    embedding: float = 1.0  # of the embedding's rows
     score: float | None = None  # of attention's scores; None: head_dim ** -0.5
     score_cap: float | None = None  # scores become cap * tanh(score / cap)
     logit_cap: float | None = None  # and so do logits
+    rounds_embedding: bool = field(default=True, metadata=NEWER)  # the factor, to the model's dtype
+    logit: float = field(default=1.0, metadata=NEWER)
+    attention_output: float = field(default=1.0, metadata=NEWER)
+    mlp_gate: float = field(default=1.0, metadata=NEWER)  # of what its activation is applied to
+    mlp_output: float = field(default=1.0, metadata=NEWER)
 
 
 def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
@@ -83,6 +89,26 @@ def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCaches:
     return (state,)
 
 
+def caches_of_blocks(config: ModelConfig, layer: int) -> LayerCaches:
+    """Keep keys and values where a layer has attention, and where it has Mamba-2, its convolution's tail and state.
+
+    Heads divide over ranks, and so do the groups that share B and C, or ranks share these.
+    """
+    shape = config.mamba
+    assert shape is not None, "a config of this family has Mamba-2"
+    cache = keys_and_values(config, layer) if shape.has(layer, ATTENTION) else ()
+    if not shape.has(layer, MAMBA):
+        return cache
+    heads, groups = StateRows(shape.num_heads, shape.head_dim), StateRows(shape.num_groups, 2 * shape.state_dim)
+    state = LayerState(
+        (
+            StatePart((shape.conv_channels, shape.conv_width - 1), config.dtype, (heads, groups)),
+            StatePart((shape.num_heads, shape.head_dim, shape.state_dim), "float32"),
+        )
+    )
+    return (*cache, state)
+
+
 def no_scales(keys: Keys) -> Scales:
     return Scales()
 
@@ -100,14 +126,20 @@ class ConfigRules:
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
-    experts: Callable[[Keys, int], ExpertsConfig] | None = None  # of so many layers; None: there are none
+    experts: Callable[[Keys, int], ExpertsConfig | None] | None = None  # of so many layers; None: there are none
     latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
     linear: Callable[[Keys, int], LinearAttentionShape] | None = None  # of so many layers; None: there is none
+    mamba: Callable[[Keys, int], MambaShape] | None = None  # of so many layers; None: there is none
+    num_layers: Callable[[Keys], int] | None = None  # None: `num_hidden_layers`
+    rotates: Callable[[Keys], bool] | None = None  # whether queries and keys are rotated; None: always
     rotary_fraction: float | None = None  # of a head's dimensions, where a config leaves it out; None: always all
     scales: Callable[[Keys], Scales] = no_scales
     norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
     activation: str = "silu"  # that its layers compute; a config that names another is refused
     activation_key: str = "hidden_act"  # under which a config names it
+    norm_eps_key: str = "rms_norm_eps"
+    mlp_width_key: str = "intermediate_size"  # of MLPs that are no experts
+    names: Mapping[str, str] = field(default_factory=dict)  # in checkpoints: `model`, `embed_tokens`, `norm` by others
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
 
 
@@ -126,7 +158,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int  # of queries and keys
     latent: LatentShape | None  # None: keys and values are projected and kept as such
-    linear: LinearAttentionShape | None = None  # None: no layer has a recurrent state
+    linear: LinearAttentionShape | None = None  # None: no layer has linear attention
+    mamba: MambaShape | None = None  # None: no layer has Mamba-2
     rotary_fraction: float = 1.0  # of a head's dimensions, those that are rotated
     rms_norm_eps: float
     attention_bias: bool
@@ -154,6 +187,18 @@ class ModelConfig:
     def caches(self) -> CacheLayout:
         """The groups of the whole model's layers, by what they keep of a sequence."""
         return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in range(self.num_layers)])
+
+    @property
+    def num_mlps(self) -> int:
+        """The number of layers with an MLP that is neither an expert nor beside experts."""
+        if self.mamba is not None:
+            return self.mamba.count(MLP)
+        return self.num_layers if self.moe is None else self.moe.sparse_layers.count(False)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep recurrent states."""
+        return self.linear is not None or self.mamba is not None
 
     @property
     def rotary_dim(self) -> int:

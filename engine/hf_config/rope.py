@@ -25,6 +25,16 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class NoRope(Rope):
+    """No rotation: every angle is 0."""
+
+    theta: float = DEFAULT_THETA
+
+
+NO_ROPE = NoRope()
+
+
+@dataclass(frozen=True)
 class LinearRope(Rope):
     """Positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
 

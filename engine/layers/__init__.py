@@ -4,7 +4,7 @@
                      └── ResidualStream: the sum that every block reads through a norm and adds to
 
     weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
-    attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net` (recurrent states)
+    attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `mamba2` (`recurrent` states)
     MLPs         `mlp`, `moe` with `experts`
     around       `norm`, `residual`, `embedding`, `decoder` with `decoder_layer`
 
@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from baton.kernels.linear import Activation
 
-    from .attention import Attention
+    from .attention import Attention, TokenMixer
     from .decoder_layer import LayerStep
     from .delta_net import GatedDeltaNet
+    from .mamba2 import Mamba2
     from .mla import LatentAttention
-    from .mlp import FeedForward, GatedMLP
+    from .mlp import MLP, FeedForward, GatedMLP
     from .moe import MoE
     from .norm import RMSNorm
 
 __all__ = [
+    "MLP",
     "Activation",
     "Attention",
     "FeedForward",
@@ -36,8 +38,10 @@ __all__ = [
     "GatedMLP",
     "LatentAttention",
     "LayerStep",
+    "Mamba2",
     "MoE",
     "RMSNorm",
+    "TokenMixer",
 ]
 
 _MODULES = {
@@ -48,8 +52,11 @@ _MODULES = {
     "GatedMLP": "mlp",
     "LatentAttention": "mla",
     "LayerStep": "decoder_layer",
+    "MLP": "mlp",
+    "Mamba2": "mamba2",
     "MoE": "moe",
     "RMSNorm": "norm",
+    "TokenMixer": "attention",
 }
 
 

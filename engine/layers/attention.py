@@ -117,7 +117,8 @@ class Attention(SelfAttention):
     sinks       a score without a key for every query head, which takes weight from the others and gives no value
     gated       every head has a gate behind its query, whose sigmoid the head's result is multiplied by
 
-    Scores are scaled and capped as `config.scales` says.
+    Scores are scaled and capped as `config.scales` says. `output_multiplier` goes into the weights of the last
+    projection when these have been loaded.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Attention(SelfAttention):
         qk_norm: Literal["head", "width"] | None = None,
         sinks: bool = False,
         gated: bool = False,
+        output_multiplier: float = 1.0,
     ) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._q_parts = 1 + gated  # of each head in q_proj: the query, and its gate
@@ -155,12 +157,13 @@ class Attention(SelfAttention):
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim = dim
         self._norms_width = qk_norm == "width"
+        self._output_multiplier = output_multiplier
         self._group: Group = ALONE  # over which heads are divided
         self._rule: AttentionRule | None = None
 
     def divide(self, groups: ParallelGroups) -> None:
         """Give heads to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
-        heads, kv_heads = Share.part(self.num_heads, groups.tp), kv_head_share(self.num_kv_heads, groups.tp)
+        heads, kv_heads = Share.part(self.num_heads, groups.tp), shared_heads(self.num_kv_heads, groups.tp)
         q, kv = heads.times(self._head_dim), kv_heads.times(self._head_dim)
         self.qkv_proj.keep_parts({"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": kv, "v_proj": kv})
         self.o_proj.keep_columns(q, groups.tp)
@@ -176,6 +179,7 @@ class Attention(SelfAttention):
         return prepare(cache.batch, cache.kv, num_heads=self.num_heads)
 
     def finish(self) -> None:
+        self.o_proj.multiply_rows([(self.o_proj.out_features, self._output_multiplier)])
         super().finish()
         self._rule = AttentionRule(
             self.scale,
@@ -232,7 +236,6 @@ class Attention(SelfAttention):
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
 
-def kv_head_share(num_kv_heads: int, group: Group) -> Share:
-    """Return the KV heads of a rank, which its query heads read."""
-    size = max(1, num_kv_heads // group.size)
-    return Share(group.rank * num_kv_heads // group.size, size, num_kv_heads)
+def shared_heads(count: int, group: Group) -> Share:
+    """Return the KV heads of a rank, which its query heads read; where they are fewer than ranks, several have one."""
+    return Share(group.rank * count // group.size, max(1, count // group.size), count)

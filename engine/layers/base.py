@@ -275,7 +275,8 @@ def layers_of(kind: type[Kind], layer: Layer, path: str = "") -> list[tuple[str,
 
 
 def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    """Return the path of a layer's part. Without a name, the part is where the layer is."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 class Held:

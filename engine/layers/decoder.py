@@ -26,9 +26,17 @@ class Decoder(Layer):
     """Embedding, layers, last norm: token ids [T] -> hidden states [T, hidden], or those of the `wanted` tokens [R]."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.scales.embedding)
+        scales = config.scales
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, scale=scales.embedding, rounds_scale=scales.rounds_embedding
+        )
         self.layers = layers
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.rules.norm_offset)
+        self._names = config.rules.names
+
+    def children(self) -> Iterator[tuple[str, Layer]]:
+        for name, child in super().children():
+            yield self._names.get(name, name), child
 
     def __call__(
         self,
@@ -52,7 +60,7 @@ class Decoder(Layer):
 
 
 class CausalLM(Layer):
-    """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`."""
+    """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`, or a family others."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
         self.config = config
@@ -65,6 +73,10 @@ class CausalLM(Layer):
         else:
             self.lm_head = Head(config.hidden_size, config.vocab_size)
         self._cos_sin: CosSin | None = None
+
+    def children(self) -> Iterator[tuple[str, Layer]]:
+        for name, child in super().children():
+            yield self.config.rules.names.get(name, name), child
 
     @property
     def num_heads(self) -> int:
@@ -142,13 +154,19 @@ class CausalLM(Layer):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, vocab] of hidden states [R, hidden], capped, in float32 on a CPU, elsewhere in the model's type.
+        """[R, vocab] of hidden states [R, hidden], scaled and capped; in float32 on a CPU, else in the model's type.
 
         Written to `out`, of the model's type, where one is given.
         """
-        logits, cap = self.lm_head.logits(hidden, out=out), self.config.scales.logit_cap
+        logits, factor, cap = (
+            self.lm_head.logits(hidden, out=out),
+            self.config.scales.logit,
+            self.config.scales.logit_cap,
+        )
         if logits.is_cpu:
             logits = logits.float()
+        if factor != 1.0:
+            logits.mul_(factor)
         return logits if cap is None else soft_cap(logits, cap)
 
 

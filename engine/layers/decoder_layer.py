@@ -24,32 +24,47 @@ class LayerStep:
     """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
 
     step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
+    step.attend(self.mamba, self.self_attn, ...)     x = x + mamba(norm(x)) + attention(norm(x))
     step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
     """
 
     def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
-        """Let only the `wanted` tokens [R] go on behind attention, where that is given."""
+        """Let only the `wanted` tokens [R] go on behind attention, where that is given; without it, through the MLP."""
         self._stream = stream
         self._context = context
         self._wanted = wanted
         self._rows = TokenRows(context.slots, context.rows_of_ranks)
 
-    def attend(self, attention: TokenMixer, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(attention(before(x)))` to the stream."""
+    def attend(self, *mixers: TokenMixer, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
+        """Add `behind(mixer(before(x)))` to the stream, of several mixers the sum of what each gives of the same x."""
+        assert before is not None or len(mixers) == 1, "several mixers do not read what they add to"
         stream, wanted = self._stream, self._wanted
         x, norm = stream.read(before)
-        if wanted is not None:
-            stream.keep(wanted)
-            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, wanted))
-        add_to = stream.target if behind is None else None
-        stream.take(attention(x, self._context, wanted, norm=norm, add_to=add_to), behind)
+        if len(mixers) > 1 and norm is not None:  # once for all, and out of the sum that they add to
+            x, norm = norm(x), None
+        self._keep_wanted()
+        result = stream.target if behind is None else None
+        for mixer in mixers:
+            result = mixer(x, self._context, wanted, norm=norm, add_to=result)
+        assert result is not None, "a layer attends by a mixer"
+        stream.take(result, behind)
 
     def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
         """Add `behind(mlp(before(x)))` to the stream."""
-        stream = self._stream
+        stream, wanted = self._stream, self._wanted
         x, norm = stream.read(before)
+        if wanted is not None:  # the layer has no attention
+            x = rows_at(x, wanted)
+            self._keep_wanted()
         add_to = stream.target if behind is None else None
         stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
+
+    def _keep_wanted(self) -> None:
+        """Let only the wanted tokens go on; what was read before still has all. Once, by the layer's first block."""
+        if self._wanted is not None:
+            self._stream.keep(self._wanted)
+            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, self._wanted))
+            self._wanted = None
 
 
 class DecoderLayer(Layer, abc.ABC):

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.engine.core.layout import DTYPE_BYTES, StateLayout
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.causal_conv import causal_conv
@@ -21,20 +20,10 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
 from .attention import LayerContext, TokenMixer
-from .base import Layer, Parameter, Share, rows_at
+from .base import Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-
-
-class DepthwiseConv(Layer):
-    """A filter of `width` values for each channel, as checkpoints store it: [channels, 1, width]."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        self.weight = Parameter(channels, 1, width)
-
-    @property
-    def filters(self) -> Tensor:
-        return self.weight.data.squeeze(1)
+from .recurrent import DepthwiseConv, part_of, states_at
 
 
 class GatedDeltaNet(TokenMixer):
@@ -64,9 +53,7 @@ class GatedDeltaNet(TokenMixer):
         self.out_proj = Linear(shape.value_width, config.hidden_size)
         self.place = config.caches.state_place_of(layer)
         self._eps = config.rms_norm_eps
-        states = config.caches.groups[self.place.group].blocks
-        assert isinstance(states, StateLayout), "its cache holds states"
-        self._states = states
+        self._states = states_at(config, self.place)
 
     def divide(self, groups: ParallelGroups) -> None:
         """Give key heads to the ranks in order, and the value heads that share them."""
@@ -81,7 +68,7 @@ class GatedDeltaNet(TokenMixer):
         else:
             parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         self.in_proj.keep_parts(parts)
-        self.conv1d.weight.keep(0, channels)
+        self.conv1d.keep(channels)
         for parameter in (self.A_log, self.dt_bias):
             parameter.keep(0, heads)
         self.out_proj.keep_columns(values, tp)
@@ -125,12 +112,3 @@ class GatedDeltaNet(TokenMixer):
         q, k, v, z = (part.flatten(1) for part in qkvz.unflatten(1, (shape.num_key_heads, -1)).split(split, dim=2))
         b, a = (part.flatten(1) for part in ba.unflatten(1, (shape.num_key_heads, -1)).chunk(2, dim=2))
         return torch.cat([q, k, v], 1), z, b, a
-
-
-def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:
-    """View one part of a layer's states in all slots, [num_slots, *shape]."""
-    shape, dtype = layout.parts[part].shape, layout.parts[part].dtype
-    size = DTYPE_BYTES[dtype]
-    first = (layer * layout.layer_bytes + layout.offsets[part]) // size
-    values = slots.view(getattr(torch, dtype))
-    return values[:, first : first + torch.Size(shape).numel()].unflatten(1, shape)

@@ -40,19 +40,24 @@ class Vocabulary:
 
 
 class Embedding(Layer):
-    """Rows of weight [vocab, hidden] by token id [T] -> [T, hidden], times `scale` rounded to the weight's type."""
+    """Rows of weight [vocab, hidden] by token id [T] -> [T, hidden], times `scale`.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
+    The scale is rounded to the weight's type, unless `rounds_scale` says no.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, rounds_scale: bool = True) -> None:
         self.weight = Parameter(vocab_size, hidden_size)
         self.vocabulary = Vocabulary(vocab_size)
         self._scale = scale
+        self._rounds_scale = rounds_scale
 
     def divide(self, groups: ParallelGroups) -> None:
         self.vocabulary = Vocabulary(self.vocabulary.size, groups.tp)
         self.weight.keep(0, self.vocabulary.share)
 
     def finish(self) -> None:
-        self._scale = torch.tensor(self._scale, dtype=self.weight.data.dtype).item()
+        if self._rounds_scale:
+            self._scale = torch.tensor(self._scale, dtype=self.weight.data.dtype).item()
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         group, share = self.vocabulary.group, self.vocabulary.share

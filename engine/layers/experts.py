@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.hf_config.experts import ExpertsConfig
+from baton.kernels.activation import Pointwise
 from baton.kernels.moe import GatedActivation, RoutingRule, route, router_logits
 
 from .base import Held, Layer, Parameter, Share, Slot, StackSlot, join
@@ -47,16 +48,23 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """Gated MLPs of one shape. Their matrices are stored, held and multiplied by a method (`layers.method`)."""
+    """MLPs of one shape, with gates or without.
+
+    Their matrices are stored, held and multiplied by a method (`layers.method`).
+    """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         num_experts, width = config.num_experts, config.intermediate_size
         self.shape = ExpertsShape(
             Held(range(num_experts), num_experts), Share.all(width), hidden_size, config.projections
         )
-        self.gate_up_bias = Parameter(num_experts, 2 * width) if config.expert_biases else None
+        self.gate_up_bias = Parameter(num_experts, self.shape.parts * width) if config.expert_biases else None
         self.down_bias = Parameter(num_experts, hidden_size) if config.expert_biases else None
-        self.activation = GatedActivation(config.gate_slope, config.gate_limit, config.up_shift)
+        self.activation: GatedActivation | Pointwise
+        if config.is_gated:
+            self.activation = GatedActivation(config.gate_slope, config.gate_limit, config.up_shift)
+        else:
+            self.activation = Pointwise.RELU2
         self.stored = config.stored
         self._packed: PackedExperts | None = None
         self.use(Mxfp4Experts() if config.stored == "mxfp4" else PlainExperts(config.stored))
@@ -75,7 +83,7 @@ class Experts(Layer):
         self.shape = replace(self.shape, width=share)
         self.use(self.method)
         if self.gate_up_bias is not None:
-            self.gate_up_bias.keep(1, share.times(2))
+            self.gate_up_bias.keep(1, share.times(self.shape.parts))
 
     def keep_experts(self, held: Sequence[int]) -> None:
         """Hold only these experts, each once, in this order; what `expert_ids` name are their places in it."""

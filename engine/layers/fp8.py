@@ -18,8 +18,9 @@ from torch import Tensor
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.kernels import fp8
+from baton.kernels.activation import activate_each
 from baton.kernels.fp8 import BLOCK
-from baton.kernels.linear import Activation, RowNorm
+from baton.kernels.linear import Activation, Pointwise, RowNorm
 
 from .base import Parameter, Share, Slot
 from .method import ExpertsShape, LinearMethod, LinearWeight
@@ -120,13 +121,15 @@ class Fp8LinearWeight(LinearWeight):
         x: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: Activation | None = None,
+        activation: Activation | Pointwise | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if activation is not None:
+        if isinstance(activation, Activation):
             return fp8.gated_linear(x, self.weight, bias, activation=activation, norm=norm)
+        if activation is not None:
+            return activate_each(fp8.linear(x, self.weight, bias, norm=norm), activation)
         return fp8.linear(x, self.weight, bias, norm=norm, add_to=add_to, out=out)
 
 

@@ -8,12 +8,12 @@ Divided over ranks, a layer computes some of its outputs from everything, or eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from baton.engine.parallel.groups import ALONE, Group
-from baton.kernels.linear import Activation, RowNorm
+from baton.kernels.linear import Activation, Pointwise, RowNorm
 
 from .base import Layer, Parameter, Share, Slot, join
 from .method import PLAIN, LinearMethod, LinearWeight
@@ -79,6 +79,20 @@ class Linear(Layer):
                 yield parameter.slot(join(part, name), start, rows)
                 start += rows.size
 
+    def multiply_rows(self, factors: Sequence[tuple[int, float]]) -> None:
+        """Multiply so many outputs after another by a factor each: their weights and biases, rounded to their type.
+
+        Comes when all slots are filled, before `finish`.
+        """
+        if all(factor == 1.0 for _, factor in factors):
+            return
+        assert self.method is PLAIN, "codes in 8 bits cannot be multiplied"
+        for parameter in (self.weights["weight"], self.bias):
+            first = 0
+            for count, factor in factors if parameter is not None else ():
+                parameter.data[first : first + count].mul_(factor)
+                first += count
+
     def finish(self) -> None:
         self._weight = self.method.pack({name: parameter.data for name, parameter in self.weights.items()})
         for parameter in self.weights.values():
@@ -88,7 +102,7 @@ class Linear(Layer):
         self,
         x: Tensor,
         *,
-        activation: Activation | None = None,
+        activation: Activation | Pointwise | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,

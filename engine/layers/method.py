@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.kernels.linear import Activation, PackedWeight, RowNorm, gated_linear, linear, pack
+from baton.kernels.linear import Activation, PackedWeight, Pointwise, RowNorm, gated_linear, linear, pack
 from baton.kernels.moe import GatedActivation
 
 from .base import Held, Parameter, Share, Slot
@@ -35,13 +35,13 @@ class LinearWeight(abc.ABC):
         x: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: Activation | None = None,
+        activation: Activation | Pointwise | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute y = norm(x) @ weight.T + bias: x [T, K] -> [T, N]. With an activation, whose gates are the first
-        half of y, `activation(gates) * ups` [T, N / 2] of it.
+        """Compute y = norm(x) @ weight.T + bias: x [T, K] -> [T, N]. With the activation of a gate, and gates in the
+        first half of y, `activation(gates) * ups` [T, N / 2] of it; with another, that of each value.
 
         Without an activation, the result is written to `out` or added to `add_to` in place where one is given.
         """
@@ -94,14 +94,14 @@ class PlainWeight(LinearWeight):
         x: Tensor,
         bias: Tensor | None = None,
         *,
-        activation: Activation | None = None,
+        activation: Activation | Pointwise | None = None,
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if activation is not None:
+        if isinstance(activation, Activation):
             return gated_linear(x, self.packed, bias, activation=activation, norm=norm)
-        return linear(x, self.packed, bias, norm=norm, add_to=add_to, out=out)
+        return linear(x, self.packed, bias, activation=activation, norm=norm, add_to=add_to, out=out)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,12 @@ class ExpertsShape:
     held: Held
     width: Share
     hidden_size: int
-    projections: tuple[str, str, str]  # names of an expert's gate, up and down projection, stored by itself
+    projections: tuple[str, ...]  # names of an expert's gate, up and down projection, stored by itself; or up and down
+
+    @property
+    def parts(self) -> int:
+        """The rows of `gate_up` for each value of the width: a gate and an up, or an up."""
+        return len(self.projections) - 1
 
 
 class PackedExperts(abc.ABC):
@@ -143,6 +148,6 @@ class ExpertsMethod(abc.ABC):
         *,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        activation: GatedActivation,
+        activation: GatedActivation | Pointwise,
     ) -> PackedExperts:
         """Lay out for the kernels what was loaded into the declared parameters, by the same names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,28 +18,42 @@ from baton.kernels.p2p import RoutedTokens
 from .base import Layer, Share, TokenRows
 from .experts import Experts, Router
 from .linear import Linear
-from .mlp import FeedForward, GatedMLP
+from .mlp import MLP, FeedForward, GatedMLP
 
 
 class MoE(FeedForward):
     """shared(x) + the weighted sum of the experts that `gate(x)` chooses.
 
-    In the checkpoint `gate` (or what `gate_name` says), `experts` (see `layers.plain_experts`), and `shared_experts`
-    where there are any. With `gated_expert` there is one of these, `shared_expert`, whose output is multiplied by
-    sigmoid(x @ shared_expert_gate).
+    In the checkpoint `gate`, `experts` (see `layers.plain_experts`), and `shared_experts` where there are any, or what
+    `names` calls them. With `gated_expert` there is one of these, `shared_expert`, whose output is multiplied by
+    sigmoid(x @ shared_expert_gate). `shared` is a block to use for them. With a `latent_size`, experts compute
+    fc2_latent_proj(experts(fc1_latent_proj(x))).
     """
 
     def __init__(
-        self, hidden_size: int, config: ExpertsConfig, *, gate_name: str = "gate", gated_expert: bool = False
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        *,
+        names: Mapping[str, str] | None = None,
+        gated_expert: bool = False,
+        shared: GatedMLP | None = None,
     ) -> None:
         self.gate = Router(hidden_size, config)
-        self.experts = Experts(hidden_size, config)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if config.latent_size is not None:
+            self.fc1_latent_proj = Linear(hidden_size, config.latent_size)
+            self.fc2_latent_proj = Linear(config.latent_size, hidden_size)
+        self.experts = Experts(config.latent_size or hidden_size, config)
         shared_size = config.shared_intermediate_size
-        self.shared_experts = GatedMLP(hidden_size, shared_size) if shared_size else None
+        self.shared_experts: GatedMLP | MLP | None = shared
+        if shared is None and shared_size:
+            self.shared_experts = (GatedMLP if config.is_gated else MLP)(hidden_size, shared_size)
         self.spread: SpreadExperts | None = None  # None: every expert is here, or a stretch of its width
         self._group: Group = ALONE  # over which results are summed
         self.shared_expert_gate = Linear(hidden_size, 1) if gated_expert else None
-        self._names = {"gate": gate_name}  # of children, where they are not those of the attributes
+        self._names = dict(names or {})  # of children, where they are not those of the attributes
         if gated_expert:
             self._names["shared_experts"] = "shared_expert"
 
@@ -72,9 +86,19 @@ class MoE(FeedForward):
             hidden = norm(hidden)
         expert_ids, weights = self.gate(hidden, rows.slots)
         add_to = self._with_shared(hidden, add_to)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            return self._group.all_reduce(self._routed(hidden, expert_ids, weights, rows, add_to))
+        # The second projection is that of a sum over ranks: each rank's part goes through it before they are summed.
+        latents = self._routed(self.fc1_latent_proj(hidden), expert_ids, weights, rows, None)
+        return self._group.all_reduce(self.fc2_latent_proj(latents, add_to=add_to))
+
+    def _routed(
+        self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, rows: TokenRows, add_to: Tensor | None
+    ) -> Tensor:
+        """Return what the routed experts of this rank give, on top of `add_to`."""
         if self.spread is None:
-            return self._group.all_reduce(self.experts(hidden, expert_ids, weights, add_to))
-        return self._group.all_reduce(self.spread(hidden, expert_ids, weights, rows.of_ranks, add_to))
+            return self.experts(hidden, expert_ids, weights, add_to)
+        return self.spread(hidden, expert_ids, weights, rows.of_ranks, add_to)
 
     def _with_shared(self, hidden: Tensor, add_to: Tensor | None) -> Tensor | None:
         """Return `add_to`, which is the first rank's to add, and what the shared experts give of this rank's width."""

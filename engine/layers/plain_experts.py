@@ -3,7 +3,9 @@
 Below the name of the layer, for E experts of width F in a model of hidden size H:
 
     each         0.gate_proj.weight [F, H], 0.up_proj.weight [F, H], 0.down_proj.weight [H, F], 1.gate_proj.weight, ...
+                 (without gates: 0.up_proj.weight, 0.down_proj.weight, 1.up_proj.weight, ...)
     stacked      gate_up_proj [E, 2 F, H], gates before ups; down_proj [E, H, F]
+    linears      the same as input_linear.weight and output_linear.weight
     transposed   gate_up_proj [E, H, 2 F], gates and ups next to each other; down_proj [E, F, H]
 
 In memory gates and ups are row by row next to each other, as `kernels.moe.ExpertWeights` describes.
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.kernels.activation import Pointwise
 from baton.kernels.moe import ExpertWeights, GatedActivation, fused_experts
 
 from .base import Held, Parameter, Share, Slot, StackSlot, join
@@ -34,14 +37,14 @@ class FusedExperts(PackedExperts):
 
 
 class FusedMethod(ExpertsMethod):
-    """A method whose parameters are fields of `ExpertWeights`: `gate_up` [E, 2 F, H], `down` [E, H, F]."""
+    """A method whose parameters are fields of `ExpertWeights`: `gate_up` [E, 2 F, H] or [E, F, H], `down` [E, H, F]."""
 
     dtype: torch.dtype | None = None  # of the matrices; None: the model's
 
     def declare(self, shape: ExpertsShape) -> dict[str, Parameter]:
         places, depth = shape.held.places, Share.all(shape.hidden_size)
         return {
-            "gate_up": Parameter.part(places, shape.width.times(2), depth, dtype=self.dtype),
+            "gate_up": Parameter.part(places, shape.width.times(shape.parts), depth, dtype=self.dtype),
             "down": Parameter.part(places, depth, shape.width, dtype=self.dtype),
         }
 
@@ -51,7 +54,7 @@ class FusedMethod(ExpertsMethod):
         *,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        activation: GatedActivation,
+        activation: GatedActivation | Pointwise,
     ) -> PackedExperts:
         biases = {} if gate_up_bias is None else {"gate_up_bias": gate_up_bias}
         if down_bias is not None:
@@ -74,6 +77,9 @@ class PlainExperts(FusedMethod):
             case "stacked":
                 yield HalvesSlot(gate_up_name, gate_up, shape.held)
                 yield StackSlot(down_name, down, shape.held)
+            case "linears":
+                yield HalvesSlot(join(path, "input_linear.weight"), gate_up, shape.held)
+                yield StackSlot(join(path, "output_linear.weight"), down, shape.held)
             case "transposed":
                 yield TransposedSlot(gate_up_name, gate_up, shape.held)
                 yield TransposedSlot(down_name, down, shape.held)
@@ -82,18 +88,18 @@ class PlainExperts(FusedMethod):
 
 
 def slots_of_each(shape: ExpertsShape, gate_up: Parameter, down: Parameter, path: str, suffix: str) -> Iterator[Slot]:
-    """Yield the slots of every expert's three matrices, or of their scales: tensors `path.expert.projection.suffix`."""
+    """Yield the slots of every expert's matrices, or of their scales: tensors `path.expert.projection.suffix`."""
     places = {expert: place for place, expert in enumerate(shape.held.items)}
-    gate_name, up_name, down_name = shape.projections
+    *upper_names, down_name = shape.projections
     width, depth = down.shares[2], gate_up.shape[2]
     for expert in range(shape.held.whole):
         own, place = join(path, str(expert)), places.get(expert)
-        for start, name in enumerate((gate_name, up_name)):
+        for start, name in enumerate(upper_names):
             full_name = f"{own}.{name}.{suffix}"
             if place is None:
                 yield Slot.elsewhere(full_name, (width.whole, depth), gate_up)
             else:
-                yield Slot(full_name, gate_up, start, width, step=2, item=place)
+                yield Slot(full_name, gate_up, start, width, step=shape.parts, item=place)
         full_name = f"{own}.{down_name}.{suffix}"
         if place is None:
             yield Slot.elsewhere(full_name, (depth, width.whole), down)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.hf_config.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from baton.engine.hf_config.rope import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
@@ -26,6 +26,11 @@ def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.d
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """[head_dim / 2] float32: radians a position."""
     return 1.0 / _wavelengths(rope, head_dim)
+
+
+@frequencies.register
+def _(rope: NoRope, head_dim: int) -> Tensor:
+    return torch.zeros(head_dim // 2)
 
 
 @frequencies.register

@@ -24,7 +24,7 @@ class GptOssLayer(DecoderLayer):
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, sinks=True)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = layers.MoE(config.hidden_size, config.moe, gate_name="router")
+        self.mlp = layers.MoE(config.hidden_size, config.moe, names={"gate": "router"})
 
     def __call__(self, step: layers.LayerStep) -> None:
         step.attend(self.self_attn, before=self.input_layernorm)

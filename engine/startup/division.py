@@ -14,7 +14,7 @@ _BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale
 def check_division(model: ModelConfig, config: EngineConfig) -> None:
     """Raises `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
     ranks = config.tensor_parallel_size
-    if model.linear is not None and config.disable_hybrid_kv_cache_manager:
+    if model.has_states and config.disable_hybrid_kv_cache_manager:
         raise InvalidEngineConfig(
             "disable_hybrid_kv_cache_manager",
             f"is true, must be false or left out: layers of {model.architecture} keep recurrent states, not blocks of "
@@ -39,9 +39,11 @@ def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> 
     yield "num_attention_heads", model.num_heads
     if model.linear is not None:
         yield "linear_num_key_heads", model.linear.num_key_heads
+    if model.mamba is not None:
+        yield "number of Mamba-2 heads", model.mamba.num_heads
     experts = model.moe
-    if experts is None or not all(experts.sparse_layers):
-        yield "intermediate_size", model.intermediate_size
+    if model.num_mlps:
+        yield model.rules.mlp_width_key, model.intermediate_size
     if experts is not None and any(experts.sparse_layers):
         if not experts_spread:
             yield experts.intermediate_size_key, experts.intermediate_size

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..config import EngineConfig
 from ..core.layout import DTYPE_BYTES
+from ..hf_config.mamba import ATTENTION, MAMBA
 from ..hf_config.model_config import ModelConfig
 
 
@@ -31,16 +32,13 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     """Count the weights of one rank; all ranks have as many."""
     ranks = config.tensor_parallel_size
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
+    norms = (_norms_of_layers(model) + 1) * model.hidden_size
     attention, latents = _attention(model, ranks)
-    linear, of_linear = _linear_attention(model, ranks)
-    plain = embeddings + norms + latents * (model.num_layers - linear)
-    narrow = attention * (model.num_layers - linear) + of_linear * linear
-    for is_mixture in sparse:
-        if not is_mixture:
-            narrow += 3 * model.hidden_size * model.intermediate_size / ranks
-            continue
+    mixers = _mixers(model, ranks)
+    plain = embeddings + norms + latents * mixers.attention
+    narrow = attention * mixers.attention + mixers.of_recurrent * mixers.recurrent
+    narrow += model.num_mlps * _matrices(model) * model.hidden_size * model.intermediate_size / ranks
+    for _ in range(_num_mixtures(model)):
         router, shared, routed = _mixture(model, config)
         plain, narrow = plain + router, narrow + shared
         if _experts_stay_narrow(model, config):
@@ -56,13 +54,15 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
     With experts spread over data-parallel ranks it is the average: tokens of other ranks come for those that go.
     """
     ranks = tensor_parallel_size
-    sparse = model.moe.sparse_layers if model.moe is not None else (False,) * model.num_layers
-    linear, of_linear = _linear_attention(model, ranks)
-    weights = sum(_attention(model, ranks)) * (model.num_layers - linear) + of_linear * linear
-    weights += sparse.count(False) * 3 * model.hidden_size * model.intermediate_size / ranks
+    mixers, matrices = _mixers(model, ranks), _matrices(model)
+    weights = sum(_attention(model, ranks)) * mixers.attention + mixers.of_recurrent * mixers.recurrent
+    weights += model.num_mlps * matrices * model.hidden_size * model.intermediate_size / ranks
     if model.moe is not None:
-        used = model.moe.top_k * model.moe.intermediate_size + model.moe.shared_intermediate_size
-        weights += sparse.count(True) * model.hidden_size * (3 * used / ranks + model.moe.num_experts)
+        latent = model.moe.latent_size
+        routed = matrices * model.moe.top_k * model.moe.intermediate_size * (latent or model.hidden_size)
+        shared = matrices * model.moe.shared_intermediate_size * model.hidden_size
+        router = (model.moe.num_experts + 2 * (latent or 0)) * model.hidden_size
+        weights += _num_mixtures(model) * ((routed + shared) / ranks + router)
     return weights
 
 
@@ -82,27 +82,61 @@ def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
     return queries + down + heads * latent.value_dim * hidden, up
 
 
-def _linear_attention(model: ModelConfig, ranks: int) -> tuple[int, float]:
-    """Count the layers of linear attention, and the weights of each on one rank."""
-    shape = model.linear
-    if shape is None:
-        return 0, 0
-    projections = shape.conv_channels + 2 * shape.value_width + 2 * shape.num_value_heads
-    weights = model.hidden_size * projections + shape.conv_channels * shape.conv_width
-    return sum(shape.layers), weights / ranks
+@dataclass(frozen=True)
+class _Mixers:
+    """The numbers of layers with each kind of mixer, and the weights of a recurrent one on one rank."""
+
+    attention: int
+    recurrent: int = 0
+    of_recurrent: float = 0
+
+
+def _mixers(model: ModelConfig, ranks: int) -> _Mixers:
+    """Count the layers with attention, and those with linear attention or Mamba-2."""
+    if model.mamba is not None:
+        shape = model.mamba
+        groups = max(1, shape.num_groups // ranks) * shape.state_dim  # the width of B on a rank, and of C
+        width, heads = shape.width / ranks, shape.num_heads / ranks
+        projections = 3 * width + 2 * groups + heads
+        weights = model.hidden_size * projections + (width + 2 * groups) * (shape.conv_width + shape.conv_bias)
+        return _Mixers(shape.count(ATTENTION), shape.count(MAMBA), weights + width)
+    if model.linear is not None:
+        linear = model.linear
+        widths = linear.conv_channels + 2 * linear.value_width + 2 * linear.num_value_heads
+        weights = model.hidden_size * widths + linear.conv_channels * linear.conv_width
+        recurrent = sum(linear.layers)
+        return _Mixers(model.num_layers - recurrent, recurrent, weights / ranks)
+    return _Mixers(model.num_layers)
+
+
+def _norms_of_layers(model: ModelConfig) -> int:
+    """Count the norms of hidden states: one before the mixers of a layer, one before its MLP."""
+    if model.mamba is None:
+        return 2 * model.num_layers
+    return sum(min(2, len(blocks)) for blocks in model.mamba.blocks)
+
+
+def _matrices(model: ModelConfig) -> int:
+    """Return the number of matrices of an MLP and of an expert: without gates they have no third one."""
+    return 2 if model.rules.activation == "relu2" else 3
+
+
+def _num_mixtures(model: ModelConfig) -> int:
+    return 0 if model.moe is None else sum(model.moe.sparse_layers)
 
 
 def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float, float]:
     """Count the weights of one mixture layer: the router, the shared expert, the routed experts."""
     experts = model.moe
     assert experts is not None, "only mixtures have experts"
-    one = 3 * model.hidden_size * experts.intermediate_size
+    one = _matrices(model) * (experts.latent_size or model.hidden_size) * experts.intermediate_size
     if config.enable_expert_parallel:
         routed = one * (experts.num_experts + config.num_redundant_experts) / config.world_size
     else:
         routed = one * experts.num_experts / config.tensor_parallel_size
-    shared = 3 * model.hidden_size * experts.shared_intermediate_size / config.tensor_parallel_size
-    return experts.num_experts * model.hidden_size, shared, routed
+    shared = _matrices(model) * model.hidden_size * experts.shared_intermediate_size / config.tensor_parallel_size
+    latents = 2 * (experts.latent_size or 0) * model.hidden_size  # to experts and back, on every rank
+    return experts.num_experts * model.hidden_size + latents, shared, routed
 
 
 def _experts_stay_narrow(model: ModelConfig, config: EngineConfig) -> bool:

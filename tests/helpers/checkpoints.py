@@ -31,7 +31,12 @@ ARCHITECTURES = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
 )
+TIED = tuple(name for name in ARCHITECTURES if name != "nemotron_h")  # whose head may be the embedding
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
 ROPES: dict[str, dict[str, Any]] = {
@@ -79,6 +84,14 @@ _GATED_MIXTURE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 16,
+}
+
 # What sets an architecture apart from the others, so that a difference that goes missing is seen.
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -108,6 +121,52 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA_NETS,
     "qwen3_5_moe_text": {**_DELTA_NETS, **_GATED_MIXTURE},
     "qwen3_next": {**_DELTA_NETS, **_GATED_MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [3]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "embedding_multiplier": 1.7,
+        "lm_head_multiplier": 0.6,
+        "mlp_multipliers": [0.8, 0.7],
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [1.2, 0.9, 0.8, 1.1, 0.7],
+        "ssm_in_multiplier": 1.1,
+        "ssm_out_multiplier": 0.8,
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "position_embedding_type": "rope",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 40,
+        "shared_intermediate_size": 48,
+        "embedding_multiplier": 3.3,
+        "logits_scaling": 1.6,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.3,
+    },
+    "nemotron_h": {
+        "head_dim": 32,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "chunk_size": 16,
+        "time_step_min": 1e-30,  # transformers clamps the time steps of prompts to it
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
     "qwen3_moe": {
         "head_dim": 32,
         "moe_intermediate_size": 40,
@@ -167,7 +226,19 @@ _WIDE_LATENT: dict[str, Any] = {
 }
 _WIDE_DELTA_NETS: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _WIDE_GATED_MIXTURE: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+_WIDE_MAMBA: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128}
 _WIDE_OF: dict[str, dict[str, Any]] = {
+    "bamba": _WIDE_MAMBA,
+    "falcon_h1": {**_WIDE_MAMBA, "mamba_d_ssm": 512},
+    "granitemoehybrid": {**_WIDE_MAMBA, "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "nemotron_h": {
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "moe_latent_size": 128,
+    },
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},

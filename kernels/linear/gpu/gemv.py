@@ -40,8 +40,8 @@ def stream_weight(
 ) -> None:
     """out [T, N] = norm(x) [T, K] @ weight.T + bias, T <= MAX_TOKENS, BLOCK_K divides K; `add`: out += that.
 
-    With that of a gate, weight [2 N, K] holds gates, then ups, and out = activation(gate) * up. BLOCK_N columns of out a
-    program; of its weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH),
+    With that of a gate, weight [2 N, K] holds gates, then ups, and out = activation(gate) * up. BLOCK_N columns of out
+    a program; of its weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH),
     before the input is waited for.
     """
     num_tokens, depth = x.shape

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baton.kernels.moe import experts
 from baton.kernels.activation import Pointwise
 from baton.kernels.activation.gpu import activated
+from baton.kernels.moe import experts
 from baton.kernels.moe.experts import GatedActivation
 
 BLOCK = tl.constexpr(experts.BLOCK)

@@ -15,7 +15,7 @@ from baton.engine.core.kv.cache_groups import FIRST_CHECKPOINT_TOKENS
 from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS, STATE_ALIGNMENT, CacheKind, StateLayout
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, UnsupportedModel
-from baton.engine.layers.delta_net import part_of
+from baton.engine.layers.recurrent import part_of
 from baton.engine.models import load_config, load_model
 from baton.engine.offline.llm import LLM
 from baton.engine.startup.build import build_engine

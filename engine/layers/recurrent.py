@@ -1,0 +1,49 @@
+"""Blocks of layers with recurrent states: the convolution in front, and views of the states in their slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.layout import DTYPE_BYTES, CachePlace, StateLayout
+from baton.engine.hf_config.model_config import ModelConfig
+
+from .base import Layer, Parameter, Share
+
+
+class DepthwiseConv(Layer):
+    """A filter of `width` values for each channel, as checkpoints store it: [channels, 1, width]; and a bias."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
+        self.weight = Parameter(channels, 1, width)
+        self.bias = Parameter(channels) if bias else None
+
+    def keep(self, channels: Share) -> None:
+        """Hold only these channels. Comes before `allocate`."""
+        self.weight.keep(0, channels)
+        if self.bias is not None:
+            self.bias.keep(0, channels)
+
+    @property
+    def filters(self) -> Tensor:
+        return self.weight.data.squeeze(1)
+
+    @property
+    def shift(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.data
+
+
+def states_at(config: ModelConfig, place: CachePlace) -> StateLayout:
+    """Return the layout of the states of the whole model at this place."""
+    states = config.caches.groups[place.group].blocks
+    assert isinstance(states, StateLayout), "its cache holds states"
+    return states
+
+
+def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:
+    """View one part of a layer's states in all slots, [num_slots, *shape]."""
+    shape, dtype = layout.parts[part].shape, layout.parts[part].dtype
+    size = DTYPE_BYTES[dtype]
+    first = (layer * layout.layer_bytes + layout.offsets[part]) // size
+    values = slots.view(getattr(torch, dtype))
+    return values[:, first : first + torch.Size(shape).numel()].unflatten(1, shape)
