@@ -26,6 +26,7 @@ CASES = {
     "latents": ("deepseek_v2", {}, (1, 2)),
     "windows": ("gpt_oss", {}, (1, 2)),
     "states": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
+    "states-of-shared-groups": ("falcon_h1", {"mamba_n_groups": 1}, (1, 2)),
 }
 ENGINE_ARGS = {
     "device": "cpu",
