@@ -164,11 +164,11 @@ class RankReader:
         """Return what to read from which of a holder's ranks. Raises `TransportError`."""
         shares: dict[int, list[list[_Share]]] = {}
         for group, arena in enumerate(self.region.arenas):
-            for assigned in assign_heads(self.rank, arena.heads, _kept_by(holders, group, arena.layout)):
-                kept = _kept_by(holders, group, arena.layout)[assigned.holder_rank]
-                piece = slice_heads(arena.layout, assigned.heads, kept, arena.heads)
-                of_rank = shares.setdefault(assigned.holder_rank, [[] for _ in self.region.arenas])
-                of_rank[group].append(_Share(assigned.heads, kept, piece))
+            kept = _kept_by(holders, group, arena.layout)
+            for rank, heads in assign_heads(self.rank, arena.heads, kept):
+                piece = slice_heads(arena.layout, heads, kept[rank], arena.heads)
+                of_rank = shares.setdefault(rank, [[] for _ in self.region.arenas])
+                of_rank[group].append(_Share(heads, kept[rank], piece))
         return shares
 
     def _places_of(self, holder: RankMemory) -> Sequence[ArenaPlace]:
