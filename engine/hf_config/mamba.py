@@ -178,7 +178,7 @@ def read_block_types(keys: Keys, known: Sequence[str], num_layers: int | None = 
     given = keys.values[name]
     if not isinstance(given, list) or not all(isinstance(kind, str) for kind in given):
         raise InvalidModelConfig(f"config.json: {name!r} must be a list of names, not {given!r}")
-    kinds = [OLDER_NAMES.get(kind, kind) for kind in given]
+    kinds = [str(OLDER_NAMES.get(kind, kind)) for kind in given]
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise UnsupportedModel(f"config.json: {name} {', '.join(unknown)} are not supported, only {', '.join(known)}")

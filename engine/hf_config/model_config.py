@@ -197,7 +197,7 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep recurrent states."""
+        """True where some layers keep recurrent states."""
         return self.linear is not None or self.mamba is not None
 
     @property

@@ -87,9 +87,9 @@ class Linear(Layer):
         if all(factor == 1.0 for _, factor in factors):
             return
         assert self.method is PLAIN, "codes in 8 bits cannot be multiplied"
-        for parameter in (self.weights["weight"], self.bias):
+        for parameter in (self.weights["weight"], *(() if self.bias is None else (self.bias,))):
             first = 0
-            for count, factor in factors if parameter is not None else ():
+            for count, factor in factors:
                 parameter.data[first : first + count].mul_(factor)
                 first += count
 

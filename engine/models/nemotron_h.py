@@ -81,8 +81,9 @@ def read_blocks(keys: Keys) -> Blocks:
 def read_nemotron(keys: Keys, num_layers: int) -> MambaShape:
     """Time steps are limited by `time_step_limit`, as where the models were trained, not by `time_step_min`."""
     refuse(keys, "attention_bias", "mlp_bias", "residual_in_fp32", "tie_word_embeddings")
-    if keys.values.get("mamba_hidden_act", "silu") != "silu":
-        raise UnsupportedModel("config.json: mamba_hidden_act is not supported, only 'silu'")
+    activation = keys.values.get("mamba_hidden_act") or "silu"
+    if activation != "silu":
+        raise UnsupportedModel(f"config.json: mamba_hidden_act {activation!r} is not supported, only 'silu'")
     return read_mamba(keys, read_blocks(keys), KEYS, head_dim=64, num_groups=8, state_dim=128)
 
 

@@ -304,6 +304,8 @@ def make_model(
             if "norm" in name:  # that of a delta net's heads is stored as it is
                 center = 0.0 if adds_one and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.2 * noise)
+            elif name.endswith(("mamba.dt_bias", "mixer.dt_bias")):  # most heads remember tens of tokens
+                parameter.copy_(noise - 3.0)
             elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:  # keeps activations near 1, so that attention is peaked enough for positions to matter

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,11 @@ CHECKPOINTS = 32  # tokens apart, so that short sequences have several
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("states") / "qwen3_5", "qwen3_5_text")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda name: write_checkpoint(tmp_path_factory.mktemp("states") / name, name))
 
 
 def backend_of(kind: str) -> Backend:
@@ -110,6 +117,21 @@ def test_random_requests_are_answered_as_without_any_cache(folder: Path, kind: s
     assert ours.stats().prefix_cache_hits > 4 * CHECKPOINTS
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("architecture", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_hybrids_of_mamba_answer_as_without_any_cache(
+    architecture: str, kind: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of(architecture)
+    ours, expected = engine_of(folder, kind, captured=True), answers(engine_of(folder, caching=False), 1)
+    assert answers(ours, 1) == expected
+    assert answers(ours, 1) == expected, "the second time from the cache"
+    assert ours.stats().prefix_cache_hits > 4 * CHECKPOINTS
+    small = engine_of(folder, kind, num_blocks=13, num_slots=4)
+    assert answers(small, 1) == expected
+    assert small.stats().num_preemptions > 0
+
+
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(13, 60), (100, 2), (14, 4)])
 def test_small_arenas_change_no_answer(folder: Path, num_blocks: int, num_slots: int) -> None:
     ours = engine_of(folder, num_blocks=num_blocks, num_slots=num_slots)
@@ -174,11 +196,27 @@ def test_a_checkpoint_is_cut_where_kernels_can() -> None:
     assert CHECKPOINT_TOKENS % BLOCK_SIZE == 0
 
 
-def test_weights_are_counted_as_the_model_has_them(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "attention", "states"),
+    [("falcon_h1", (0, 1, 2), (0, 1, 2)), ("granitemoehybrid", (1,), (0, 2)), ("nemotron_h", (2,), (0, 4))],
+)
+def test_a_layer_has_a_place_in_each_group_that_it_keeps_something_in(
+    architecture: str, attention: tuple[int, ...], states: tuple[int, ...], folder_of: Callable[[str], Path]
+) -> None:
+    config = load_config(folder_of(architecture))
+    assert [group.layers for group in config.caches.groups] == [attention, states]
+    assert [config.caches.place_of(layer).index for layer in attention] == list(range(len(attention)))
+    assert [config.caches.state_place_of(layer).index for layer in states] == list(range(len(states)))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_weights_are_counted_as_the_model_has_them(architecture: str, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of(architecture)
     config = load_config(folder)
     slots = {slot.name: slot.num_elements for slot in load_model(config).slots()}
     counted = weights_of_rank(config, EngineConfig(model=str(folder)))
-    small = sum(size for name, size in slots.items() if name.endswith(("A_log", "dt_bias", "q_norm.weight")))
+    tiny = ("A_log", ".D", "dt_bias", "q_norm.weight", "e_score_correction_bias")
+    small = sum(size for name, size in slots.items() if name.endswith(tiny))
     assert counted.plain + counted.narrow == pytest.approx(sum(slots.values()) - small, rel=0.001)
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.core.layout import StateLayout
+from baton.engine.hf_config.rope import NO_ROPE, Rope
 from baton.engine.layers.decoder import CausalLM
+from baton.engine.layers.recurrent import part_of
 from baton.engine.models import load_config, load_model
 
 from ...helpers.checkpoints import ARCHITECTURES, ROPES, TIED, make_model, write_checkpoint
@@ -104,7 +107,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text-half-rotated": ("qwen3_5_text", {"rope": {**ROPES["theta"], "partial_rotary_factor": 0.5}}),
     "bamba-biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
     "bamba-plain-conv": ("bamba", {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 1}),
-    "bamba-time-steps": ("bamba", {"time_step_limit": [0.5, 0.8]}),
+    "bamba-time-steps": ("bamba", {"time_step_limit": [0.05, 0.2]}),
     "falcon_h1-gate-first": ("falcon_h1", {"mamba_norm_before_gate": False}),
     "falcon_h1-no-norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_n_groups": 1}),
     "falcon_h1-expanded": ("falcon_h1", {"mamba_d_ssm": None, "mamba_d_head": "auto"}),
@@ -231,6 +234,17 @@ def test_a_rope_scaling_that_were_dropped_would_show(variant: str, pair: Callabl
         ("gemma3_text", {"embedding": 1.0}),
         ("gemma3_text", {"score": 32**-0.5}),
         ("gemma3_text-logit-cap", {"logit_cap": None}),
+        ("falcon_h1", {"embedding": 1.0}),
+        ("falcon_h1", {"score": 16**-0.5}),
+        ("falcon_h1", {"attention_output": 1.0}),
+        ("falcon_h1", {"mlp_gate": 1.0}),
+        ("falcon_h1", {"mlp_output": 1.0}),
+        ("falcon_h1", {"logit": 1.0}),
+        ("granitemoehybrid", {"embedding": 1.0}),
+        ("granitemoehybrid", {"score": 16**-0.5}),
+        ("granitemoehybrid", {"attention_output": 1.0}),
+        ("granitemoehybrid-dense", {"mlp_output": 1.0}),
+        ("granitemoehybrid", {"logit": 1.0}),
     ],
 )
 def test_a_factor_or_a_cap_that_were_dropped_would_show(
@@ -241,6 +255,56 @@ def test_a_factor_or_a_cap_that_were_dropped_would_show(
     tokens = random_tokens(100)
     other = chunked_logprobs(load_model(config), tokens, 100)
     assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        *(
+            ("falcon_h1", {"multipliers": (1.2, 0.9, 0.8, 1.1, 0.7)[:part] + (3.0,) + (0.7,) * (4 - part)})
+            for part in range(5)
+        ),
+        ("falcon_h1", {"output_multiplier": 1.0}),
+        ("falcon_h1", {"norm": "gate first"}),
+        ("falcon_h1-gate-first", {"norm": "norm first"}),
+        ("granitemoehybrid", {"output_multiplier": 1.0}),
+        ("bamba-time-steps", {"time_step_limits": (0.0, 0.2)}),
+        ("bamba-time-steps", {"time_step_limits": (0.05, 9.0)}),
+    ],
+)
+def test_a_part_of_mamba_that_were_computed_otherwise_would_show(
+    variant: str, change: dict[str, Any], pair: Callable[..., Pair]
+) -> None:
+    model, reference = pair(variant)
+    assert model.config.mamba is not None
+    config = dataclasses.replace(model.config, mamba=dataclasses.replace(model.config.mamba, **change))
+    tokens = random_tokens(100)
+    other = chunked_logprobs(load_model(config), tokens, 100)
+    assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 20 * RECURRENT_TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("part", [0, 1], ids=["convolution", "state"])
+def test_a_state_that_were_lost_between_chunks_would_show(variant: str, part: int, pair: Callable[..., Pair]) -> None:
+    model, reference = pair(variant)
+    tokens = random_tokens(100)
+    run = PagedRun(model, 1, 100)
+    run.step([(0, tokens[:64])])
+    states = model.config.caches.groups[1].blocks
+    assert isinstance(states, StateLayout)
+    for layer in range(states.num_layers):
+        part_of(run.arenas[1], states, layer, part).zero_()
+    error = (run.step([(0, tokens[64:])])[0] - reference_logprobs(reference, tokens)[64:]).abs().max().item()
+    assert error > 20 * RECURRENT_TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["granitemoehybrid", "nemotron_h"])
+def test_a_rotation_that_were_left_out_or_added_would_show(variant: str, pair: Callable[..., Pair]) -> None:
+    model, reference = pair(variant)
+    rope = Rope(500.0) if model.config.rope == NO_ROPE else NO_ROPE
+    tokens = random_tokens(100)
+    other = chunked_logprobs(load_model(dataclasses.replace(model.config, rope=rope)), tokens, 100)
+    assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 20 * RECURRENT_TOLERANCE
 
 
 def test_a_rope_of_layers_with_a_window_that_were_dropped_would_show(pair: Callable[..., Pair]) -> None:

@@ -16,13 +16,34 @@ from ...helpers.paged import chunked_logprobs, random_tokens
 from ...helpers.thread_groups import run_ranks
 
 HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+MAMBA: dict[str, tuple[str, dict[str, object]]] = {
+    "bamba": ("bamba", {}),
+    "bamba, one group": ("bamba", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1, gate first": ("falcon_h1", {"mamba_norm_before_gate": False, "mamba_n_groups": 1}),
+    "falcon_h1, no norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_n_groups": 1}),
+    "granitemoehybrid": ("granitemoehybrid", {"mamba_n_groups": 4}),
+    "granitemoehybrid, dense": ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 1}),
+    "nemotron_h": ("nemotron_h", {"n_groups": 4}),
+    "nemotron_h, no latents": ("nemotron_h", {"moe_latent_size": None, "use_bias": True}),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 def test_a_divided_model_is_the_whole_one(architecture: str, load_format: str, ranks: int, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", architecture, **HEADS)
+    check_divided(write_checkpoint(tmp_path / "model", architecture, **HEADS), load_format, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MAMBA)
+def test_ranks_divide_heads_of_mamba_and_share_groups_that_are_fewer(name: str, ranks: int, tmp_path: Path) -> None:
+    architecture, keys = MAMBA[name]
+    check_divided(write_checkpoint(tmp_path / "model", architecture, **keys), "auto", ranks)
+
+
+def check_divided(folder: Path, load_format: str, ranks: int) -> None:
     config, tokens = load_config(folder, load_format=load_format), random_tokens(70)
     expected = chunked_logprobs(load_model(config), tokens, 40)
 
