@@ -166,11 +166,14 @@ def _gate_up(
     if tile < tl.load(count):
         expert, first_row, end_row = _entry_of(table, tile)
         given = (x, weight, scale, bias, out, order, x_stride, expert, first_row, end_row, column_block)
-        activation = (UNGATED, SLOPE, LIMIT, SHIFT)
         if SHORT_ROWS < BLOCK_ROWS and end_row - first_row <= SHORT_ROWS:
-            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, *activation)
+            _gate_up_tile(
+                *given, COLUMNS, DEPTH, TOP_K, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, UNGATED, SLOPE, LIMIT, SHIFT
+            )
         else:
-            _gate_up_tile(*given, COLUMNS, DEPTH, TOP_K, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, *activation)
+            _gate_up_tile(
+                *given, COLUMNS, DEPTH, TOP_K, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, UNGATED, SLOPE, LIMIT, SHIFT
+            )
 
 
 @triton.jit

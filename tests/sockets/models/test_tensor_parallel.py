@@ -50,6 +50,8 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "olmo2": ("olmo2", {}, 2),
     "gemma2": ("gemma2", {}, 2),
     "gemma3_text": ("gemma3_text", {}, 2),
+    "falcon_h1": ("falcon_h1", {}, 2),
+    "nemotron_h-more-ranks-than-groups": ("nemotron_h", {"n_groups": 1}, 2),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 2),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, 2),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, 2),

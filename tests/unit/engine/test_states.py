@@ -156,14 +156,15 @@ def test_an_engine_with_states_warms_up(folder: Path, kind: str) -> None:
     assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "falcon_h1", "nemotron_h"])
 def test_prompts_longer_than_a_checkpoint_are_answered_as_transformers_does_and_then_from_the_cache(
-    tmp_path: Path,
+    architecture: str, tmp_path: Path
 ) -> None:
     positions = {"max_position_embeddings": 2048}
-    folder = write_checkpoint(tmp_path / "long", "qwen3_5_text", **positions)
+    folder = write_checkpoint(tmp_path / "long", architecture, **positions)
     tokens = random_tokens(1030)
     prompts = [tokens[:length] for length in (CHECKPOINT_TOKENS, CHECKPOINT_TOKENS + 1, 1030)]
-    reference = make_model("qwen3_5_text", **positions)
+    reference = make_model(architecture, **positions)
     expected = [reference_greedy(reference, prompt, 4) for prompt in prompts]
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]

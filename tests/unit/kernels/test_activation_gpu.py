@@ -121,6 +121,20 @@ def test_squares_of_extreme_values(triton_device: torch.device) -> None:
     assert unknown != unknown, "not a number stays visible"
 
 
+def test_loads_of_squares_are_wide() -> None:
+    constants = {"WIDTH": 21_504, "COLUMNS": 2048, "ACTIVATION": "relu2"}
+    compiled = compile_for_h200(gpu._activate_each_kernel, {"x": "*bf16", "stride": "i32:16"}, constants, num_warps=4)
+    assert compiled.widest_load_bytes == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 3072), (256, 12_288)])
+def test_squares_in_bfloat16_on_the_device(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape).to("cuda", torch.bfloat16)
+    expected = reference.activate_each(x.clone(), Pointwise.RELU2)
+    assert torch.equal(gpu.activate_each(x, Pointwise.RELU2), expected)
+
+
 # ---- the soft cap ---------------------------------------------------------------------------------------------------
 
 

@@ -202,16 +202,21 @@ def test_shapes_that_were_never_measured_get_options_that_serve_them(
 
 BFLOAT16 = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "num_tokens": "i32"}
 STRIDES = {"x_stride": "i32:16", "out_stride": "i32:16"}
-GATED = {"ACTIVATION": "silu", "GATED": True, "ADD": False, "bias": None}
+
+
+def of_activation(name: str) -> dict[str, Any]:
+    """Constants of a kernel whose products go through an activation, and its columns: 8 rows of the weight."""
+    gated = name in [activation.value for activation in Activation]
+    return {"ACTIVATION": name, "GATED": gated, "ADD": False, "bias": None, "BLOCK_N": 4 if gated else 8}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "norm"), [("silu", "*bf16"), ("gelu_tanh", "*fp32")])
+@pytest.mark.parametrize(("activation", "norm"), [("silu", "*bf16"), ("gelu_tanh", "*fp32"), ("relu2", "*bf16")])
 def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activation: str, norm: str) -> None:
     types = {**BFLOAT16, **STRIDES, "norm": norm, "eps": "fp32"}
-    steps = {"BLOCK_N": 4, "BLOCK_K": 1024, "PRELOAD": 2, "PREFETCH": True, "THREAD": 8}
+    steps = {"BLOCK_K": 1024, "PRELOAD": 2, "PREFETCH": True, "THREAD": 8}
     for tokens in (1, 2, 4):
-        constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **GATED, "ACTIVATION": activation}
+        constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **of_activation(activation)}
         compiled = compile_for_h200(gemv._gemv_kernel, types, constants, num_warps=4)
         before, after = compiled.ptx.split("griddepcontrol.wait")
         assert before.count("ld.global.v4") == 2 * 8, "of 8 rows, two steps"
@@ -220,13 +225,14 @@ def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activatio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("split", [1, 4])
 def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int, activation: str) -> None:
     types = {**BFLOAT16, **STRIDES, "parts": "*fp32", "arrived": "*i32"}
     for tokens in (16, 64):
-        sizes = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, "BLOCK_N": 32, "BLOCK_K": 128}
-        constants = {**sizes, "SPLIT": split, "PREFETCH": 4, **GATED, "ACTIVATION": activation}
+        sizes = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, "BLOCK_K": 128}
+        constants = {**sizes, "SPLIT": split, "PREFETCH": 4, **of_activation(activation)}
+        constants["BLOCK_N"] *= 8
         compiled = compile_for_h200(gemm._gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert compiled.wgmma
         assert "cp.async" in compiled.ptx
@@ -239,7 +245,7 @@ def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int, activat
 @pytest.mark.parametrize(("columns", "depth"), [(1024, 3072), (4096, 2560)])
 def test_bfloat16_on_the_device(extras: dict[str, Any], tokens: int, columns: int, depth: int) -> None:
     layer = Layer("cuda", torch.bfloat16, (tokens, columns, depth), **extras)
-    layer.check(gpu.options_for(tokens, columns, depth, layer.x.device, gated=layer.activation is not None))
+    layer.check(gpu.options_for(tokens, columns, depth, layer.x.device, gated=isinstance(layer.activation, Activation)))
     layer.check({**TILES, "BLOCK_N": 64, "num_stages": 3})
     layer.check({**TILES, "BLOCK_N": 64, "num_stages": 3, "SPLIT": 4})
     if tokens <= 4:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.kernels.activation import Pointwise
 from baton.kernels.moe import SILU, ExpertWeights, RoutingRule, fused_experts, reference, router_logits
 
 from ...helpers.aot import compile_for_h200
@@ -317,6 +318,32 @@ def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
         num_warps=options.down_warps,
     )
     assert gate_up.widest_load_bytes == down.widest_load_bytes == 16
+
+
+@pytest.mark.slow
+def test_experts_without_gates_compile_to_wide_loads_and_warp_groups() -> None:
+    """At the sizes of Nemotron 3: 128 experts of 1856, 6 of them a token."""
+    sizes = {"scale": None, "bias": None, "COLUMNS": 1856, "DEPTH": 2688, "TOP_K": 6}
+    activation = activation_constants(Pointwise.RELU2)
+    types = {"x": "*bf16", "x_stride": "i64:16", "out": "*bf16"}
+    few = GemvOptions()
+    blocks = {"BLOCK_COLUMNS": few.gate_up_columns, "BLOCK_DEPTH": few.gate_up_depth}
+    compiled = compile_for_h200(
+        gemv._gate_up_few,
+        {**types, "weight": "*bf16", "expert_ids": "*i32"},
+        {**sizes, **activation, **blocks},
+        num_warps=few.gate_up_warps,
+    )
+    assert compiled.widest_load_bytes == 16
+    many = ProductOptions(block_columns=128, block_depth=64, warps=8, stages=4)
+    compiled = compile_for_h200(
+        grouped_gemm._gate_up,
+        {**types, "weight": "tensordesc<bf16[128, 64]>", **TILE_TYPES},
+        {**sizes, **activation, "BLOCK_ROWS": 64, "SHORT_ROWS": 64, **upper(many)},
+        **lower(many),
+    )
+    assert compiled.wgmma
+    assert compiled.widest_load_bytes == 16
 
 
 @pytest.mark.slow

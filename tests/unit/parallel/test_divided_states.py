@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.layers.base import Parameter, Share
 from baton.engine.models import load_config, load_model
-from baton.engine.parallel.groups import ParallelGroups
+from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread, ParallelGroups
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.paged import chunked_logprobs, random_tokens
@@ -43,7 +43,15 @@ def test_ranks_divide_heads_of_mamba_and_share_groups_that_are_fewer(name: str, 
     check_divided(write_checkpoint(tmp_path / "model", architecture, **keys), "auto", ranks)
 
 
-def check_divided(folder: Path, load_format: str, ranks: int) -> None:
+@pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "nemotron_h, no latents"])
+def test_experts_of_hybrids_may_be_spread(name: str, backend: str, tmp_path: Path) -> None:
+    architecture, keys = MAMBA[name]
+    folder = write_checkpoint(tmp_path / "model", architecture, **keys)
+    check_divided(folder, "auto", 2, ExpertSpread(0, backend))
+
+
+def check_divided(folder: Path, load_format: str, ranks: int, spread: ExpertSpread | None = None) -> None:
     config, tokens = load_config(folder, load_format=load_format), random_tokens(70)
     expected = chunked_logprobs(load_model(config), tokens, 40)
 
@@ -51,7 +59,7 @@ def check_divided(folder: Path, load_format: str, ranks: int) -> None:
         model = load_model(config, groups=groups)
         return chunked_logprobs(model, tokens, 40, rank=groups.tp.rank, num_ranks=groups.tp.size)
 
-    for share in run_ranks(work, tp=ranks):
+    for share in run_ranks(work, tp=ranks, spread=spread):
         torch.testing.assert_close(share, expected, rtol=0, atol=5e-4)
 
 
