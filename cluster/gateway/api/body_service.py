@@ -14,7 +14,14 @@ import msgspec
 from ..bodies.body import Body
 from ..bodies.budget import MemoryBudget, Reservation
 from ..bodies.json_structure import PIECE_BYTES
-from ..bodies.process_messages import TOKEN_BYTES, AnswerReply, PreparedReply, ReadOrder, read_file, unpack_tokens
+from ..bodies.process_messages import (
+    PACKED_TOKEN_BYTES,
+    AnswerReply,
+    PreparedReply,
+    ReadOrder,
+    read_file,
+    unpack_tokens,
+)
 from ..bodies.process_pool import BodyProcessPool
 from ..errors import ApiError
 from ..metrics import GatewayMetrics
@@ -118,14 +125,14 @@ async def _read_prepared(reply: PreparedReply, file: int) -> PreparedRequest:
     """Read a prepared request in pieces, since a million tokens take tens of milliseconds to unpack."""
     prepared = _decode(read_file(file, reply.num_bytes))
     at = reply.num_bytes
-    lengths = unpack_tokens(read_file(file, reply.num_prompts * TOKEN_BYTES, at))
-    at += reply.num_prompts * TOKEN_BYTES
+    lengths = unpack_tokens(read_file(file, reply.num_prompts * PACKED_TOKEN_BYTES, at))
+    at += reply.num_prompts * PACKED_TOKEN_BYTES
     for length in lengths:
         prompt: list[int] = []
         for start in range(0, length, TOKENS_AT_ONCE):
             count = min(TOKENS_AT_ONCE, length - start)
-            prompt += unpack_tokens(read_file(file, count * TOKEN_BYTES, at))
-            at += count * TOKEN_BYTES
+            prompt += unpack_tokens(read_file(file, count * PACKED_TOKEN_BYTES, at))
+            at += count * PACKED_TOKEN_BYTES
             if length > TOKENS_AT_ONCE:
                 await asyncio.sleep(0)
         prepared.prompts.append(prompt)

@@ -12,7 +12,7 @@ from itertools import chain
 
 from starlette.types import Send
 
-from ..bodies.budget import Reservation
+from ..bodies.budget import TOKEN_ID_BYTES, Reservation
 from ..bodies.json_structure import PIECE_BYTES
 from ..errors import ApiError
 from ..serving.sequence import ServedSequence
@@ -26,9 +26,8 @@ Steps = AsyncGenerator[Step, None]
 JOINED_AT_ONCE = 64  # deltas of a whole response that become one
 # Of a whole response until it is sent:
 DELTA_BYTES = 300  # that is not joined with others
-TOKEN_BYTES = 300  # with log probabilities, beside these
+LOGPROB_TOKEN_BYTES = 300  # with log probabilities, beside these
 LOGPROB_BYTES = 100  # packed, and the text that is made of it at the end
-TOKEN_ID_BYTES = 40
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -162,7 +161,7 @@ class _CollectedChoice:
             joins = joins or any(each.tokens for each in self._newest)
             self._joined += [join(self._newest)] if joins else self._newest
             self._newest = []
-        logprobs = len(delta.tokens) * TOKEN_BYTES + delta.num_logprobs * LOGPROB_BYTES
+        logprobs = len(delta.tokens) * LOGPROB_TOKEN_BYTES + delta.num_logprobs * LOGPROB_BYTES
         text = len(delta.text) + len(delta.token_ids) * TOKEN_ID_BYTES
         return logprobs + text + (0 if joins else DELTA_BYTES)
 

@@ -17,7 +17,7 @@ from ..errors import answer_too_large, memory_full
 SMALL_BYTES = 64 << 10  # of a body
 SMALL_ANSWER_BYTES = 1 << 20
 LARGE_SHARE = 4  # large bodies and answers may hold 1 / LARGE_SHARE of the budget
-TOKEN_BYTES = 40  # of a prompt: a Python integer, and a pointer to it
+TOKEN_ID_BYTES = 40  # a Python integer, and a pointer to it
 RETRY_S = 1.0  # large bodies are read in well under a second each
 
 
@@ -63,7 +63,7 @@ class Reservation:
 
     def hold_prompts(self, num_tokens: int) -> None:
         """Hold prompts in place of the body. Raises `ApiError` (503) if the budget is exhausted."""
-        self._hold(num_tokens * TOKEN_BYTES, 0)
+        self._hold(num_tokens * TOKEN_ID_BYTES, 0)
 
     def hold_answer(self, num_bytes: int) -> None:
         """Hold an answer in place of the body. Raises `ApiError` (503) if the budget is exhausted."""

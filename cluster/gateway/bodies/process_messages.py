@@ -18,7 +18,7 @@ from ..settings import GatewaySettings
 
 PACKET_BYTES = 64 << 10
 TOKEN_TYPE = "I"  # unsigned, four bytes
-TOKEN_BYTES = 4
+PACKED_TOKEN_BYTES = 4
 
 
 class ReaderSetup(msgspec.Struct, frozen=True):

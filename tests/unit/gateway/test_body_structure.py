@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, INLINE_CONTAINERS, VALUES_OF_CONTAINER, Body, read_body
-from baton.cluster.gateway.bodies.budget import LARGE_SHARE, SMALL_BYTES, TOKEN_BYTES, MemoryBudget
+from baton.cluster.gateway.bodies.budget import LARGE_SHARE, SMALL_BYTES, TOKEN_ID_BYTES, MemoryBudget
 from baton.cluster.gateway.bodies.json_structure import MAX_COMMAS, MAX_CONTAINERS, StructureScan
 from baton.cluster.gateway.errors import ApiError
 
@@ -133,7 +133,7 @@ def test_what_is_held_is_given_back() -> None:
         held.hold_body(200_000)
         assert (budget.held_bytes, budget.large_bytes) == (200_000, 200_000)
         held.hold_prompts(1000)
-        assert (budget.held_bytes, budget.large_bytes) == (1000 * TOKEN_BYTES, 0)
+        assert (budget.held_bytes, budget.large_bytes) == (1000 * TOKEN_ID_BYTES, 0)
         with pytest.raises(ApiError, match="Try again"):
             held.hold_prompts(1 << 20)
     assert (budget.held_bytes, budget.large_bytes) == (0, 0)
