@@ -303,7 +303,7 @@ def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
             return timed_out("The request was not finished in its time and was aborted.")
         case ErrorKind.OVERLOADED:
             return engines_full(retry_after_s, error.text)
-        case ErrorKind.ENGINE_DEAD | ErrorKind.LEAVING | ErrorKind.KV_LOST:
+        case ErrorKind.ENGINE_DEAD | ErrorKind.LEAVING | ErrorKind.KV_LOST | ErrorKind.KV_EXPIRED:
             message = "The request was lost in an engine, and no other engine could take it over."
             return no_capacity(message, retry_after_s, error.text)
         case _:

@@ -47,6 +47,7 @@ class Received(msgspec.Struct, frozen=True):
 class ReceiveFailed(msgspec.Struct, frozen=True):
     transfer_id: TransferId
     reason: str
+    offer_ended: bool = False  # before it was claimed: nothing has failed but to come in time
 
 
 class BlocksReleased(msgspec.Struct, frozen=True):

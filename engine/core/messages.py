@@ -28,7 +28,8 @@ class ErrorKind(enum.StrEnum):
 
     INVALID = "invalid"  # the request itself can never be served: do not retry (400)
     TOO_LONG = "too_long"  # more tokens than the engine's blocks or the model's length can ever hold (413)
-    KV_LOST = "kv_lost"  # the hand-off failed (expired, peer gone, transfer failed): prefill again elsewhere
+    KV_LOST = "kv_lost"  # the hand-off failed (peer gone, transfer failed): prefill again elsewhere
+    KV_EXPIRED = "kv_expired"  # the offer had ended before it was claimed: prefill again
     OVERLOADED = "overloaded"  # no room for it now, and no time was spent on it: try another engine (503)
     TIMED_OUT = "timed_out"  # the request's deadline has passed (408)
     ENGINE_DEAD = "engine_dead"  # said by the gateway when the process is gone

@@ -254,7 +254,9 @@ class LeaseTable:
     def _reply(self, reply: LeaseReply, lease: Lease | None, message: FromReader | None) -> list[Action]:
         if reply is LeaseReply.REFUSED:
             assert message is not None, "only a message is refused"
-            refused = ClaimRefused(message.lease, message.reader, self._why_refused(lease, message.lease))
+            has_ended = lease is None and message.lease.holder == self.engine
+            reason = self._why_refused(lease, message.lease)
+            refused = ClaimRefused(message.lease, message.reader, reason, has_ended)
             return [SendToReader(message.reader.engine, refused)]
         assert lease is not None, "a released lease only refuses"
         assert lease.reader is not None, "only its reader is told"

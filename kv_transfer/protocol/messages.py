@@ -128,6 +128,7 @@ class Granted(LeaseMessage, frozen=True, tag=5):
 
 class ClaimRefused(LeaseMessage, frozen=True, tag=6):
     reason: Reason
+    offer_ended: bool = False  # it ran out, or was withdrawn: nothing is wrong with its holder
 
 
 class Withdrawn(LeaseMessage, frozen=True, tag=7):

@@ -188,6 +188,7 @@ class Receive:
     read_finished_at: float | None = None
     digests: Digests | None = None  # the holder's, while they are being compared
     writable: bool = False  # a read may write into the blocks
+    offer_ended: bool = False  # the holder has said that its offer is over
 
     @property
     def id(self) -> TransferId:

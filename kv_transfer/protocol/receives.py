@@ -199,6 +199,8 @@ class ReceiveTable:
         pulling = receive is not None and receive.state is ReceiveState.READING
         match message:
             case ClaimRefused():
+                if receive is not None and pulling:
+                    receive.offer_ended = message.offer_ended
                 return ReceiveEvent.REFUSED, f"the holder refused: {message.reason}"
             case Withdrawn():
                 return ReceiveEvent.WITHDRAWN, "the holder withdrew the offer"
@@ -290,6 +292,6 @@ class ReceiveTable:
             case Reaction.RECEIVED:
                 return [Emit(Received(receive.id, receive.first_claim_at, receive.read_finished_at))]
             case Reaction.FAILED:
-                return [Emit(ReceiveFailed(receive.id, reason))]
+                return [Emit(ReceiveFailed(receive.id, reason, receive.offer_ended))]
             case Reaction.RELEASED:
                 return [Emit(BlocksReleased(receive.id))]

@@ -170,7 +170,7 @@ class HostBufferConnector(GrowingConnector):
             case Received():
                 self._receives.received(own, event)
             case ReceiveFailed():
-                self._receives.failed(own, event.reason)
+                self._receives.failed(own, event.reason, offer_ended=event.offer_ended)
                 return  # `BlocksReleased` follows
             case BlocksReleased():
                 self._receives.released(own)

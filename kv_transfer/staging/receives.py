@@ -123,9 +123,9 @@ class StagedReceives:
         pairs = list(zip(receive.blocks, receive.slots, strict=True))
         self._copies.up(pairs, lambda: self._copied(own, receive, event))
 
-    def failed(self, own: TransferId, reason: str) -> None:
+    def failed(self, own: TransferId, reason: str, *, offer_ended: bool = False) -> None:
         """Report a failed receive to the engine; its blocks have not been written."""
-        self._emit(ReceiveFailed(own, reason))
+        self._emit(ReceiveFailed(own, reason, offer_ended))
         self._emit(BlocksReleased(own))
         self._wake()  # a receive that is refused at once has no other event that wakes the step loop
 

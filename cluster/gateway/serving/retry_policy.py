@@ -40,6 +40,7 @@ class Failure(enum.StrEnum):
     ENGINE_LEAVING = "engine-leaving"
     ENGINE_FAILED = "engine-failed"
     KV_LOST = "kv-lost"
+    KV_EXPIRED = "kv-expired"
     NO_READER = "no-decode-engine"  # KV is on offer, and no decode engine can fetch it
     OVERLOADED = "overloaded"
     TIMED_OUT = "timed-out"
@@ -52,6 +53,7 @@ FAILURE_OF = {
     ErrorKind.LEAVING: Failure.ENGINE_LEAVING,
     ErrorKind.INTERNAL: Failure.ENGINE_FAILED,
     ErrorKind.KV_LOST: Failure.KV_LOST,
+    ErrorKind.KV_EXPIRED: Failure.KV_EXPIRED,
     ErrorKind.OVERLOADED: Failure.OVERLOADED,
     ErrorKind.TIMED_OUT: Failure.TIMED_OUT,
     ErrorKind.INVALID: Failure.INVALID,
@@ -98,6 +100,7 @@ RETRY_POLICY: dict[Failure, RetryRule] = {
     ),
     Failure.ENGINE_LEAVING: RetryRule((*_DOWN, Rung.AGAIN), Blame.DEPARTED, counts=False),
     Failure.KV_LOST: RetryRule((*_DOWN, Rung.AGAIN), Blame.HOLDER, RetryCharge.ALWAYS, opens_circuit=True),
+    Failure.KV_EXPIRED: RetryRule((*_DOWN, Rung.AGAIN), pays=RetryCharge.ALWAYS),  # the holder may have it cached
     Failure.NO_READER: RetryRule((Rung.OTHER_DECODE, Rung.RECOMPUTE, Rung.UNIFIED)),
     Failure.OVERLOADED: RetryRule((Rung.OTHER_DECODE, *_DOWN), Blame.REFUSED, RetryCharge.ALWAYS),
     Failure.TIMED_OUT: RetryRule(opens_circuit=True),

@@ -37,6 +37,7 @@ class Arrival(NamedTuple):
 
     request: Request
     failure: str | None
+    offer_ended: bool = False  # before it was claimed
 
 
 class GrowingOffer(NamedTuple):
@@ -177,7 +178,7 @@ class Transfers:
                 _note_stages(request, event)
                 return Arrival(request, None)
             case ReceiveFailed() if transfer_id in self._pulling:
-                return Arrival(self._isolate(transfer_id), event.reason)
+                return Arrival(self._isolate(transfer_id), event.reason, event.offer_ended)
             case ReceiveFailed() if transfer_id in self.quarantine:
                 return None  # the end of a receive that was cancelled
             case Received() | BlocksReleased() if self.quarantine.release(transfer_id):

@@ -84,12 +84,12 @@ class KVLoading:
     def poll(self) -> list[tuple[Request, EngineError]]:
         """Make requests whose KV has arrived ready. Returns the requests whose KV is lost."""
         lost = []
-        for request, failure in self._transfers.poll():
+        for request, failure, offer_ended in self._transfers.poll():
             if failure is None:
                 self._arrived(request)
             else:
-                reason = f"the KV blocks of the prompt did not arrive: {failure}"
-                lost.append((request, EngineError(ErrorKind.KV_LOST, reason)))
+                kind = ErrorKind.KV_EXPIRED if offer_ended else ErrorKind.KV_LOST
+                lost.append((request, EngineError(kind, f"the KV blocks of the prompt did not arrive: {failure}")))
         for restoration in self._tier_copies.poll():
             self._restored(restoration)
         return lost

@@ -459,9 +459,9 @@ class FakeConnector(GrowingConnector):
             self._arenas.write(block, values[start:end])
         self._events.append(Received(transfer_id))
 
-    def fail(self, transfer_id: TransferId, reason: str = "the peer is gone") -> None:
+    def fail(self, transfer_id: TransferId, reason: str = "the peer is gone", *, offer_ended: bool = False) -> None:
         self.pulls[transfer_id].failed = True
-        self._events.append(ReceiveFailed(transfer_id, reason))
+        self._events.append(ReceiveFailed(transfer_id, reason, offer_ended))
 
     def scribble(self, transfer_id: TransferId) -> None:
         for block in self.pulls[transfer_id].blocks:

@@ -222,6 +222,17 @@ class TestDecodeSide:
         assert engine.answer("b").last.num_cached_tokens == 0
         engine.run_to_the_end()
 
+    def test_an_offer_that_had_ended_is_told_apart_from_a_transfer_that_failed(self) -> None:
+        engine = Harness(config())
+        engine.add(arriving("a", [5] * 10, max_tokens=3))
+        engine.run()
+        engine.connector.fail(engine.only_pull(), "the offer has ended", offer_ended=True)
+        engine.step()
+        error = engine.answer("a").last.error
+        assert error is not None
+        assert error.kind is ErrorKind.KV_EXPIRED
+        engine.run_to_the_end()
+
     def test_a_lost_transfer_is_answered_at_once_and_its_blocks_wait_in_quarantine(self) -> None:
         engine = Harness(config(num_blocks=8))
         engine.add(arriving("a", [5] * 10, max_tokens=3))

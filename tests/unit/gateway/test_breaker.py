@@ -226,6 +226,22 @@ async def test_a_pair_that_cannot_hand_over_is_left_alone_and_its_engines_serve_
     assert OPENED % "engine" not in await service.metrics()
 
 
+async def test_offers_that_ran_out_open_no_circuit(start: Callable[..., Service]) -> None:
+    service = start(Role.PREFILL, Role.DECODE, retry_budget_min=1000, breaker={"failures": 2, "window_s": 60})
+    expired: list[str] = []
+
+    def cut(engine: FakeEngine, request: EngineRequest) -> EngineError | None:
+        if request.kv_source is None or request.request_id in expired:
+            return None
+        expired.append(request.request_id)
+        return EngineError(ErrorKind.KV_EXPIRED, "the offer has ended")
+
+    service.cluster.fault = cut
+    await ask(service, 10)
+    assert len(expired) == 10
+    assert "baton_circuits_opened_total{" not in await service.metrics()
+
+
 async def test_a_prefill_engine_that_nobody_can_read_from_gets_no_prompts(start: Callable[..., Service]) -> None:
     P, D = Role.PREFILL, Role.DECODE
     service = start(P, P, D, retry_budget_min=1000, breaker={"failures": 2, "window_s": 60, "open_s": 60})

@@ -40,6 +40,7 @@ class Scene:
     joins: list[Role] = field(default_factory=list)
     local_tokens: int = 8192
     loses_reader: bool = False  # its decode engine dies while the prompt is read; `joins` come then, with other KV
+    loses_prefill: bool = False  # its prefill engine dies with the last failure
 
 
 def _down(kind: ErrorKind) -> dict[Rung | None, Scene]:
@@ -64,6 +65,12 @@ SCENES: dict[Failure, dict[Rung | None, Scene]] = {
         Rung.RECOMPUTE: Scene([P, D], [(D, ErrorKind.KV_LOST)]),
         Rung.UNIFIED: Scene([P, D], [(D, ErrorKind.KV_LOST)], joins=[U], local_tokens=0),
         Rung.AGAIN: Scene([P, D], [(D, ErrorKind.KV_LOST)], local_tokens=0),
+    },
+    Failure.KV_EXPIRED: {
+        Rung.OTHER_PREFILL: Scene([P, D], [(D, ErrorKind.KV_EXPIRED)]),
+        Rung.RECOMPUTE: Scene([P, D], [(D, ErrorKind.KV_EXPIRED)], loses_prefill=True),
+        Rung.UNIFIED: Scene([P, D], [(D, ErrorKind.KV_EXPIRED)], joins=[U], local_tokens=0, loses_prefill=True),
+        Rung.AGAIN: Scene([P, D], [(P, ErrorKind.INTERNAL), (D, ErrorKind.KV_EXPIRED)], local_tokens=0),
     },
     Failure.NO_READER: {
         Rung.OTHER_DECODE: Scene([P, D]),
@@ -95,6 +102,8 @@ def stage(service: Service, scene: Scene) -> None:
         if not coming or engine.record.role is not coming[0][0]:
             return None
         _, kind = coming.pop(0)
+        if scene.loses_prefill and not coming:
+            cluster.members[0].die()
         for role in () if coming else scene.joins:
             cluster.start(role)
         return EngineError(kind, f"{kind}!")

@@ -80,7 +80,7 @@ def test_a_claim_that_waited_is_granted_for_what_is_left_of_the_lease(table: Lea
 def test_a_claim_that_waited_longer_than_the_lease_finds_it_over(table: LeaseTable) -> None:
     ended_first, refused = table.on_message(Claim(LEASE, READER, 1), now=40.0, arrived=5.0)
     assert [ended_first] == ended(OfferOutcome.EXPIRED)
-    assert refused == SendToReader(READER.engine, ClaimRefused(LEASE, READER, "the offer has ended"))
+    assert refused == SendToReader(READER.engine, ClaimRefused(LEASE, READER, "the offer has ended", offer_ended=True))
 
 
 def test_a_finish_that_waited_longer_than_the_lease_still_counts(table: LeaseTable) -> None:
@@ -107,7 +107,7 @@ def test_the_reader_ends_the_lease_once(kind, outcome: OfferOutcome, table: Leas
 def test_an_offer_without_a_reader_is_withdrawn_at_once(table: LeaseTable) -> None:
     assert table.withdraw(1) == ended(OfferOutcome.WITHDRAWN)
     (answer,) = table.on_message(Claim(LEASE, READER, 1), now=1.0)
-    assert answer == SendToReader(READER.engine, ClaimRefused(LEASE, READER, "the offer has ended"))
+    assert answer == SendToReader(READER.engine, ClaimRefused(LEASE, READER, "the offer has ended", offer_ended=True))
 
 
 def test_what_was_promised_is_only_asked_back(table: LeaseTable) -> None:

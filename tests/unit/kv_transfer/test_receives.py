@@ -186,6 +186,12 @@ def test_a_refusal_fails_the_receive(pulling: ReceiveTable) -> None:
     )
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_engine_is_told_whether_the_offer_had_just_ended(pulling: ReceiveTable, ended: bool) -> None:
+    actions = pulling.on_message(ClaimRefused(LEASE, READER, "why", offer_ended=ended), now=1.5)
+    assert Emit(ReceiveFailed(1, "the holder refused: why", offer_ended=ended)) in actions
+
+
 def test_a_withdrawal_is_answered_by_an_abort(pulling: ReceiveTable) -> None:
     pulling.on_message(grant(), now=1.2)
     assert ABORT in pulling.on_message(Withdrawn(LEASE, READER), now=1.5)
