@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.startup.arenas import arenas_of, divide_memory, longest_sequence, requests_at_once
+from baton.engine.startup.arenas import arenas_of, divide_memory, longest_sequence, needs_of
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
 
@@ -114,7 +114,7 @@ class FleetPlan:
     def num_requests(self, traffic: Traffic) -> int:
         """Return how many requests one engine can have at once, by the blocks of each arena and by its rows."""
         num_tokens = traffic.prompt_tokens + traffic.output_tokens
-        by_arena = (requests_at_once(arena.group, arena.num_blocks, num_tokens) for arena in self.arenas)
+        by_arena = (needs_of(arena.group).requests_at_once(arena.num_blocks, num_tokens) for arena in self.arenas)
         return min(self.steps.max_num_seqs, *by_arena)
 
 

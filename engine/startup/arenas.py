@@ -13,6 +13,8 @@ would hold beyond that at full load.
 
 from __future__ import annotations
 
+import abc
+import math
 from collections.abc import Sequence
 
 from ..core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout
@@ -23,61 +25,104 @@ _SPARE_BLOCKS = 3  # of each sequence, beside whole blocks of its window: begun 
 _RUNNING_SLOTS = 2  # of each sequence: the one that it writes, and one that a step in flight still reads
 
 
-def blocks_at_full_load(group: GroupLayout, max_num_seqs: int, max_model_len: int) -> int:
-    """Return how many blocks a group can hold at most, and use."""
-    whole = _least_blocks(group, -(-max_model_len // BLOCK_SIZE))
-    running = _blocks_while_running(group, max_model_len)
-    if group.kind is CacheKind.STATE:
-        return whole + max_num_seqs * running
-    return whole + (max_num_seqs - 1) * running
+class ArenaNeeds(abc.ABC):
+    """The blocks that one group needs, by its kind."""
+
+    def __init__(self, group: GroupLayout) -> None:
+        self.block_bytes = group.blocks.block_bytes
+
+    @abc.abstractmethod
+    def least(self, num_tokens: int) -> int:
+        """Return the fewest blocks with which a sequence of so many tokens can be read."""
+
+    @abc.abstractmethod
+    def while_running(self, num_tokens: int) -> int:
+        """Return how many blocks a request of so many tokens holds, or may keep, once its prompt has been read."""
+
+    @abc.abstractmethod
+    def at_full_load(self, max_num_seqs: int, max_model_len: int) -> int:
+        """Return how many blocks the group can hold at most, and use."""
+
+    @abc.abstractmethod
+    def longest_sequence(self, num_blocks: int) -> float:
+        """Return the tokens of the longest sequence that so many blocks hold."""
+
+    @abc.abstractmethod
+    def requests_at_once(self, num_blocks: int, num_tokens: int) -> int:
+        """Return how many requests of `num_tokens` each can run at once with so many blocks, one of them being read."""
+
+
+class BlockNeeds(ArenaNeeds):
+    """Blocks of all tokens, or of those in a window once the prompt has been read."""
+
+    def __init__(self, group: GroupLayout) -> None:
+        super().__init__(group)
+        self._in_window = None if group.window is None else group.window // BLOCK_SIZE + _SPARE_BLOCKS
+
+    @property
+    def keeps_all(self) -> bool:
+        return self._in_window is None
+
+    def least(self, num_tokens: int) -> int:
+        return -(-num_tokens // BLOCK_SIZE)
+
+    def while_running(self, num_tokens: int) -> int:
+        whole = self.least(num_tokens)
+        return whole if self._in_window is None else min(whole, self._in_window)
+
+    def at_full_load(self, max_num_seqs: int, max_model_len: int) -> int:
+        return self.least(max_model_len) + (max_num_seqs - 1) * self.while_running(max_model_len)
+
+    def longest_sequence(self, num_blocks: int) -> float:
+        return num_blocks * BLOCK_SIZE
+
+    def requests_at_once(self, num_blocks: int, num_tokens: int) -> int:
+        left = num_blocks - self.least(num_tokens)
+        return 0 if left < 0 else 1 + left // self.while_running(num_tokens)
+
+
+class StateNeeds(ArenaNeeds):
+    """Slots of states, as many for one token as for all of them, and checkpoints."""
+
+    def least(self, num_tokens: int) -> int:
+        return LEAST_SLOTS
+
+    def while_running(self, num_tokens: int) -> int:
+        return _RUNNING_SLOTS + -(-num_tokens // CHECKPOINT_SPACING)
+
+    def at_full_load(self, max_num_seqs: int, max_model_len: int) -> int:
+        return LEAST_SLOTS + max_num_seqs * self.while_running(max_model_len)
+
+    def longest_sequence(self, num_blocks: int) -> float:
+        return 0 if num_blocks < LEAST_SLOTS else math.inf
+
+    def requests_at_once(self, num_blocks: int, num_tokens: int) -> int:
+        return num_blocks // _RUNNING_SLOTS
+
+
+def needs_of(group: GroupLayout) -> ArenaNeeds:
+    return StateNeeds(group) if group.kind is CacheKind.STATE else BlockNeeds(group)
 
 
 def arenas_of(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
     """Return `num_blocks` for each group, and for one that keeps less no more than full load needs."""
     return [
         num_blocks
-        if group.window is None and group.kind is not CacheKind.STATE
-        else min(num_blocks, blocks_at_full_load(group, max_num_seqs, max_model_len))
-        for group in caches.groups
+        if isinstance(needs, BlockNeeds) and needs.keeps_all
+        else min(num_blocks, needs.at_full_load(max_num_seqs, max_model_len))
+        for needs in map(needs_of, caches.groups)
     ]
 
 
 def longest_sequence(caches: CacheLayout, arenas: Sequence[int]) -> int:
     """Return the tokens of the longest sequence that all arenas hold; 0 where one of them holds none."""
-    tokens = []
-    for group, num_blocks in zip(caches.groups, arenas, strict=True):
-        if group.kind is not CacheKind.STATE:
-            tokens.append(num_blocks * BLOCK_SIZE)
-        elif num_blocks < LEAST_SLOTS:
-            return 0
-    return min(tokens)
+    pairs = zip(caches.groups, arenas, strict=True)
+    return int(min(needs_of(group).longest_sequence(num_blocks) for group, num_blocks in pairs))
 
 
-def least_bytes(caches: CacheLayout, whole: int) -> int:
-    """Return the bytes of arenas that hold one sequence of `whole` blocks."""
-    return sum(_least_blocks(group, whole) * group.blocks.block_bytes for group in caches.groups)
-
-
-def requests_at_once(group: GroupLayout, num_blocks: int, num_tokens: int) -> int:
-    """Return how many requests of `num_tokens` each can run at once with so many blocks, one of them being read."""
-    if group.kind is CacheKind.STATE:
-        return num_blocks // _RUNNING_SLOTS
-    whole = -(-num_tokens // BLOCK_SIZE)
-    if num_blocks < whole:
-        return 0
-    return 1 + (num_blocks - whole) // _blocks_while_running(group, num_tokens)
-
-
-def _least_blocks(group: GroupLayout, whole: int) -> int:
-    return LEAST_SLOTS if group.kind is CacheKind.STATE else whole
-
-
-def _blocks_while_running(group: GroupLayout, num_tokens: int) -> int:
-    """Return how many blocks a request of `num_tokens` holds whose prompt has been read; of states, and may keep."""
-    if group.kind is CacheKind.STATE:
-        return _RUNNING_SLOTS + -(-num_tokens // CHECKPOINT_SPACING)
-    whole = -(-num_tokens // BLOCK_SIZE)
-    return whole if group.window is None else min(whole, group.window // BLOCK_SIZE + _SPARE_BLOCKS)
+def least_bytes(caches: CacheLayout, num_tokens: int) -> int:
+    """Return the bytes of arenas that hold one sequence of so many tokens."""
+    return sum(needs.least(num_tokens) * needs.block_bytes for needs in map(needs_of, caches.groups))
 
 
 def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
@@ -85,18 +130,16 @@ def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_mo
 
     Where they do not hold one sequence of `max_model_len`, all arenas hold the same shorter one.
     """
-    whole = -(-max_model_len // BLOCK_SIZE)
-    left = num_bytes - least_bytes(caches, whole)
+    groups = [needs_of(group) for group in caches.groups]
+    left = num_bytes - least_bytes(caches, max_model_len)
     if left < 0:
-        of_tokens = [group for group in caches.groups if group.kind is not CacheKind.STATE]
         for_tokens = max(0, num_bytes - least_bytes(caches, 0))
-        shorter = for_tokens // sum(group.blocks.block_bytes for group in of_tokens)
-        return [_least_blocks(group, shorter) for group in caches.groups]
-    least = [_least_blocks(group, whole) for group in caches.groups]
+        shorter = for_tokens // sum(needs.block_bytes for needs in groups if isinstance(needs, BlockNeeds))
+        return [needs.least(shorter * BLOCK_SIZE) for needs in groups]
+    least = [needs.least(max_model_len) for needs in groups]
     beyond = [
-        blocks_at_full_load(group, max_num_seqs, max_model_len) - fewest
-        for group, fewest in zip(caches.groups, least, strict=True)
+        needs.at_full_load(max_num_seqs, max_model_len) - fewest for needs, fewest in zip(groups, least, strict=True)
     ]
-    wanted = sum(count * group.blocks.block_bytes for count, group in zip(beyond, caches.groups, strict=True))
+    wanted = sum(count * needs.block_bytes for count, needs in zip(beyond, groups, strict=True))
     shared = min(left, wanted)
     return [fewest + (count * shared // wanted if wanted else 0) for fewest, count in zip(least, beyond, strict=True)]

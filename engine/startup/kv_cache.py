@@ -64,7 +64,7 @@ def size_kv_cache(
         budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
         arenas = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
         setting, given = budget.setting, f"{budget.num_bytes} bytes"
-        enough = f"{least_bytes(caches, blocks_per_seq)} bytes"
+        enough = f"{least_bytes(caches, context_len)} bytes"
     fitting = longest_sequence(caches, arenas)
     if fitting >= context_len:
         return context_len, arenas

@@ -11,10 +11,9 @@ from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCa
 from baton.engine.startup.arenas import (
     LEAST_SLOTS,
     arenas_of,
-    blocks_at_full_load,
     divide_memory,
     longest_sequence,
-    requests_at_once,
+    needs_of,
 )
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
@@ -58,7 +57,7 @@ def test_arenas_never_exceed_the_memory_and_hold_one_whole_sequence_where_that_f
 def test_at_full_load_a_window_takes_little_beside_full_layers() -> None:
     """Half of the layers have a window of 128 tokens, as in gpt-oss: 64 requests of 32k."""
     full, windowed = layout(FULL, WINDOW).groups
-    needed = [blocks_at_full_load(group, 64, 32_768) for group in (full, windowed)]
+    needed = [needs_of(group).at_full_load(64, 32_768) for group in (full, windowed)]
     assert needed[0] == 64 * WHOLE
     assert sum(needed) <= 0.55 * 2 * needed[0]
     assert list(divide_memory(layout(FULL, WINDOW), 1 << 50, 64, 32_768)) == needed
@@ -66,7 +65,7 @@ def test_at_full_load_a_window_takes_little_beside_full_layers() -> None:
 
 def test_less_memory_than_full_load_is_divided_in_its_proportion() -> None:
     caches = layout(FULL, WINDOW)
-    needed = [blocks_at_full_load(group, 64, 32_768) for group in caches.groups]
+    needed = [needs_of(group).at_full_load(64, 32_768) for group in caches.groups]
     half = num_bytes(caches, [WHOLE + (count - WHOLE) // 2 for count in needed])
     counts = divide_memory(caches, half, 64, 32_768)
     assert list(counts) == [pytest.approx(WHOLE + (count - WHOLE) / 2, abs=1) for count in needed]
@@ -74,9 +73,11 @@ def test_less_memory_than_full_load_is_divided_in_its_proportion() -> None:
 
 def test_requests_of_a_size_that_fit_at_once() -> None:
     full, windowed = layout(FULL, WINDOW).groups
-    assert requests_at_once(full, 10 * WHOLE + 1, 32_768) == 10
-    assert requests_at_once(windowed, WHOLE - 1, 32_768) == 0
-    assert requests_at_once(windowed, WHOLE + 22, 32_768) == 3, "one that is read, and two that hold 11 blocks each"
+    assert needs_of(full).requests_at_once(10 * WHOLE + 1, 32_768) == 10
+    assert needs_of(windowed).requests_at_once(WHOLE - 1, 32_768) == 0
+    assert needs_of(windowed).requests_at_once(WHOLE + 22, 32_768) == 3, (
+        "one that is read, and two that hold 11 blocks each"
+    )
 
 
 @given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000))
@@ -86,7 +87,7 @@ def test_slots_of_states_never_exceed_the_memory_and_every_engine_has_a_few(
     caches = layout(STATE, STATE, FULL)
     blocks, slots = counts = list(divide_memory(caches, memory, max_num_seqs, max_model_len))
     assert slots >= LEAST_SLOTS
-    assert blocks <= blocks_at_full_load(caches.groups[0], max_num_seqs, max_model_len)
+    assert blocks <= needs_of(caches.groups[0]).at_full_load(max_num_seqs, max_model_len)
     longest = longest_sequence(caches, counts)
     assert longest == blocks * BLOCK_SIZE
     assert num_bytes(caches, counts) <= memory or longest == 0
@@ -97,7 +98,7 @@ def test_at_full_load_each_sequence_has_two_slots_and_one_for_each_stretch_of_it
     caches = layout(*[STATE, STATE, STATE, FULL] * 8)
     blocks, slots = divide_memory(caches, 1 << 50, 64, 32_768)
     assert (blocks, slots) == (64 * WHOLE, LEAST_SLOTS + 64 * (2 + 8))
-    assert requests_at_once(caches.groups[1], slots, 32_768) >= 64
+    assert needs_of(caches.groups[1]).requests_at_once(slots, 32_768) >= 64
     assert list(arenas_of(caches, 10**6, 64, 32_768)) == [10**6, slots]
 
 

@@ -17,7 +17,7 @@ from baton.engine.core.layout import CacheKind
 from baton.engine.core.messages import EngineOutput
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, load_model
-from baton.engine.startup.arenas import blocks_at_full_load
+from baton.engine.startup.arenas import needs_of
 from baton.engine.startup.build import build_engine
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
@@ -156,7 +156,7 @@ def test_an_engine_gives_back_and_one_with_tiers_keeps_all(folders: Callable[[st
     args = {**ARGS, "model": str(folders("gpt_oss")), "num_gpu_blocks_override": 60}
     alone = build_engine(EngineConfig.from_args(args))
     assert [group.kind for group in alone.caches.groups] == [CacheKind.FULL, CacheKind.WINDOW]
-    most = blocks_at_full_load(alone.caches.groups[1], 4, 200)
+    most = needs_of(alone.caches.groups[1]).at_full_load(4, 200)
     assert [group.num_blocks for group in alone.core.config.groups] == [60, min(60, most)]
     kept = build_engine(EngineConfig.from_args(args | {"disable_hybrid_kv_cache_manager": True}))
     reader = build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]
