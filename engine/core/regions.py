@@ -95,6 +95,16 @@ class CacheRegion(msgspec.Struct, frozen=True):
         """Bytes of a block of the first group."""
         return self.arenas[0].block_bytes
 
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of a hand-off that do not grow with a long prompt: of states, and of windows."""
+        later = zip(self.caches.groups[1:], self.arenas[1:], strict=True)
+        return sum(
+            arena.block_bytes * (1 if group.window is None else -(-group.window // self.block_size))
+            for group, arena in later
+            if group.window is not None or group.kind is CacheKind.STATE
+        )
+
     def num_in_first(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks are of the first group."""
         if len(self.arenas) == 1:

@@ -29,6 +29,7 @@ from ..transports import PeerHandle, ReadHandle, ReadState
 from ..transports.common import PROBE_BYTES
 
 MEASURED_S = 0.1  # a read that takes longer is measured before its end: so a link that has become slow is known soon
+APART = 64  # of two sizes that make a line which does not begin at 0
 BATCH_S = 2e-3  # to begin a batch takes the CPU 0.2 ms, and a read that was given up goes on until its batches end
 
 
@@ -61,15 +62,19 @@ class ReadPace:
     what holds one of them up holds up all, and a single delay must not look like many.
     """
 
-    def __init__(self, block_bytes: int, bytes_per_s: float | None, now_s: float) -> None:
-        """`block_bytes` and `bytes_per_s` are those of one rank: the others read their shares at the same time."""
+    def __init__(self, block_bytes: int, bytes_per_s: float | None, now_s: float, *, constant_bytes: int = 0) -> None:
+        """`block_bytes` and `bytes_per_s` are those of one rank: the others read their shares at the same time.
+
+        `constant_bytes` come with every hand-off, however long its prompt is.
+        """
         self._fit = LineFit()
         self.num_blocks = 0  # that have come
         self.num_reads = 0  # that counted
         self._counted_until_s = now_s
         if bytes_per_s:
             blocks = max(1, PROBE_BYTES // block_bytes)
-            self._fit.add(blocks, blocks * block_bytes / bytes_per_s, now_s)
+            for count in (blocks, APART * blocks) if constant_bytes else (blocks,):
+                self._fit.add(count, (constant_bytes + count * block_bytes) / bytes_per_s, now_s)
 
     def measured(self, ended: Iterable[Piece], now_s: float) -> None:
         """Count the longest of the reads that ended now and that overlap with none counted before."""
@@ -167,7 +172,8 @@ class BlockReads:
         if peer not in self._paces:
             lane = self._group.lane(peer)
             rate = None if lane is None else lane.bytes_per_s
-            self._paces[peer] = ReadPace(self._group.block_bytes, rate, self._clock())
+            constant = self._group.region.constant_bytes
+            self._paces[peer] = ReadPace(self._group.block_bytes, rate, self._clock(), constant_bytes=constant)
         return self._paces[peer]
 
     def forget_paces(self, kept: Collection[PeerHandle]) -> None:

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from baton.engine.core.layout import KVLayout
+from baton.engine.core.layout import CacheKind, CacheLayout, KVLayout, LayerCache, LayerState, StatePart
 from baton.engine.core.pace import Line
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff import reads
-from baton.kv_transfer.handoff.reads import BlockReads, ReadEvent, ReadOutcome
+from baton.kv_transfer.handoff.reads import BlockReads, ReadEvent, ReadOutcome, ReadPace
 from baton.kv_transfer.transports import Lane
 
 from ...helpers.fake_transport import FakeFabric, TransportFaults
@@ -238,3 +238,24 @@ def test_it_begins_with_the_rate_that_was_measured_at_pairing(reader: Reader, mo
     rate = 1000.0 * LAYOUT.block_bytes
     monkeypatch.setattr(reader.group, "lane", lambda peer: Lane("fake", bytes_per_s=rate))
     assert line_of(reader).at(1000) == pytest.approx(1.0)
+
+
+def test_what_every_hand_off_brings_is_the_beginning_of_the_line() -> None:
+    """A state of 8 MB at 1 GB/s, before anything was read."""
+    line = ReadPace(1 << 10, 1e9, 0.0, constant_bytes=8_000_000).line()
+    assert line is not None
+    assert (line.base_s, line.unit_s) == (pytest.approx(8e-3), pytest.approx(1.024e-6))
+
+
+def test_of_several_cache_groups_states_and_windows_are_what_does_not_grow() -> None:
+    layers = [
+        (LayerCache(kind=CacheKind.FULL, num_kv_heads=1, head_dim=8, dtype="bfloat16"),),
+        (LayerCache(kind=CacheKind.WINDOW, num_kv_heads=1, head_dim=8, dtype="bfloat16", window=40),),
+        (LayerState((StatePart((4, 16), "float32"),)),),
+    ]
+    caches = CacheLayout.of_layers("m", layers)
+    arenas = tuple(ArenaRegion(0, 4, "cpu", group.blocks, 0, 1) for group in caches.groups[:2])
+    state = ArenaRegion(0, 4, "cpu", caches.groups[2].blocks, 0, 4)
+    region = CacheRegion(caches, (*arenas, state))
+    assert region.constant_bytes == 3 * 2 * 16 * 8 * 2 + 4 * 16 * 4
+    assert CacheRegion.of(arenas[0]).constant_bytes == 0
