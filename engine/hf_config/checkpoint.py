@@ -47,6 +47,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     end: int
+    renamed_from: str | None = None
+
+    @property
+    def name_in_file(self) -> str:
+        return self.renamed_from or self.name
 
     @property
     def size_bytes(self) -> int:
@@ -89,11 +94,11 @@ class Checkpoint:
     def __init__(self, folder: Path, entries: dict[str, TensorEntry], index: Mapping[str, Path]) -> None:
         self.folder = folder
         self.entries = entries
-        self._index = index
+        self.index = index
 
     def expected_in(self, name: str) -> str:
         """Return a tensor's name, and the file in which the index says it is."""
-        return f"{name} (of {self._index[name].name})" if name in self._index else name
+        return f"{name} (of {self.index[name].name})" if name in self.index else name
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

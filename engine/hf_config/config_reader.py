@@ -29,6 +29,7 @@ from .rope import (
     read_ropes_by_window,
     read_rotary_fraction,
 )
+from .text_part import text_part
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
@@ -50,7 +51,9 @@ def read_config(
     _require_choice("dtype", dtype, ("auto", *DTYPES))
     _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     folder = ModelFolder.open(Path(path), with_weights=load_format != "dummy")
-    rules = _rules(folder.config, architectures)
+    rules, is_text_part = _rules(folder.config, architectures)
+    if is_text_part:
+        folder = text_part(folder, rules.inside)
     keys = Keys("config.json", {**rules.defaults, **folder.config})
     computed = _computed(folder, rules, keys)
     computed_in = _dtype(dtype, keys, folder.checkpoint)
@@ -73,6 +76,7 @@ def read_config(
         seed=seed,
         window_caches=window_caches,
         identity=_identity(computed, folder.checkpoint, seed),
+        is_text_part=is_text_part,
     )
 
 
@@ -81,14 +85,18 @@ def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
         raise InvalidModelConfig(f"{name} is {given!r}, must be one of {', '.join(allowed)}")
 
 
-def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> ConfigRules:
+def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> tuple[ConfigRules, bool]:
+    """Return the rules of the first architecture that is known, and whether it is the text part of the one named."""
     given = raw.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
+    inside = {name: rules for rules in architectures.values() for name in rules.inside}
     for name in given:
         if name in architectures:
-            return architectures[name]
-    raise UnsupportedArchitecture(given, architectures)
+            return architectures[name], False
+        if name in inside:
+            return inside[name], True
+    raise UnsupportedArchitecture(given, [*architectures, *inside])
 
 
 def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:

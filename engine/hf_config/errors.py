@@ -23,7 +23,7 @@ class UnsupportedArchitecture(UnsupportedModel):
     def __init__(self, given: Iterable[str], supported: Iterable[str]) -> None:
         given = list(given)
         multimodal = any(name.endswith("ForConditionalGeneration") for name in given)
-        why = " (models of text alone are served, without images, audio or an encoder)" if multimodal else ""
+        why = " (only the text of the models that are named here is served, no image or sound)" if multimodal else ""
         super().__init__(
             f"config.json: architectures {given} are not supported{why}; supported are {', '.join(sorted(supported))}"
         )

@@ -122,6 +122,8 @@ class ConfigRules:
     """The reading of one architecture's config, and what a token keeps in its caches."""
 
     architecture: str  # its name in `architectures` of config.json
+    # Architectures that also read images and have this one for their text, with the `model_type` of their text_config.
+    inside: Mapping[str, str] = field(default_factory=dict)
     cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer of this index keeps
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -182,6 +184,7 @@ class ModelConfig:
     load_format: str
     seed: int  # of dummy weights
     identity: str  # equal where the weights and what is computed with them are; 32 hex digits
+    is_text_part: bool = False  # its checkpoint is one of a model that also reads images: `text_part`
 
     @cached_property
     def caches(self) -> CacheLayout:

@@ -43,6 +43,7 @@ def read_capless_scales(keys: Keys) -> Scales:
 
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
+    inside={"Gemma3ForConditionalGeneration": "gemma3_text"},
     layer=Gemma3Layer,
     cache=keys_and_values,
     defaults={

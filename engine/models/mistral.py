@@ -26,6 +26,7 @@ class MistralLayer(DecoderLayer):
 
 FAMILY = Family(
     architecture="MistralForCausalLM",
+    inside={"Mistral3ForConditionalGeneration": "mistral"},
     layer=MistralLayer,
     cache=keys_and_values,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},

@@ -52,6 +52,7 @@ def draft_layers(config: ModelConfig) -> tuple[str, ...]:
 
 FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
+    inside={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
     layer=Qwen35Layer,
     cache=keys_and_values_or_states,
     defaults={"num_key_value_heads": 4, "head_dim": 256},

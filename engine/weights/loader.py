@@ -29,6 +29,7 @@ from baton.kernels.fp8 import BLOCK
 
 from ..hf_config.errors import WeightsError
 from ..hf_config.quantization import Quantization
+from ..hf_config.text_part import text_tensors
 from ..layers.base import Layer, layers_of
 from ..layers.experts import Experts
 from ..layers.fp8 import Fp8Experts, Fp8Linear
@@ -103,6 +104,8 @@ def _choose_methods(model: CausalLM, device: torch.device) -> tuple[Checkpoint |
     """
     config = model.config
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
+    if checkpoint is not None and config.is_text_part:
+        checkpoint = text_tensors(checkpoint)
     if config.quantization is None or not fp8.has_gpu_kernels(device):
         return checkpoint, []
     covered = config.quantization.covers if checkpoint is None else checkpoint.has_8_bit_weight
@@ -204,13 +207,13 @@ def _read(
                     scale = scales.get(entry.name)
                     if scale is not None:
                         # Whole: a share of a weight may cut the blocks that its scales belong to.
-                        data = tensors.get_tensor(entry.name)
-                        scaled = scale_files[scale.file].get_tensor(scale.name)
+                        data = tensors.get_tensor(entry.name_in_file)
+                        scaled = scale_files[scale.file].get_tensor(scale.name_in_file)
                         yield slot, plain_weight(data, scaled, in_blocks, dtype)
                     elif index := slot.index(entry.shape):
-                        yield slot, tensors.get_slice(entry.name)[index]
+                        yield slot, tensors.get_slice(entry.name_in_file)[index]
                     else:
-                        yield slot, tensors.get_tensor(entry.name)
+                        yield slot, tensors.get_tensor(entry.name_in_file)
 
 
 SPREAD = 0.02  # standard deviation, as models are initialized
