@@ -47,6 +47,8 @@ FAMILY = Family(
     layer=Gemma3Layer,
     cache=keys_and_values,
     defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",

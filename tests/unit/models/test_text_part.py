@@ -88,6 +88,30 @@ def test_so_it_is_under_the_names_of_older_files(
     assert (chunked_logprobs(model, tokens, 60) - reference_logprobs(text, tokens)).abs().max().item() < TOLERANCE
 
 
+def test_what_the_published_gemma_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:
+    """The text_config of the 4B model has no more keys than these."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    written = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    ours = load_config(tmp_path, load_format="dummy")
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    assert (ours.vocab_size, ours.num_heads, ours.num_kv_heads) == (
+        theirs.vocab_size,
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+    )
+    assert (ours.head_dim, ours.max_model_len) == (theirs.head_dim, theirs.max_position_embeddings)
+    assert ours.layer_windows[:6] == (1024, 1024, 1024, 1024, 1024, None)
+    assert ours.tie_word_embeddings
+
+
 def older_name(name: str) -> str:
     if name.startswith(("lm_head.", "language_model.")):
         return name if name.startswith("language_model.") else f"language_model.{name}"
