@@ -20,7 +20,7 @@ from .folder import GenerationDefaults
 from .keys import NEWER, Keys
 from .mamba import ATTENTION, MAMBA, MLP, MambaShape
 from .quantization import Quantization
-from .rope import Rope
+from .rope import NoRope, Rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -206,4 +206,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """The number of dimensions of a head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rope_dim
+        if self.latent is not None:
+            return self.latent.rope_dim
+        rotated = int(self.head_dim * self.rotary_fraction)
+        return min(rotated, self.rope.most_dims) if isinstance(self.rope, NoRope) else rotated

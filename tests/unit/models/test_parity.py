@@ -13,8 +13,10 @@ import torch
 
 from baton.engine.core.layout import StateLayout
 from baton.engine.hf_config.rope import NO_ROPE, Rope
+from baton.engine.layers import decoder
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.layers.recurrent import part_of
+from baton.engine.layers.residual import ResidualStream
 from baton.engine.models import load_config, load_model
 
 from ...helpers.checkpoints import ARCHITECTURES, ROPES, TIED, make_model, write_checkpoint
@@ -213,6 +215,20 @@ def test_asking_for_some_tokens_gives_their_hidden_states_and_writes_the_kv_of_a
         torch.testing.assert_close(model(tokens, asked.caches([0], [60], [60]), index), expected[index])
         torch.testing.assert_close(asked.arenas, whole.arenas, equal_nan=True)
         assert model.logits(expected[index]).shape == (len(wanted), 256)
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_layers_may_add_to_the_residual_in_place_as_on_a_gpu(
+    variant: str, pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = pair(variant)
+    tokens, wanted = torch.tensor(random_tokens(60)), torch.tensor([59, 0, 17])
+    run = PagedRun(model, 1, 60)
+    expected = model(tokens, run.caches([0], [60], [60]))
+    monkeypatch.setattr(decoder, "ResidualStream", lambda hidden, in_place: ResidualStream(hidden, in_place=True))
+    torch.testing.assert_close(model(tokens, run.caches([0], [60], [60])), expected, rtol=1e-4, atol=1e-4)
+    some = model(tokens, run.caches([0], [60], [60]), wanted)
+    torch.testing.assert_close(some, expected[wanted], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", [f"llama-rope-{name}" for name in ("theta", "linear", "llama3", "yarn")])
