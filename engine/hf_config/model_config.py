@@ -141,7 +141,7 @@ class ConfigRules:
     activation_key: str = "hidden_act"  # under which a config names it
     norm_eps_key: str = "rms_norm_eps"
     mlp_width_key: str = "intermediate_size"  # of MLPs that are no experts
-    names: Mapping[str, str] = field(default_factory=dict)  # in checkpoints: `model`, `embed_tokens`, `norm` by others
+    names: Mapping[str, str] = field(default_factory=dict)  # in checkpoints, of `model`, `embed_tokens` and `norm`
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
 
 
