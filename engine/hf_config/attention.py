@@ -7,10 +7,10 @@ linear    layers with a recurrent state in place of keys and values
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import InvalidModelConfig, UnsupportedModel
-from .keys import Keys
+from .keys import NEWER, Keys
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -73,6 +73,8 @@ class LinearAttentionShape:
     key_dim: int
     value_dim: int
     conv_width: int  # inputs that an output of the convolution depends on
+    # Of what a decay for each key dimension comes from, and of what gates come from; None: a decay a head.
+    gate_rank: int | None = field(default=None, metadata=NEWER)
 
     @property
     def key_width(self) -> int:
@@ -93,11 +95,8 @@ def read_linear_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
     if given is None:
         interval = keys.integer("full_attention_interval", 4)
         given = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
-    kinds = _checked(given, num_layers, (FULL, LINEAR))
-    if FULL not in kinds:
-        raise UnsupportedModel("config.json: 'layer_types' without a full_attention layer is not supported")
     shape = LinearAttentionShape(
-        layers=tuple(kind == LINEAR for kind in kinds),
+        layers=linear_layers(given, num_layers),
         num_key_heads=keys.integer("linear_num_key_heads", 16),
         num_value_heads=keys.integer("linear_num_value_heads", 32),
         key_dim=keys.integer("linear_key_head_dim", 128),
@@ -109,12 +108,25 @@ def read_linear_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
             f"config.json: linear_num_value_heads ({shape.num_value_heads}) must be a multiple of "
             f"linear_num_key_heads ({shape.num_key_heads})"
         )
+    check_linear(shape, linear_key_head_dim=shape.key_dim, linear_value_head_dim=shape.value_dim)
+    return shape
+
+
+def linear_layers(kinds: object, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have linear attention, from a list as `layer_types` is. Raises `ModelError`."""
+    checked = _checked(kinds, num_layers, (FULL, LINEAR))
+    if FULL not in checked:
+        raise UnsupportedModel("config.json: 'layer_types' without a full_attention layer is not supported")
+    return tuple(kind == LINEAR for kind in checked)
+
+
+def check_linear(shape: LinearAttentionShape, **dims: int) -> None:
+    """Raise `UnsupportedModel` for sizes that kernels do not take; `dims` are those of heads, by their keys."""
     if not 2 <= shape.conv_width <= 4:
         raise UnsupportedModel(f"config.json: linear_conv_kernel_dim {shape.conv_width} is not supported, only 2 to 4")
-    for name, dim in (("linear_key_head_dim", shape.key_dim), ("linear_value_head_dim", shape.value_dim)):
+    for name, dim in dims.items():
         if dim not in (16, 32, 64, 128, 256):
             raise UnsupportedModel(f"config.json: {name} {dim} is not supported, only powers of two from 16 to 256")
-    return shape
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def read_config(
     rules, is_text_part = _rules(folder.config, architectures)
     if is_text_part:
         folder = text_part(folder, rules.inside)
-    keys = Keys("config.json", {**rules.defaults, **folder.config})
+    given = {rules.key_names.get(name, name): value for name, value in folder.config.items()}
+    keys = Keys("config.json", {**rules.defaults, **given})
     computed = _computed(folder, rules, keys)
     computed_in = _dtype(dtype, keys, folder.checkpoint)
     max_positions = keys.integer("max_position_embeddings")

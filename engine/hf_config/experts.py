@@ -33,6 +33,7 @@ class ExpertsConfig:
     stored: str = "each"  # in the checkpoint: see `layers.experts`
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's, stored by itself
     sparse_layers: tuple[bool, ...]  # of each layer: whether its feed-forward layer is a mixture
+    dense_name: str = field(default="mlp", metadata=NEWER)  # in the checkpoint, of a layer's MLP that is no mixture
     is_gated: bool = field(default=True, metadata=NEWER)  # else a squared ReLU of ups; `projections` names two
     latent_size: int | None = field(default=None, metadata=NEWER)  # of what experts read and give; None: hidden_size
 
@@ -42,8 +43,13 @@ def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> Exp
 
     `tensors` are these names, where there is a checkpoint. Raises `ModelError`.
     """
-    config = replace(config, stored=_stored(config.stored, tensors))
+    config = replace(config, stored=_stored(config.stored, tensors), dense_name=_dense_name(config, tensors))
     group_size, rest = divmod(config.num_experts, config.num_groups)
+    if config.group_score == "top2" and config.num_groups > 1 and group_size < 2:
+        raise InvalidModelConfig(
+            f"config.json: groups are rated by their two best experts, but {config.num_experts} experts in "
+            f"{config.num_groups} groups (n_group) leave one for each"
+        )
     if rest or config.top_groups > config.num_groups or config.top_k > group_size * config.top_groups:
         raise InvalidModelConfig(
             f"config.json: num_experts_per_tok: {config.top_k} experts a token cannot be chosen from "
@@ -62,11 +68,33 @@ def _stored(default: str, tensors: Collection[str]) -> str:
     return default
 
 
+def _dense_name(config: ExpertsConfig, tensors: Collection[str]) -> str:
+    """transformers 5 stores Kimi Linear's MLPs under the name of mixtures, its authors do not."""
+    mixtures = "block_sparse_moe"
+    return mixtures if any(name.endswith(f".{mixtures}.gate_proj.weight") for name in tensors) else config.dense_name
+
+
 def sparse_behind_dense(keys: Keys, first: int, num_layers: int) -> tuple[bool, ...]:
     """Return which layers are mixtures: from one on (`first` where the config says nothing), all or every n-th."""
     given = keys.optional_integer("first_k_dense_replace", first)
     every = keys.integer("moe_layer_freq", 1)
     return tuple(layer >= (given or 0) and layer % every == 0 for layer in range(num_layers))
+
+
+def sparse_as_listed(keys: Keys, num_layers: int) -> tuple[bool, ...] | None:
+    """Return which layers `mlp_layer_types` names as mixtures; None without that key. Raises `InvalidModelConfig`."""
+    kinds = keys.values.get("mlp_layer_types")
+    if kinds is None:
+        return None
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in ("sparse", "dense") for kind in kinds)
+    ):
+        raise InvalidModelConfig(
+            f"config.json: 'mlp_layer_types' must name {num_layers} layers 'sparse' or 'dense', not {kinds!r}"
+        )
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def require(keys: Keys, name: str, only: str, model: str) -> None:

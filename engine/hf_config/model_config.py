@@ -72,9 +72,19 @@ def latents(config: ModelConfig, layer: int) -> tuple[LayerCache]:
 
 def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCaches:
     """Keep keys and values; in layers of linear attention the last inputs of the convolution, and a state a head."""
+    return linear_states(config, layer) or keys_and_values(config, layer)
+
+
+def latents_or_states(config: ModelConfig, layer: int) -> LayerCaches:
+    """Keep latents; in layers of linear attention the last inputs of the convolution, and a state a head."""
+    return linear_states(config, layer) or latents(config, layer)
+
+
+def linear_states(config: ModelConfig, layer: int) -> tuple[()] | tuple[LayerState]:
+    """Return the state of a layer of linear attention; of another one nothing."""
     shape = config.linear
     if shape is None or not shape.layers[layer]:
-        return keys_and_values(config, layer)
+        return ()
     heads = shape.num_value_heads
     state = LayerState(
         (
@@ -142,6 +152,7 @@ class ConfigRules:
     norm_eps_key: str = "rms_norm_eps"
     mlp_width_key: str = "intermediate_size"  # of MLPs that are no experts
     names: Mapping[str, str] = field(default_factory=dict)  # in checkpoints, of `model`, `embed_tokens` and `norm`
+    key_names: Mapping[str, str] = field(default_factory=dict)  # in its configs, and by which they are read here
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
 
 

@@ -4,7 +4,7 @@
                      └── ResidualStream: the sum that every block reads through a norm and adds to
 
     weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
-    attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `mamba2` (`recurrent` states)
+    attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `kda`, `mamba2` (states)
     MLPs         `mlp`, `moe` with `experts`
     around       `norm`, `residual`, `embedding`, `decoder` with `decoder_layer`
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .attention import Attention, TokenMixer
     from .decoder_layer import LayerStep
     from .delta_net import GatedDeltaNet
+    from .kda import KimiDeltaAttention
     from .mamba2 import Mamba2
     from .mla import LatentAttention
     from .mlp import MLP, FeedForward, GatedMLP
@@ -36,6 +37,7 @@ __all__ = [
     "FeedForward",
     "GatedDeltaNet",
     "GatedMLP",
+    "KimiDeltaAttention",
     "LatentAttention",
     "LayerStep",
     "Mamba2",
@@ -50,6 +52,7 @@ _MODULES = {
     "FeedForward": "mlp",
     "GatedDeltaNet": "delta_net",
     "GatedMLP": "mlp",
+    "KimiDeltaAttention": "kda",
     "LatentAttention": "mla",
     "LayerStep": "decoder_layer",
     "MLP": "mlp",

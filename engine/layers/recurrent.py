@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
 from baton.engine.core.layout import DTYPE_BYTES, CachePlace, StateLayout
 from baton.engine.hf_config.model_config import ModelConfig
 
-from .base import Layer, Parameter, Share
+from .base import Layer, Parameter, Share, Slot, join
 
 
 class DepthwiseConv(Layer):
@@ -31,6 +33,28 @@ class DepthwiseConv(Layer):
     @property
     def shift(self) -> Tensor | None:
         return None if self.bias is None else self.bias.data
+
+
+class MergedConv(DepthwiseConv):
+    """Several of them over channels side by side.
+
+    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its channels.
+    """
+
+    def __init__(self, parts: Mapping[str, int], width: int) -> None:
+        super().__init__(sum(parts.values()), width)
+        self.parts = {name: Share.all(channels) for name, channels in parts.items()}
+
+    def keep_parts(self, shares: Mapping[str, Share]) -> None:
+        """Hold only these channels of each part. Comes before `allocate`."""
+        self.parts = dict(shares)
+        self.keep(Share.of_sections(list(shares.values())))
+
+    def slots(self, path: str = "") -> Iterator[Slot]:
+        parent, start = path.rpartition(".")[0], 0
+        for name, channels in self.parts.items():
+            yield self.weight.slot(join(parent, f"{name}.weight"), start, channels)
+            start += channels.size
 
 
 def states_at(config: ModelConfig, place: CachePlace) -> StateLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.hf_config.attention import LatentShape, read_latent
-from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.model_config import ModelConfig, latents
@@ -25,23 +25,16 @@ def read_v3_latent(keys: Keys) -> LatentShape:
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
     require(keys, "scoring_func", "sigmoid", "DeepSeek-V3")
     require(keys, "topk_method", "noaux_tc", "DeepSeek-V3")
-    num_experts = read_num_experts(keys, ("n_routed_experts", "num_local_experts", "num_experts"), 256)
-    num_groups = keys.integer("n_group", 8)
-    if num_groups > 1 and num_experts // num_groups < 2:
-        raise InvalidModelConfig(
-            f"config.json: groups are rated by their two best experts, but {num_experts} experts in {num_groups} "
-            "groups (n_group) leave one for each"
-        )
     width = keys.integer("moe_intermediate_size", 2048)
     return ExpertsConfig(
-        num_experts=num_experts,
+        num_experts=read_num_experts(keys, ("n_routed_experts", "num_local_experts", "num_experts"), 256),
         top_k=keys.integer("num_experts_per_tok", 8),
         intermediate_size=width,
         shared_intermediate_size=width * keys.integer("n_shared_experts", 1, maximum=1024),
         scoring="sigmoid",
         renormalize=keys.flag("norm_topk_prob", False),
         scale=keys.number("routed_scaling_factor", 2.5),
-        num_groups=num_groups,
+        num_groups=keys.integer("n_group", 8),
         top_groups=keys.integer("topk_group", 4),
         group_score="top2",
         score_correction=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.mamba import (
@@ -91,21 +91,15 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig | None:
     blocks = read_blocks(keys)
     if (MOE,) not in blocks:
         return None
-    num_experts, num_groups = keys.integer("n_routed_experts", 8), keys.integer("n_group", 1)
-    if num_groups > 1 and num_experts // num_groups < 2:
-        raise InvalidModelConfig(
-            f"config.json: groups are rated by their two best experts, but {num_experts} experts in {num_groups} "
-            "groups (n_group) leave one for each"
-        )
     return ExpertsConfig(
-        num_experts=num_experts,
+        num_experts=keys.integer("n_routed_experts", 8),
         top_k=keys.integer("num_experts_per_tok", 2),
         intermediate_size=keys.integer("moe_intermediate_size", 7688),
         shared_intermediate_size=keys.integer("moe_shared_expert_intermediate_size", 7688),
         scoring="sigmoid",
         renormalize=keys.flag("norm_topk_prob", True),
         scale=keys.number("routed_scaling_factor", 1.0),
-        num_groups=num_groups,
+        num_groups=keys.integer("n_group", 1),
         top_groups=keys.integer("topk_group", 1),
         group_score="top2",
         score_correction=True,

@@ -38,7 +38,8 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
 def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> Iterator[tuple[str, int]]:
     yield "num_attention_heads", model.num_heads
     if model.linear is not None:
-        yield "linear_num_key_heads", model.linear.num_key_heads
+        name = "linear_num_key_heads" if model.linear.gate_rank is None else "linear_num_heads"
+        yield name, model.linear.num_key_heads
     if model.mamba is not None:
         yield "number of Mamba-2 heads", model.mamba.num_heads
     experts = model.moe

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..config import EngineConfig
 from ..core.layout import DTYPE_BYTES
+from ..hf_config.attention import LinearAttentionShape
 from ..hf_config.mamba import ATTENTION, MAMBA
 from ..hf_config.model_config import ModelConfig
 
@@ -102,11 +103,19 @@ def _mixers(model: ModelConfig, ranks: int) -> _Mixers:
         return _Mixers(shape.count(ATTENTION), shape.count(MAMBA), weights + width)
     if model.linear is not None:
         linear = model.linear
-        widths = linear.conv_channels + 2 * linear.value_width + 2 * linear.num_value_heads
-        weights = model.hidden_size * widths + linear.conv_channels * linear.conv_width
         recurrent = sum(linear.layers)
-        return _Mixers(model.num_layers - recurrent, recurrent, weights / ranks)
+        return _Mixers(model.num_layers - recurrent, recurrent, _linear(linear, model.hidden_size, ranks))
     return _Mixers(model.num_layers)
+
+
+def _linear(shape: LinearAttentionShape, hidden: int, ranks: int) -> float:
+    """Count the weights of one layer of linear attention."""
+    heads, values, conv = shape.num_value_heads, shape.value_width, shape.conv_channels * shape.conv_width
+    if shape.gate_rank is None:
+        return (hidden * (shape.conv_channels + 2 * values + 2 * heads) + conv) / ranks
+    divided = hidden * (shape.conv_channels + values + heads) + conv
+    divided += shape.gate_rank * (shape.num_value_heads * shape.key_dim + values)  # to decays, and to gates
+    return divided / ranks + 2 * hidden * shape.gate_rank
 
 
 def _norms_of_layers(model: ModelConfig) -> int:

@@ -35,8 +35,11 @@ ARCHITECTURES = (
     "falcon_h1",
     "granitemoehybrid",
     "nemotron_h",
+    "kimi_linear",
 )
-TIED = tuple(name for name in ARCHITECTURES if name != "nemotron_h")  # whose head may be the embedding
+TIED = tuple(
+    name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear")
+)  # whose head may be the embedding
 
 # Values under which the variants differ visibly within a hundred positions of a tiny model.
 ROPES: dict[str, dict[str, Any]] = {
@@ -210,6 +213,24 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "kimi_linear": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "pad_token_id": None,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 40,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
 }
 
 
@@ -244,6 +265,11 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "deepseek_v2": _WIDE_LATENT,
     "deepseek_v3": _WIDE_LATENT,
+    "kimi_linear": {
+        **{name: size for name, size in _WIDE_LATENT.items() if name != "n_routed_experts"},
+        "num_local_experts": 16,
+        "linear_head_dim": 128,
+    },
     "qwen3_5_text": _WIDE_DELTA_NETS,
     "qwen3_5_moe_text": {**_WIDE_DELTA_NETS, **_WIDE_GATED_MIXTURE},
     "qwen3_next": {**_WIDE_DELTA_NETS, **_WIDE_GATED_MIXTURE},

@@ -27,6 +27,7 @@ CASES = {
     "windows": ("gpt_oss", {}, (1, 2)),
     "states": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
     "states-of-shared-groups": ("falcon_h1", {"mamba_n_groups": 1}, (1, 2)),
+    "states-and-latents": ("kimi_linear", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
 }
 ENGINE_ARGS = {
     "device": "cpu",

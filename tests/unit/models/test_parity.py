@@ -120,6 +120,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h-no-latents": ("nemotron_h", {"moe_latent_size": None, "n_group": 1, "topk_group": 1}),
     "nemotron_h-dense": ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
     "nemotron_h-biases": ("nemotron_h", {"use_bias": True, "norm_topk_prob": False}),
+    "kimi_linear-low-rank-queries": ("kimi_linear", {"q_lora_rank": 24, "attention_bias": True}),
+    "kimi_linear-narrow": (
+        "kimi_linear",
+        {"linear_num_heads": 2, "linear_conv_kernel_dim": 3, "layer_types": ["full_attention", "linear_attention"] * 2},
+    ),
+    "kimi_linear-dense-layers": (
+        "kimi_linear",
+        {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "moe_renormalize": False, "n_shared_experts": 2},
+    ),
+    "kimi_linear-one-group": ("kimi_linear", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}),
     "qwen3_next-raw-weights": ("qwen3_next", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "qwen3_moe-raw-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1]}),

@@ -16,6 +16,7 @@ from ...helpers.paged import chunked_logprobs, random_tokens
 from ...helpers.thread_groups import run_ranks
 
 HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+MODELS = {"qwen3_5_text": HEADS, "qwen3_5_moe_text": HEADS, "qwen3_next": HEADS, "kimi_linear": {"linear_num_heads": 4}}
 MAMBA: dict[str, tuple[str, dict[str, object]]] = {
     "bamba": ("bamba", {}),
     "bamba, one group": ("bamba", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
@@ -31,9 +32,9 @@ MAMBA: dict[str, tuple[str, dict[str, object]]] = {
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("architecture", MODELS)
 def test_a_divided_model_is_the_whole_one(architecture: str, load_format: str, ranks: int, tmp_path: Path) -> None:
-    check_divided(write_checkpoint(tmp_path / "model", architecture, **HEADS), load_format, ranks)
+    check_divided(write_checkpoint(tmp_path / "model", architecture, **MODELS[architecture]), load_format, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
 }
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -90,6 +91,13 @@ def test_what_divides_is_let_through(check: Callable[..., None], kind: str, keys
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},
             "tensor_parallel_size",
             "shared experts",
+        ),
+        (
+            "kimi_linear",
+            {"linear_num_heads": 3},
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size",
+            r"linear_num_heads \(3\)",
         ),
         ("qwen3", {}, {"enable_expert_parallel": True}, "enable_expert_parallel", "has no experts"),
         (

@@ -1,0 +1,102 @@
+"""Kimi Delta Attention: the gated delta rule with a decay for each key dimension (arXiv:2510.26692).
+
+    q, k, v = conv(x W_q, x W_k, x W_v)             decays = x F_a F_b, beta = x W_b (`kernels.gated_delta.Gate`)
+    out = norm(delta rule(q, k, v, decays, beta)) * sigmoid(x G_a G_b)
+
+Its cache is a slot a sequence: the tail of the convolutions' inputs, those of q, k and v one after another, and a
+matrix a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.parallel.groups import ParallelGroups
+from baton.kernels.causal_conv import causal_conv
+from baton.kernels.gated_delta import Gate, gated_delta
+from baton.kernels.linear import RowNorm
+from baton.kernels.rms_norm import Gating, gated_rms_norm
+
+from .attention import LayerContext, TokenMixer
+from .base import Parameter, Share, rows_at
+from .linear import Linear, MergedLinear
+from .norm import RMSNorm
+from .recurrent import MergedConv, part_of, states_at
+
+
+class KimiDeltaAttention(TokenMixer):
+    """One layer of it, in the checkpoint `q_proj`, `q_conv1d` and those of k and v, `f_a_proj`, `f_b_proj`, `b_proj`,
+    `g_a_proj`, `g_b_proj`, `o_norm`, `o_proj`, `A_log` [1, 1, heads, 1] and `dt_bias` [heads * head_dim].
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        shape = config.linear
+        assert shape is not None, "a config of this family has linear attention"
+        assert shape.gate_rank is not None, "its gates are of a low rank"
+        self.shape = shape  # of this rank
+        heads, keys, values, rank = shape.num_value_heads, shape.key_width, shape.value_width, shape.gate_rank
+        qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+        self.in_proj = MergedLinear(config.hidden_size, {**qkv, "f_a_proj": rank, "g_a_proj": rank, "b_proj": heads})
+        self.conv = MergedConv({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}, shape.conv_width)
+        self.f_b_proj = Linear(rank, keys)
+        self.g_b_proj = Linear(rank, values)
+        self.A_log = Parameter(1, 1, heads, 1, dtype=torch.float32)
+        self.dt_bias = Parameter(keys, dtype=torch.float32)
+        self.o_norm = RMSNorm(shape.value_dim, config.rms_norm_eps)
+        self.o_proj = Linear(values, config.hidden_size)
+        self.place = config.caches.state_place_of(layer)
+        self._rank = rank
+        self._states = states_at(config, self.place)
+
+    def divide(self, groups: ParallelGroups) -> None:
+        """Give heads to the ranks in order; every rank has what the gates of all heads come from."""
+        shape, tp = self.shape, groups.tp
+        heads = Share.part(shape.num_value_heads, tp)
+        keys, values = heads.times(shape.key_dim), heads.times(shape.value_dim)
+        self.in_proj.keep_parts({"q_proj": keys, "k_proj": keys, "v_proj": values, "b_proj": heads})
+        self.conv.keep_parts({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})
+        self.f_b_proj.keep_rows(keys)
+        self.g_b_proj.keep_rows(values)
+        self.A_log.keep(2, heads)
+        self.dt_bias.keep(0, keys)
+        self.o_proj.keep_columns(values, tp)
+        self.shape = replace(shape, num_key_heads=heads.size, num_value_heads=heads.size)
+        self._states = self._states.of_rank(tp.rank, tp.size)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        context: LayerContext,
+        wanted: Tensor | None = None,
+        *,
+        norm: RowNorm | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        shape, cache, rank = self.shape, context.states_at(self.place), self._rank
+        projected = self.in_proj(hidden, norm=norm)
+        qkv, decays, gates, beta = projected.split([shape.conv_channels, rank, rank, shape.num_value_heads], dim=1)
+        tail, state = (part_of(cache.slots, self._states, self.place.index, part) for part in range(2))
+        qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch)
+        q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
+        per_dim = (shape.num_key_heads, shape.key_dim)
+        out = gated_delta(
+            q.unflatten(1, per_dim),
+            k.unflatten(1, per_dim),
+            v.unflatten(1, (-1, shape.value_dim)),
+            Gate(
+                self.f_b_proj(decays).unflatten(1, per_dim),
+                beta,
+                self.A_log.data.flatten(),
+                self.dt_bias.data.view(per_dim),
+            ),
+            state,
+            cache.batch,
+            scale=shape.key_dim**-0.5,
+        )
+        gate = self.g_b_proj(gates).unflatten(1, (-1, shape.value_dim))
+        gated = gated_rms_norm(out, self.o_norm.weight.data, gate, self.o_norm.eps, gating=Gating.SIGMOID).flatten(1)
+        return self.o_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
