@@ -182,7 +182,7 @@ class FakeConnector(GrowingConnector):
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
         return self._offer(block_ids, complete=False)
 
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
         offer = self._wire.offers.get(self._ticket(transfer_id))
         if offer is not None:
             offer.complete = num_ready == len(offer.blocks)

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Inner:
         )
         return Offer(transfer_id, ticket.encode())
 
-    def advance(self, transfer_id: TransferId, num_ready: int) -> None:
+    def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
         self.ready[transfer_id] = num_ready
 
     def withdraw(self, transfer_id: TransferId) -> None:
