@@ -23,7 +23,7 @@ from .attention import LayerContext, TokenMixer
 from .base import Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-from .recurrent import DepthwiseConv, part_of, states_at
+from .recurrent import DepthwiseConv, parts_of, states_at
 
 
 class GatedDeltaNet(TokenMixer):
@@ -86,7 +86,7 @@ class GatedDeltaNet(TokenMixer):
     ) -> Tensor:
         shape, cache = self.shape, context.states_at(self.place)
         qkv, z, b, a = self._split(self.in_proj(hidden, norm=norm))
-        tail, state = (part_of(cache.slots, self._states, self.place.index, part) for part in range(2))
+        tail, state = parts_of(cache.slots, self._states, self.place.index)
         qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         out = gated_delta(

@@ -25,7 +25,7 @@ from .attention import LayerContext, TokenMixer
 from .base import Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-from .recurrent import MergedConv, part_of, states_at
+from .recurrent import MergedConv, parts_of, states_at
 
 
 class KimiDeltaAttention(TokenMixer):
@@ -79,7 +79,7 @@ class KimiDeltaAttention(TokenMixer):
         shape, cache, rank = self.shape, context.states_at(self.place), self._rank
         projected = self.in_proj(hidden, norm=norm)
         qkv, decays, gates, beta = projected.split([shape.conv_channels, rank, rank, shape.num_value_heads], dim=1)
-        tail, state = (part_of(cache.slots, self._states, self.place.index, part) for part in range(2))
+        tail, state = parts_of(cache.slots, self._states, self.place.index)
         qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         per_dim = (shape.num_key_heads, shape.key_dim)

@@ -27,7 +27,7 @@ from .attention import LayerContext, TokenMixer, shared_heads
 from .base import Parameter, Share, rows_at
 from .linear import Linear
 from .norm import RMSNorm
-from .recurrent import DepthwiseConv, part_of, states_at
+from .recurrent import DepthwiseConv, parts_of, states_at
 
 
 class Mamba2(TokenMixer):
@@ -87,7 +87,7 @@ class Mamba2(TokenMixer):
         shape, cache = self.shape, context.states_at(self.place)
         projected = self.in_proj(hidden, norm=norm)
         z, xbc, dt = projected.split([shape.width, shape.conv_channels, shape.num_heads], dim=1)
-        tail, state = (part_of(cache.slots, self._states, self.place.index, part) for part in range(2))
+        tail, state = parts_of(cache.slots, self._states, self.place.index)
         xbc = causal_conv(xbc, self.conv1d.filters, tail, cache.batch, bias=self.conv1d.shift)
         x, b, c = xbc.split([shape.width, shape.group_width, shape.group_width], dim=1)
         out = ssd(

@@ -64,6 +64,11 @@ def states_at(config: ModelConfig, place: CachePlace) -> StateLayout:
     return states
 
 
+def parts_of(slots: Tensor, layout: StateLayout, layer: int) -> list[Tensor]:
+    """View the parts of a layer's states in all slots."""
+    return [part_of(slots, layout, layer, part) for part in range(len(layout.parts))]
+
+
 def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:
     """View one part of a layer's states in all slots, [num_slots, *shape]."""
     shape, dtype = layout.parts[part].shape, layout.parts[part].dtype

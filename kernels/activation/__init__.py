@@ -26,8 +26,7 @@ def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
 
     Raises `ValueError` for rows that are not contiguous.
     """
-    if x.dim() != 2 or x.stride(1) != 1:
-        raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}: give contiguous rows")
+    _check_rows(x)
     if x.is_cpu:
         return cpu.activate_each(x, activation)
     if x.is_cuda:
@@ -44,8 +43,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     """
     if not cap > 0:
         raise ValueError(f"cap is {cap}: give more than 0")
-    if x.dim() != 2 or x.stride(1) != 1:
-        raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}: give contiguous rows")
+    _check_rows(x)
     if x.is_cpu:
         return cpu.soft_cap(x, cap)
     if x.is_cuda:
@@ -53,3 +51,8 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
         return gpu.soft_cap(x, cap)
     return reference.soft_cap(x, cap)
+
+
+def _check_rows(x: Tensor) -> None:
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}: give contiguous rows")

@@ -17,10 +17,10 @@ blocks of the list, of a prompt that is being read a leading part is written, an
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..regions import first_blocks
 from .cache_groups import CacheGroup, StateGroup
 
 
@@ -35,7 +35,7 @@ class BlockNumbers:
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        self._firsts = list(itertools.accumulate((group.pool.num_blocks for group in groups[:-1]), initial=0))
+        self._firsts = first_blocks([group.pool.num_blocks for group in groups])
         self.num_states = sum(isinstance(group, StateGroup) for group in groups)  # last entries of every hand-off
 
     def num_complete(self, num_tokens: int, num_computed: int) -> int:
@@ -54,10 +54,10 @@ class BlockNumbers:
             group, table = self._groups[0], tables[0]
             first = group.first_visible(num_tokens)
             return list(table[first : first + self._num_entries(group, num_tokens)])
+        lasts = [len(table) - 1 for table in tables]
         return [
-            self._firsts[entry.group] + table[min(entry.place, len(table) - 1)]
+            self._firsts[entry.group] + tables[entry.group][min(entry.place, lasts[entry.group])]
             for entry in self._order(num_tokens)
-            for table in (tables[entry.group],)
         ]
 
     def states(self, tables: Sequence[Sequence[int]]) -> list[int]:
@@ -76,8 +76,8 @@ class BlockNumbers:
 
     def reference(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            group, first = self._at(number)
-            group.pool.reference(number - first)
+            group = self._group_of(number)
+            self._groups[group].pool.reference(number - self._firsts[group])
 
     def release(self, numbers: Sequence[int]) -> None:
         if len(self._groups) == 1:
@@ -85,14 +85,13 @@ class BlockNumbers:
             return
         by_group: list[list[int]] = [[] for _ in self._groups]
         for number in numbers:
-            index = bisect.bisect_right(self._firsts, number) - 1
-            by_group[index].append(number - self._firsts[index])
+            owner = self._group_of(number)
+            by_group[owner].append(number - self._firsts[owner])
         for group, blocks in zip(self._groups, by_group, strict=True):
             group.pool.release(blocks)
 
-    def _at(self, number: int) -> tuple[CacheGroup, int]:
-        index = bisect.bisect_right(self._firsts, number) - 1
-        return self._groups[index], self._firsts[index]
+    def _group_of(self, number: int) -> int:
+        return bisect.bisect_right(self._firsts, number) - 1
 
     def _num_entries(self, group: CacheGroup, num_tokens: int) -> int:
         return -(-num_tokens // group.entry_tokens) - group.first_visible(num_tokens)

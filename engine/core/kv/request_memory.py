@@ -124,8 +124,10 @@ class RequestMemory:
 
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
-        owned = [other.owned_blocks() for other in without]
-        starts = self._starts(request, self.lookup(request))
+        return self._fit(self._starts(request, self.lookup(request)), [other.owned_blocks() for other in without])
+
+    def _fit(self, starts: Sequence[_TableStart], owned: Sequence[Sequence[Sequence[int]]] = ()) -> bool:
+        """Return whether these tables could be had, once what others have `owned` in each group is back."""
         return all(
             _fits(group.pool, start, without=[blocks[number] for blocks in owned])
             for number, (group, start) in enumerate(zip(self._groups, starts, strict=True))
@@ -158,10 +160,10 @@ class RequestMemory:
         All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
         """
         prefix = self.lookup(request)
-        if not self.fits(request):
+        starts = self._starts(request, prefix)
+        if not self._fit(starts):
             return False
         self._known.pop(request, None)
-        starts = self._starts(request, prefix)
         tables = [
             [0] * start.first + group.pool.take(start.hits, start.num_entries - start.first)
             for group, start in zip(self._groups, starts, strict=True)

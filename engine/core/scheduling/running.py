@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -60,14 +60,14 @@ class StepDraft:
     def is_empty(self) -> bool:
         return not self.singles and not self._longer
 
-    def start(self, request: Request, extend: Callable[[], list[list[int]]] | None = None) -> None:
+    def start(self, request: Request, row_start: RowStart, new_blocks: list[list[int]]) -> None:
         """Plan the first chunk of a request that has just got its row and blocks.
 
-        `extend` gives it more of them: the chunk begins with the tables from before, as it may read what these name.
+        `row_start` has its tables before the chunk's `new_blocks`: the chunk may read what these name.
         """
         self.started.append(request)
-        self._row_starts.append(request.row_start())
-        self.add(request, _NO_BLOCKS if extend is None else extend())
+        self._row_starts.append(row_start)
+        self.add(request, new_blocks)
 
     def end_of(self, request: Request) -> int:
         """Return how far the request would be computed with as many tokens as the budget allows."""
@@ -200,10 +200,10 @@ class RunningRequests:
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
+        row_start, new_blocks = request.row_start(), _NO_BLOCKS
         if self._memory.has_states:  # its own slots are new: nobody else reads them
-            draft.start(request, lambda: self._memory.extend_states(request, draft.end_of(request)))
-        else:
-            draft.start(request)
+            new_blocks = self._memory.extend_states(request, draft.end_of(request))
+        draft.start(request, row_start, new_blocks)
         self._reading.append(request)
         self._chunk_planned(request, draft)
 
