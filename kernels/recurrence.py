@@ -32,8 +32,7 @@ def carry_states(
         if starts[seq] == starts[seq + 1]:
             continue
         chunks = [(starts[seq], starts[seq + 1], -1)]
-        if (prefill := seq - batch.num_decodes) >= 0:
-            numbers = range(*first_chunks[prefill : prefill + 2])
+        if numbers := range(*first_chunks[seq : seq + 2]):
             chunks = [(bounds[chunk], bounds[chunk + 1], checkpoints[chunk]) for chunk in numbers]
         current = initial_state(state, source, dtype)
         for begin, end, checkpoint in chunks:

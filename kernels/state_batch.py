@@ -9,6 +9,12 @@ A sequence's state lies in a *slot* of an arena: it is read from the slot `sourc
 token of this step, and written to the slot `targets[i]` behind its last. A checkpoint is the state in between, written
 to a slot of its own. Chunks hold up to CHUNK tokens and end where a checkpoint is asked for, so that a kernel that goes
 chunk by chunk has every state that is to be kept in its registers, at whatever position.
+
+    query lengths ─> Cuts         where chunks begin, whose they are, which of them end in a checkpoint: lists
+                  ─> StateBatch   the same on the device
+
+A captured step has any number of decodes, up to that of its sequences: both kinds of kernels look at every sequence,
+and pass over those that are not theirs. A step that is launched as it is has as many as it has.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ CHUNK = 64  # tokens
 LEAST_CUT = 8  # tokens before the first checkpoint: no less than a convolution's tail
 SOURCE_CUT = 8 * CHUNK  # tokens before one that is written where the sequence's state is read: no more
 
-FIELDS = ("query_start", "sources", "targets", "chunk_start", "chunk_seqs", "checkpoints", "seq_chunks")
+FIELDS = ("query_start", "sources", "targets", "num_decodes", "chunk_start", "chunk_seqs", "checkpoints", "seq_chunks")
 
 
 class Checkpoint(NamedTuple):
@@ -35,16 +41,83 @@ class Checkpoint(NamedTuple):
     slot: int
 
 
+class Cuts(NamedTuple):
+    """How the sequences of a step are cut into chunks: lists of what `StateBatch` has on the device."""
+
+    query_start: list[int]
+    num_decodes: int
+    chunk_start: list[int]
+    chunk_seqs: list[int]
+    checkpoints: list[int]
+    seq_chunks: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: Sequence[int],
+        sources: Sequence[int],
+        *,
+        checkpoints: Sequence[Checkpoint] = (),
+        decode_tokens: int = 1,
+    ) -> Cuts:
+        """Cut sequences of `query_lens[i]` tokens. The first that have at most `decode_tokens` tokens are the decodes.
+
+        Raises `ValueError` where lengths make no sense, or where a checkpoint lies in a sequence that goes token by
+        token, outside its tokens, or behind fewer than LEAST_CUT of them and not all.
+        """
+        if min(query_lens, default=0) < 0:
+            raise ValueError(f"a sequence has {min(query_lens)} tokens: give 0 or more")
+        decodes = next((i for i, length in enumerate(query_lens) if length > decode_tokens), len(query_lens))
+        kept = _slots_by_position(checkpoints, query_lens, decodes, sources)
+        cuts = cls([0], decodes, [], [], [], [0])
+        for seq, length in enumerate(query_lens):
+            begin = cuts.query_start[-1]
+            cuts.query_start.append(begin + length)
+            if seq >= decodes:
+                slots = kept.get(seq, {})
+                for first, end in _chunks(length, sorted(slots)):
+                    cuts.chunk_start.append(begin + first)
+                    cuts.chunk_seqs.append(seq)
+                    cuts.checkpoints.append(slots.get(end, -1))
+            cuts.seq_chunks.append(len(cuts.chunk_seqs))
+        cuts.chunk_start.append(cuts.query_start[-1])
+        return cuts
+
+    def padded(self, num_seqs: int, num_chunks: int) -> Cuts:
+        """Return them with empty sequences and chunks behind the last, so many in all."""
+        seqs, chunks = num_seqs + 1 - len(self.query_start), num_chunks - len(self.chunk_seqs)
+        return Cuts(
+            query_start=self.query_start + self.query_start[-1:] * seqs,
+            num_decodes=self.num_decodes,
+            chunk_start=self.chunk_start + self.chunk_start[-1:] * chunks,
+            chunk_seqs=self.chunk_seqs + [0] * chunks,
+            checkpoints=self.checkpoints + [-1] * chunks,
+            seq_chunks=self.seq_chunks + self.seq_chunks[-1:] * seqs,
+        )
+
+
+def most_chunks(num_seqs: int, num_tokens: int, checkpoint_tokens: int) -> int:
+    """Return how many chunks so many sequences have at most, together of `num_tokens` tokens.
+
+    Each end of a sequence, and each checkpoint, of which there are some every `checkpoint_tokens`, may end a chunk
+    early. Sequences of one token behind the decodes are chunks, too.
+    """
+    seqs = min(num_seqs, num_tokens)
+    checkpoints = min(num_tokens, num_tokens // checkpoint_tokens + seqs)
+    return min(num_tokens, num_tokens // CHUNK + seqs + checkpoints)
+
+
 @dataclass(frozen=True)
 class StateBatch:
     """Ragged sequences of one step, and the slots of their states. All int32 on the device unless said.
 
-    The first `num_decodes` sequences, of one or few tokens, go token by token; the others chunk by chunk. A sequence of
-    no tokens reads and writes nothing. A slot that is written in a step must not be read in it by another sequence; a
-    sequence's own source may be its target, or the slot of its first checkpoint, behind at most SOURCE_CUT tokens.
+    The first sequences, of one or few tokens, go token by token: the decodes. The others go chunk by chunk. A sequence
+    of no tokens reads and writes nothing. A slot that is written in a step must not be read in it by another sequence;
+    a sequence's own source may be its target, or the slot of its first checkpoint, behind at most SOURCE_CUT tokens.
 
-    A step that is padded to the size of a captured graph ends in sequences whose slots are -1: what comes out for their
-    tokens is arbitrary but finite, if what went in was.
+    A step that is padded to the size of a captured graph ends in sequences and chunks of no tokens, or in sequences
+    whose slots are -1. What a recurrence gives for their tokens, or for those of no sequence, is arbitrary but finite,
+    if what went in was.
 
     Kernels of a GPU read all of it while the kernel before them may still run: between what writes it and the first of
     them there must be one that is launched the ordinary way (see `baton.kernels.pdl`), such as an embedding.
@@ -53,11 +126,13 @@ class StateBatch:
     query_start: Tensor  # [num_seqs + 1]  sequence i's tokens are query_start[i]:query_start[i + 1]
     sources: Tensor  # [num_seqs]  slot that a sequence's state is read from; -1: it begins with zeros
     targets: Tensor  # [num_seqs]  slot that its state is written to; -1: nowhere
-    num_decodes: int
+    num_decodes: Tensor  # [1]
     chunk_start: Tensor  # [num_chunks + 1]  chunk c's tokens, CHUNK at most, are chunk_start[c]:chunk_start[c + 1]
     chunk_seqs: Tensor  # [num_chunks]  its sequence
     checkpoints: Tensor  # [num_chunks]  slot that the state behind it is written to; -1: nowhere
-    seq_chunks: Tensor  # [num_prefills + 1]  sequence num_decodes + i's chunks are seq_chunks[i]:seq_chunks[i + 1]
+    seq_chunks: Tensor  # [num_seqs + 1]  sequence i's chunks are seq_chunks[i]:seq_chunks[i + 1]; a decode has none
+    least_decodes: int  # bounds of the number of decodes, which kernels are launched for
+    most_decodes: int
 
     def __post_init__(self) -> None:
         """Check types and strides, since kernels read these by address. Raises `TypeError`."""
@@ -71,13 +146,19 @@ class StateBatch:
         return self.sources.shape[0]
 
     @property
-    def num_prefills(self) -> int:
-        """Return how many sequences go chunk by chunk."""
-        return self.num_seqs - self.num_decodes
+    def most_prefills(self) -> int:
+        """Return how many sequences go chunk by chunk, at most."""
+        return self.num_seqs - self.least_decodes
 
     @property
     def num_chunks(self) -> int:
         return self.chunk_seqs.shape[0]
+
+    def empty_like(self, rows: Tensor) -> Tensor:
+        """Return memory for what comes out for `rows`, [T, ...], with zeros where they may be of no sequence."""
+        is_padded = self.least_decodes < self.most_decodes
+        make = torch.zeros if is_padded else torch.empty
+        return make(rows.shape, dtype=rows.dtype, device=rows.device)
 
     @classmethod
     def plan(
@@ -90,53 +171,36 @@ class StateBatch:
         decode_tokens: int = 1,
         device: torch.device | None = None,
     ) -> StateBatch:
-        """Return the batch of sequences of `query_lens[i]` tokens; one copy to the device, which is not waited for.
+        """Return the batch of these sequences; one copy to the device, which is not waited for.
 
-        The first sequences that have at most `decode_tokens` tokens are the decodes. Raises `ValueError` where lengths
-        make no sense, or where a checkpoint lies in a sequence that goes token by token, outside its tokens, or
-        behind fewer than LEAST_CUT of them and not all.
+        Raises `ValueError` as `Cuts.of` does, and where there is not one source and one target for every sequence.
         """
         if not len(query_lens) == len(sources) == len(targets):
             raise ValueError(
                 f"{len(query_lens)} query lengths, {len(sources)} sources and {len(targets)} targets: give one of each "
                 "for every sequence"
             )
-        if min(query_lens, default=0) < 0:
-            raise ValueError(f"a sequence has {min(query_lens)} tokens: give 0 or more")
-        decodes = next((i for i, length in enumerate(query_lens) if length > decode_tokens), len(query_lens))
-        kept = _slots_by_position(checkpoints, query_lens, decodes, sources)
-        query_start, chunk_start, chunk_seqs, chunk_slots, seq_chunks = [0], [], [], [], [0]
-        for seq, length in enumerate(query_lens):
-            begin = query_start[-1]
-            query_start.append(begin + length)
-            if seq < decodes:
-                continue
-            slots = kept.get(seq, {})
-            for first, end in _chunks(length, sorted(slots)):
-                chunk_start.append(begin + first)
-                chunk_seqs.append(seq)
-                chunk_slots.append(slots.get(end, -1))
-            seq_chunks.append(len(chunk_seqs))
-        chunk_start.append(query_start[-1])
-        return cls._upload(
-            decodes,
-            device or torch.device("cpu"),
-            (query_start, sources, targets, chunk_start, chunk_seqs, chunk_slots, seq_chunks),
-        )
+        cuts = Cuts.of(query_lens, sources, checkpoints=checkpoints, decode_tokens=decode_tokens)
+        return cls.of_cuts(cuts, sources, targets, device)
 
     @classmethod
-    def _upload(cls, num_decodes: int, device: torch.device, lists: Sequence[Sequence[int]]) -> StateBatch:
-        """Copy all lists, which are in the order of FIELDS, at once; each begins at a multiple of 16 bytes."""
+    def of_cuts(
+        cls, cuts: Cuts, sources: Sequence[int], targets: Sequence[int], device: torch.device | None = None
+    ) -> StateBatch:
+        """Copy all lists to the device at once; each begins at a multiple of 16 bytes."""
+        named = {**cuts._asdict(), "num_decodes": [cuts.num_decodes], "sources": sources, "targets": targets}
+        lists = [named[name] for name in FIELDS]
         sizes = [len(values) for values in lists]
         padded = [-(-size // 4) * 4 for size in sizes]
         words = [
             word for values, size in zip(lists, padded, strict=True) for word in (*values, *[0] * (size - len(values)))
         ]
         packed = torch.tensor(words, dtype=torch.int32)
-        if device.type == "cuda":
+        if device is not None and device.type == "cuda":
             packed = packed.pin_memory().to(device, non_blocking=True)
         parts = [part[:size] for part, size in zip(packed.split(padded), sizes, strict=True)]
-        return cls(num_decodes=num_decodes, **dict(zip(FIELDS, parts, strict=True)))
+        tensors = dict(zip(FIELDS, parts, strict=True))
+        return cls(**tensors, least_decodes=cuts.num_decodes, most_decodes=cuts.num_decodes)
 
 
 def _slots_by_position(

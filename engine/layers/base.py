@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.engine.hf_config.errors import WeightsError
@@ -57,6 +58,20 @@ class Share:
             stretches.append(cls(behind + share.start, share.size, whole))
             behind += share.whole
         return cls(0, sum(share.size for share in shares), whole, tuple(stretches))
+
+    @classmethod
+    def of_parts(cls, items: Share, widths: Sequence[int]) -> Share:
+        """Return these items of a dimension that holds item by item, of each a part of every width, part by part: the
+        first parts of all items, then the second ones, and so on.
+        """
+        size, starts = sum(widths), accumulate(widths, initial=0)
+        whole = items.whole * size
+        stretches = tuple(
+            cls(item * size + start, width, whole)
+            for start, width in zip(starts, widths, strict=False)
+            for item in range(items.start, items.end)
+        )
+        return cls(0, items.size * size, whole, stretches)
 
     @property
     def stretches(self) -> tuple[Share, ...]:
@@ -192,7 +207,7 @@ class Slot:
 
     def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the index of a part of a checkpoint tensor that has all that goes here; () where all of it does."""
-        if self.share_shape == self.shape:
+        if all(share.slice == slice(0, share.whole) for share in self.shares):
             return ()
         return tuple(share.slice for share in self.shares)
 
@@ -205,7 +220,7 @@ class Slot:
 
     def _cut(self, tensor: Tensor) -> Tensor:
         shape = tuple(tensor.shape)
-        if shape == self.share_shape:
+        if shape == self.share_shape and not any(share.sections for share in self.shares):
             return tensor
         if not self.accepts(shape):
             raise WeightsError(f"{self.name} has shape {list(shape)}, must have {list(self.shape)}")

@@ -31,7 +31,7 @@ class GatedDeltaNet(TokenMixer):
     `out_proj`, `A_log` and `dt_bias`.
 
     by_key_head     the projections are `in_proj_qkvz` and `in_proj_ba`, whose outputs lie key head by key head: its
-                    query and key, then the values and the gates of all heads that share them
+                    query and key, then the values and the gates of all heads that share them; here they lie as others
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, by_key_head: bool = False) -> None:
@@ -46,6 +46,8 @@ class GatedDeltaNet(TokenMixer):
             parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         self.in_proj = MergedLinear(config.hidden_size, parts)
         self._by_key_head = by_key_head
+        if by_key_head:
+            self._keep_key_heads(Share.all(shape.num_key_heads))
         self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width)
         self.A_log = Parameter(heads, dtype=torch.float32)
         self.dt_bias = Parameter(heads, dtype=torch.float32)
@@ -62,12 +64,10 @@ class GatedDeltaNet(TokenMixer):
         keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
         channels = Share.of_sections([keys, keys, values])
         if self._by_key_head:
-            whole = self.in_proj.parts["in_proj_qkvz"].size // shape.num_key_heads
-            gates = 2 * shape.num_value_heads // shape.num_key_heads
-            parts = {"in_proj_qkvz": key_heads.times(whole), "in_proj_ba": key_heads.times(gates)}
+            self._keep_key_heads(key_heads)
         else:
             parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj.keep_parts(parts)
+            self.in_proj.keep_parts(parts)
         self.conv1d.keep(channels)
         for parameter in (self.A_log, self.dt_bias):
             parameter.keep(0, heads)
@@ -85,7 +85,9 @@ class GatedDeltaNet(TokenMixer):
         add_to: Tensor | None = None,
     ) -> Tensor:
         shape, cache = self.shape, context.states_at(self.place)
-        qkv, z, b, a = self._split(self.in_proj(hidden, norm=norm))
+        heads = shape.num_value_heads
+        projected = self.in_proj(hidden, norm=norm)
+        qkv, z, b, a = projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
         tail, state = parts_of(cache.slots, self._states, self.place.index)
         qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
@@ -101,14 +103,13 @@ class GatedDeltaNet(TokenMixer):
         gated = gated_rms_norm(out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self._eps).flatten(1)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v [T, conv_channels] side by side, z [T, value_width], b and a [T, heads]."""
-        shape, heads = self.shape, self.shape.num_value_heads
-        if not self._by_key_head:
-            return projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
-        qkvz, ba = projected.split([shape.conv_channels + shape.value_width, 2 * heads], dim=1)
-        values = shape.value_width // shape.num_key_heads
-        split = [shape.key_dim, shape.key_dim, values, values]
-        q, k, v, z = (part.flatten(1) for part in qkvz.unflatten(1, (shape.num_key_heads, -1)).split(split, dim=2))
-        b, a = (part.flatten(1) for part in ba.unflatten(1, (shape.num_key_heads, -1)).chunk(2, dim=2))
-        return torch.cat([q, k, v], 1), z, b, a
+    def _keep_key_heads(self, heads: Share) -> None:
+        """Compute the projections of these key heads only, each projection's of all heads side by side."""
+        shape = self.shape
+        group = shape.num_value_heads // shape.num_key_heads
+        values = group * shape.value_dim
+        parts = {
+            "in_proj_qkvz": Share.of_parts(heads, [shape.key_dim, shape.key_dim, values, values]),
+            "in_proj_ba": Share.of_parts(heads, [group, group]),
+        }
+        self.in_proj.keep_parts(parts)

@@ -44,6 +44,9 @@ class BlockScales(Parameter):
 
 def _blocks_of(share: Share) -> Share:
     """Return the blocks of 128 that a share of values is made of."""
+    if share.sections:
+        blocks = tuple(_blocks_of(each) for each in share.sections)
+        return Share(0, sum(each.size for each in blocks), -(-share.whole // BLOCK), blocks)
     first = share.start // BLOCK
     return Share(first, -(-share.end // BLOCK) - first, -(-share.whole // BLOCK))
 
@@ -78,12 +81,12 @@ class _RowScalesSlot(Slot):
         return super().index(shape)[:1] if shape and shape[0] == self.shape[0] else ()
 
     def place(self, tensor: Tensor) -> None:
-        if tuple(tensor.shape) in (self.share_shape, (*self.share_shape, 1)):
-            self._place(tensor.reshape(-1))
-            return
-        if not self.accepts(tuple(tensor.shape)):
-            raise WeightsError(f"{self.name} has shape {list(tensor.shape)}, must have {list(self.shape)} or one value")
-        self._place(tensor.reshape(-1).expand(self.shape)[self.shares[0].slice])
+        shape, values = tuple(tensor.shape), tensor.reshape(-1)
+        if self.accepts(shape):
+            values = values.expand(self.shape)
+        elif shape not in (self.share_shape, (*self.share_shape, 1)):
+            raise WeightsError(f"{self.name} has shape {list(shape)}, must have {list(self.shape)} or one value")
+        self._place(self._cut(values))
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Fp8Linear(LinearMethod):
 
     def divides(self, columns: Share, parts: Sequence[Share]) -> bool:
         """Return true where no block belongs to two ranks."""
-        borders = [border for share in (columns, *parts) for border in (share.start, share.end) if border < share.whole]
+        stretches = [stretch for share in (columns, *parts) for stretch in share.stretches]
+        borders = [border for each in stretches for border in (each.start, each.end) if border < each.whole]
         return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in borders)
 
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:

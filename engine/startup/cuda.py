@@ -18,7 +18,7 @@ from baton.kernels.compiler import Compiler, recording
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheKind, CacheLayout
+from ..core.layout import CacheLayout
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..models import load_model, stub_model
@@ -125,7 +125,7 @@ class CudaStartup:
             warm_up_collectives(model, groups, getattr(torch, model_config.dtype))
         self._stream.synchronize()
         limits = self._limits(model_config.max_model_len)
-        sizes = list(self._shapes(limits, caches).in_capture_order())
+        sizes = list(self._shapes(limits).in_capture_order())
         eager = self._config.enforce_eager
         arenas = allocate_arenas(self.allocate, caches, [1] * len(caches.groups))
         return ProfileRun(
@@ -139,14 +139,12 @@ class CudaStartup:
     def _runner(
         self, model: Model, arenas: Sequence[torch.Tensor], model_config: ModelConfig, limits: StepLimits
     ) -> ModelRunner:
-        shapes = self._shapes(limits, model_config.caches)
+        shapes = self._shapes(limits)
         backend = CudaBackend(self._stream, shapes, getattr(torch, model_config.dtype))
         return ModelRunner(model, arenas, backend, limits, model_config.vocab_size)
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return StepLimits(self._steps.max_num_seqs, self._steps.max_num_batched_tokens, max_model_len)
 
-    def _shapes(self, limits: StepLimits, caches: CacheLayout) -> CudaShapes:
-        """Return the sizes of steps to capture. Chunks of layers with states are cut anew in each step: not these."""
-        has_states = any(group.kind is CacheKind.STATE for group in caches.groups)
-        return CudaShapes(limits, max_tokens=0 if has_states else self._steps.max_cudagraph_capture_size)
+    def _shapes(self, limits: StepLimits) -> CudaShapes:
+        return CudaShapes(limits, max_tokens=self._steps.max_cudagraph_capture_size)

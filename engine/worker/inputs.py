@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
-from baton.kernels.state_batch import Checkpoint, StateBatch
+from baton.kernels.state_batch import Checkpoint, Cuts, StateBatch, most_chunks
 
 from ..core.layout import NOT_KEPT
 from ..core.step import PADDING, Chunk, StepSize
@@ -138,71 +138,87 @@ class StateInputs:
         target   slot of the last token of the step           entry (end - 1) // checkpoint_tokens
         cuts     where other entries end                      their slots, if they are to be kept
 
-    A step of chunks is planned on the CPU. One of decodes can be filled on the device, at fixed addresses.
+    A step of chunks is cut on the CPU, and one of decodes filled on the device; both at fixed addresses.
     """
 
     def __init__(self, tables: RowTables, group: int, max_num_seqs: int, checkpoint_tokens: int) -> None:
+        self.group = group
+        self.entry_tokens = checkpoint_tokens
         self._tables = tables
-        self._group = group
-        self._entry_tokens = checkpoint_tokens
+        self._own = tables.states[group]
+        device = tables.memory.device
+        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._all = torch.full((1,), max_num_seqs, dtype=torch.int32, device=device)
+        self._none = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
 
-        def zeros(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=tables.memory.device)
+    @property
+    def sources(self) -> Tensor:
+        return self._own.sources.tensor[0]
 
-        self._sources, self._targets = zeros(max_num_seqs), zeros(max_num_seqs)
-        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
-        self._no_chunks = {"chunk_start": zeros(1), "chunk_seqs": zeros(0), "checkpoints": zeros(0)}
-        self.batch = self._decodes(0)
+    @property
+    def targets(self) -> Tensor:
+        return self._own.targets.tensor[0]
 
-    def plan(self, batch: Batch, shape: StepShape) -> None:
-        """Prepare a step of any chunks; where there are none, of padding."""
-        if batch.rows:
-            slots = self._tables.state_slots[self._group]
-            sources, targets, checkpoints = [], [], []
-            for seq, (row, start, end) in enumerate(zip(batch.rows, batch.starts, batch.ends, strict=True)):
-                table = slots[row]
-                sources.append(table[(start - 1) // self._entry_tokens] if start else NOT_KEPT)
-                targets.append(table[(end - 1) // self._entry_tokens])
-                checkpoints += self._cuts(table, seq, start, end)
-            lens = batch.lens
-        else:
-            lens = [1] * shape.num_decodes
-            lens += [shape.num_tokens - shape.num_decodes] if shape.num_tokens > shape.num_decodes else []
-            sources, targets, checkpoints = [NOT_KEPT] * len(lens), [NOT_KEPT] * len(lens), []
-        device = self._tables.memory.device
-        self.batch = StateBatch.plan(lens, sources, targets, checkpoints=checkpoints, device=device)
+    def set(self, batch: Batch, shape: StepShape) -> None:
+        """Write the slots and cuts of a step of chunks, padded to `shape`."""
+        if shape.is_decode:
+            return
+        slots = self._tables.state_slots[self.group]
+        sources, targets, checkpoints = [], [], []
+        for seq, (row, start, end) in enumerate(zip(batch.rows, batch.starts, batch.ends, strict=True)):
+            table = slots[row]
+            sources.append(table[(start - 1) // self.entry_tokens] if start else NOT_KEPT)
+            targets.append(table[(end - 1) // self.entry_tokens])
+            checkpoints += self._checkpoints(table, seq, start, end)
+        cuts = Cuts.of(batch.lens, sources, checkpoints=checkpoints)
+        more = [NOT_KEPT] * (shape.num_seqs - len(sources))
+        padded = cuts.padded(shape.num_seqs, self._num_chunks(shape))
+        self._tables.set_states(self.group, sources + more, targets + more, padded)
 
-    def fill_decodes(self, num_seqs: int) -> None:
-        """Prepare a step of one token of each sequence of the batch in the tables, in the order of the device."""
-        rows, starts = self._tables.rows.tensor[0, :num_seqs], self._tables.starts.tensor[0, :num_seqs]
-        table, exists = self._tables.blocks[self._group], rows >= 0
-        index = rows.clamp(min=0).long()
-        source = table[index, ((starts - 1).clamp(min=0) // self._entry_tokens).long()]
-        self._sources[:num_seqs] = torch.where(exists & (starts > 0), source, -1)
-        target = table[index, (starts // self._entry_tokens).long()]
-        self._targets[:num_seqs] = torch.where(exists, target, -1)
-        self.batch = self._decodes(num_seqs)
+    def of(self, shape: StepShape) -> StateBatch:
+        """Return the sequences of a step of this shape, which `set` fills, or of decodes the backend."""
+        seqs = shape.num_seqs
+        if shape.is_decode:
+            return StateBatch(
+                query_start=self._one_each[: seqs + 1],
+                sources=self.sources[:seqs],
+                targets=self.targets[:seqs],
+                num_decodes=self._all,
+                chunk_start=self._none[:1],
+                chunk_seqs=self._none[:0],
+                checkpoints=self._none[:0],
+                seq_chunks=self._none[: seqs + 1],
+                least_decodes=seqs,
+                most_decodes=seqs,
+            )
+        chunks = self._num_chunks(shape)
+        return StateBatch(
+            query_start=self._tables.query_start.tensor[0, : seqs + 1],
+            sources=self.sources[:seqs],
+            targets=self.targets[:seqs],
+            num_decodes=self._own.num_decodes.tensor[0],
+            chunk_start=self._own.chunk_start.tensor[0, : chunks + 1],
+            chunk_seqs=self._own.chunk_seqs.tensor[0, :chunks],
+            checkpoints=self._own.checkpoints.tensor[0, :chunks],
+            seq_chunks=self._own.seq_chunks.tensor[0, : seqs + 1],
+            least_decodes=shape.num_decodes,
+            most_decodes=shape.num_decodes or seqs,  # a captured mix has any number of them
+        )
 
-    def _cuts(self, table: Sequence[int], seq: int, start: int, end: int) -> list[Checkpoint]:
+    def _num_chunks(self, shape: StepShape) -> int:
+        decodes = shape.num_decodes
+        return most_chunks(shape.num_seqs - decodes, shape.num_tokens - decodes, self.entry_tokens)
+
+    def _checkpoints(self, table: Sequence[int], seq: int, start: int, end: int) -> list[Checkpoint]:
         """Return the checkpoints within the tokens from `start` to `end` of a sequence.
 
         A slot that was moved on to a later entry (`core.kv.cache_groups`) still stands in the one before.
         """
-        size = self._entry_tokens
+        size = self.entry_tokens
         cuts = range((start // size + 1) * size, end, size)
         slots = ((cut, table[cut // size - 1]) for cut in cuts)
         unkept = (NOT_KEPT, table[(end - 1) // size])
         return [Checkpoint(seq, cut - start, slot) for cut, slot in slots if slot not in unkept]
-
-    def _decodes(self, num_seqs: int) -> StateBatch:
-        return StateBatch(
-            query_start=self._one_each[: num_seqs + 1],
-            sources=self._sources[:num_seqs],
-            targets=self._targets[:num_seqs],
-            num_decodes=num_seqs,
-            seq_chunks=self._no_chunks["chunk_start"],
-            **self._no_chunks,
-        )
 
 
 class InputBuffers:
@@ -228,11 +244,16 @@ class InputBuffers:
         self.table_rows = zeros(max_num_seqs, dtype=torch.int32)
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
 
+    def set(self, batch: Batch, shape: StepShape) -> None:
+        """Write what the CPU alone knows of a step, beside the batch: how chunks of layers with states are cut."""
+        for states in self.states.values():
+            states.set(batch, shape)
+
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
         wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
         caches = tuple(
-            StateCache(self.states[group].batch, arena)
+            StateCache(self.states[group].of(shape), arena)
             if group in self.states
             else GroupCache(self._batch(shape, group), arena)
             for group, arena in enumerate(self._arenas)

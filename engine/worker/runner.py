@@ -38,10 +38,11 @@ class ModelRunner:
         self.model = model
         self.arenas = arenas
         self.backend = backend
-        memory = backend.zeros(RowTables.num_values(limits, len(arenas)))
-        self.writes = backend.table_writes(memory)
         states = [group for group, arena in enumerate(arenas) if arena.dtype == torch.uint8]
-        self.tables = RowTables(memory, self.writes, limits, len(arenas), states)
+        memory = backend.zeros(RowTables.num_values(limits, len(arenas), len(states), checkpoint_tokens))
+        self.writes = backend.table_writes(memory)
+        self.tables = RowTables(memory, self.writes, limits, len(arenas), states, checkpoint_tokens)
+        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_seqs), torch.int32)
@@ -51,7 +52,7 @@ class ModelRunner:
                 model=model,
                 tables=self.tables,
                 current=self.current,
-                inputs=InputBuffers(self.tables, arenas, limits, checkpoint_tokens),
+                inputs=self.inputs,
                 outputs=self.outputs,
                 processors=self.processors,
                 limits=limits,
@@ -79,6 +80,7 @@ class ModelRunner:
             batch = Batch.of(plan.chunks)
             shape, ranks = self._shape(batch, plan.group)
             self.current.set(batch, shape)
+            self.inputs.set(batch, shape)
             self.writes.flush()
             self.outputs.make_room()
             hidden = self.captured.run(shape, ranks)

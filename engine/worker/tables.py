@@ -1,8 +1,8 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | rows | starts | samples | query_start
+    memory [N] int32    tokens | blocks | sampling | rows | starts | samples | query_start | states
                         one row a running request      | the batch of the step
-                                 one table of blocks for each cache group
+                                 one table of blocks for each cache group                   cuts of those with states
 
 All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
 changes is the backend's `TableWrites`.
@@ -11,16 +11,18 @@ changes is the backend's `TableWrites`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels.sampling import ROW_WORDS, encode_row
+from baton.kernels.state_batch import Cuts, most_chunks
 from baton.kernels.step import StepBatch, StepTables
 
-from ..core.layout import BLOCK_SIZE
+from ..core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS
 from ..core.step import Chunk, RowStart
 from .shapes import StepLimits
 
@@ -62,6 +64,18 @@ class Table:
         return self._address + row * self._width + column
 
 
+class StateTables(NamedTuple):
+    """The slots of a step's states in one cache group, and how it is cut into chunks: see `StateBatch`."""
+
+    sources: Table
+    targets: Table
+    num_decodes: Table
+    chunk_start: Table
+    chunk_seqs: Table
+    checkpoints: Table
+    seq_chunks: Table
+
+
 class RowTables:
     """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
@@ -78,18 +92,25 @@ class RowTables:
         limits: StepLimits,
         num_groups: int = 1,
         state_groups: Sequence[int] = (),
+        checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ) -> None:
-        """`memory` has `num_values(limits, num_groups)` zeros; `writes` applies changes to it.
+        """`memory` has `num_values(limits, num_groups, len(state_groups), checkpoint_tokens)` zeros; `writes` applies
+        changes to it.
 
         `state_groups`: the cache groups whose entries are slots of states. Their tables are kept on the CPU, too: a
         step of chunks is cut where their entries end.
         """
         self.memory = memory
         self._writes = writes
-        addresses = np.cumsum([0, *_table_sizes(limits, num_groups)]).tolist()
-        shapes = _table_shapes(limits, num_groups)
+        shapes = _table_shapes(limits, num_groups, len(state_groups), checkpoint_tokens)
+        addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
-        self.tokens, self._blocks, self.sampling, self.rows, self.starts, self.samples, self.query_start = tables
+        self.tokens, self._blocks, self.sampling, self.rows, self.starts, self.samples, self.query_start = tables[:7]
+        size = len(StateTables._fields)
+        self.states = {
+            group: StateTables(*tables[first : first + size])
+            for group, first in zip(state_groups, range(7, len(tables), size), strict=True)
+        }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
         self.step = StepTables(self.tokens.tensor, self.blocks, BLOCK_SIZE)
@@ -98,9 +119,12 @@ class RowTables:
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
     @staticmethod
-    def num_values(limits: StepLimits, num_groups: int = 1) -> int:
+    def num_values(
+        limits: StepLimits, num_groups: int = 1, num_state_groups: int = 0, checkpoint_tokens: int = CHECKPOINT_TOKENS
+    ) -> int:
         """Return how many int32 the tables take."""
-        return sum(_table_sizes(limits, num_groups))
+        shapes = _table_shapes(limits, num_groups, num_state_groups, checkpoint_tokens)
+        return sum(_table_size(*shape) for shape in shapes)
 
     def batch(self, num_seqs: int) -> StepBatch:
         """Return the first `num_seqs` entries of the step's batch."""
@@ -143,16 +167,26 @@ class RowTables:
         if addresses:
             self._writes.add_singles(addresses, blocks)
 
+    def set_states(self, group: int, sources: Sequence[int], targets: Sequence[int], cuts: Cuts) -> None:
+        """Write the slots of a step of chunks, and how it is cut."""
+        values = {**cuts._asdict(), "sources": sources, "targets": targets, "num_decodes": [cuts.num_decodes]}
+        for name, table in self.states[group]._asdict().items():
+            self._writes.add(table.address(0), values[name])
+
     def _block_address(self, group: int, row: int, entry: int) -> int:
         return self._blocks.address(group * self._num_rows + row, entry)
 
 
-def _table_shapes(limits: StepLimits, num_groups: int) -> list[tuple[int, int]]:
+def _table_shapes(
+    limits: StepLimits, num_groups: int, num_state_groups: int, checkpoint_tokens: int
+) -> list[tuple[int, int]]:
     seqs = limits.max_num_seqs
     max_blocks = -(-limits.max_model_len // BLOCK_SIZE)
+    chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
-    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1)]
+    states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
+    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups]
 
 
-def _table_sizes(limits: StepLimits, num_groups: int) -> list[int]:
-    return [-(-rows * width // _ALIGNMENT) * _ALIGNMENT for rows, width in _table_shapes(limits, num_groups)]
+def _table_size(rows: int, width: int) -> int:
+    return -(-rows * width // _ALIGNMENT) * _ALIGNMENT

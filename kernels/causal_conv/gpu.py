@@ -41,10 +41,10 @@ def causal_conv(
     operands = (x, weight, bias, state, batch.query_start, batch.sources, batch.targets)
     strides = (x.stride(0), state.stride(0), out.stride(0))
     sizes = {"WIDTH": width, "SILU": silu, "NUM_CHANNELS": channels}
-    if batch.num_decodes:
-        options = step or tuned.config("causal_conv", x.device, step_key(width, channels, batch.num_decodes), STEP)
-        _convolve_decode[(cdiv(channels, options["CHANNELS"]), batch.num_decodes)](
-            *operands, out, *strides, **sizes, **options, **pdl.launch_options()
+    if decodes := batch.most_decodes:
+        options = step or tuned.config("causal_conv", x.device, step_key(width, channels, decodes), STEP)
+        _convolve_decode[(cdiv(channels, options["CHANNELS"]), decodes)](
+            *operands, batch.num_decodes, out, *strides, **sizes, **options, **pdl.launch_options()
         )
     if batch.num_chunks:
         options = chunks or tuned.config("causal_conv", x.device, chunk_key(width, channels, x.shape[0]), CHUNKS)
@@ -106,6 +106,8 @@ def _convolve_chunk(
     if bias is not None:
         shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     pdl.wait_for_previous()
+    if count == 0:
+        return
     before1, before2, before3 = _before(inputs, x_stride, tail, source, start, channel, WIDTH, NUM_CHANNELS)
     for at in range(0, count, ROWS):
         row = inputs + (start + at).to(tl.int64) * x_stride + channel
@@ -159,6 +161,7 @@ def _convolve_decode(
     query_start,
     sources,
     targets,
+    num_decodes,
     out,
     x_stride,
     state_stride,
@@ -174,6 +177,7 @@ def _convolve_decode(
     exists = channel < NUM_CHANNELS
     begin = tl.load(query_start + seq)
     length = tl.load(query_start + seq + 1) - begin
+    length = tl.where(seq < tl.load(num_decodes), length, 0)
     source = tl.load(sources + seq).to(tl.int64)
     target = tl.load(targets + seq).to(tl.int64)
     inputs = x + begin.to(tl.int64) * x_stride

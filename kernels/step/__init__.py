@@ -3,6 +3,7 @@
     apply_writes     what changed since the last step ──> tables
     decode_inputs    rows, starts                     ──> token ids, positions, slots, lengths
     chunk_inputs     rows, starts, query_start        ──> the same, for chunks of any length
+    decode_states    rows, starts                     ──> slots of recurrent states
     store_tokens     drawn tokens                     ──> tables for the next step, ring for the CPU
     replace_tokens   tokens that were drawn again     ──> the same places
 
@@ -27,6 +28,7 @@ __all__ = [
     "apply_writes",
     "chunk_inputs",
     "decode_inputs",
+    "decode_states",
     "replace_tokens",
     "store_tokens",
 ]
@@ -51,6 +53,15 @@ def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> 
 def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
     """Fill `inputs` for tokens `starts[i] ...` of each row, as many as `query_start` says."""
     _implementation(inputs.token_ids).chunk_inputs(tables, batch, inputs)
+
+
+def decode_states(table: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor) -> None:
+    """Find the slots of one token of each row, in a `table` [num_rows, entries] whose entries stand for `entry_tokens`.
+
+    The first values of `sources` become the slots behind the token before, -1 where there is none, those of `targets`
+    the slots behind the token at `starts`; of padding both are -1. All int32.
+    """
+    _implementation(table).decode_states(table, batch, entry_tokens, sources, targets)
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:

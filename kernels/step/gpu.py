@@ -61,6 +61,22 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     )
 
 
+def decode_states(table: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor) -> None:
+    num_seqs = len(batch.rows)
+    _decode_states[(triton.cdiv(num_seqs, BLOCK),)](
+        table,
+        batch.rows,
+        batch.starts,
+        sources,
+        targets,
+        num_seqs,
+        table.stride(0),
+        entry_tokens,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     _store(drawn, drawn, tables, batch, inputs, ring, again=False)
 
@@ -169,6 +185,30 @@ def _decode_inputs(
     tl.store(seq_lens + seqs, tl.where(real, start + 1, 0), mask=mask)
     tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
     tl.store(last_tokens + seqs, seqs.to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decode_states(
+    table,
+    rows,
+    starts,
+    sources,
+    targets,
+    num_seqs,
+    table_stride,
+    entry_tokens: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seqs < num_seqs
+    row = tl.load(rows + seqs, mask=mask, other=-1)
+    start = tl.load(starts + seqs, mask=mask, other=0)
+    real = row >= 0
+    entries = table + tl.maximum(row, 0).to(tl.int64) * table_stride
+    source = tl.load(entries + (start - 1) // entry_tokens, mask=real & (start > 0), other=-1)
+    tl.store(sources + seqs, source, mask=mask)
+    target = tl.load(entries + start // entry_tokens, mask=real, other=-1)
+    tl.store(targets + seqs, target, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "token_programs"])

@@ -32,6 +32,13 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     _fill_tokens(tables, inputs, batch.rows[owners].clamp(min=0), positions, tokens < ends[-1])
 
 
+def decode_states(table: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor) -> None:
+    real, rows = batch.rows >= 0, batch.rows.clamp(min=0).long()
+    before = table[rows, (batch.starts - 1).clamp(min=0) // entry_tokens]
+    sources[: len(rows)] = torch.where(real & (batch.starts > 0), before, -1)
+    targets[: len(rows)] = torch.where(real, table[rows, batch.starts // entry_tokens], -1)
+
+
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     page = ring.pages[int(ring.turn)]
     stored = ((batch.rows >= 0) & (batch.samples != 0)).nonzero()[:, 0]

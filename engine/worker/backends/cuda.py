@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.sampling import sample, sample_rows
-from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, replace_tokens, store_tokens
+from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, decode_states, replace_tokens, store_tokens
 
 from ...layers.base import RankRows
 from ..inputs import Batch
@@ -74,11 +74,10 @@ class CudaStep:
         buffers, batch = self._buffers(shape), tables.batch(shape.num_seqs)
         fill = decode_inputs if shape.is_decode else chunk_inputs
         fill(tables.step, batch, buffers)
-        for states in parts.inputs.states.values():
-            if shape.is_decode:
-                states.fill_decodes(shape.num_seqs)
-            else:
-                states.plan(parts.current.batch, shape)
+        if shape.is_decode:
+            for states in parts.inputs.states.values():
+                table = tables.blocks[states.group]
+                decode_states(table, batch, states.entry_tokens, states.sources, states.targets)
         inputs = parts.inputs.of(shape)
         hidden = parts.model.forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]

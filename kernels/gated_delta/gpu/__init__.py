@@ -50,13 +50,13 @@ def gated_delta(
     """
     _, num_heads, value_dim = v.shape
     shape = Shape(num_heads, num_heads // q.shape[1], q.shape[2], value_dim, gate.per_dim)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    out = batch.empty_like(v) if out is None else out
     operands = (q, k, v, gate, state, batch, shape, scale, norm_eps, out)
-    if batch.num_decodes:
-        _step(*operands, step or step_options(shape, batch.num_decodes, q.device))
+    if batch.most_decodes:
+        _step(*operands, step or step_options(shape, batch.most_decodes, q.device))
     if batch.num_chunks:
         intra = intra or intra_options(shape, q.shape[0], q.device)
-        scan = scan or scan_options(shape, batch.num_prefills, q.shape[0], q.device)
+        scan = scan or scan_options(shape, batch.most_prefills, q.shape[0], q.device)
         _chunks(*operands, intra, scan)
     return out
 
@@ -75,7 +75,7 @@ def _step(
     options: Options,
 ) -> None:
     values = options["VALUES"]
-    step_tokens[(cdiv(shape.value_dim, values), shape.num_heads, batch.num_decodes)](
+    step_tokens[(cdiv(shape.value_dim, values), shape.num_heads, batch.most_decodes)](
         q,
         k,
         v,
@@ -87,6 +87,7 @@ def _step(
         batch.query_start,
         batch.sources,
         batch.targets,
+        batch.num_decodes,
         out,
         q.stride(0),
         k.stride(0),
@@ -159,7 +160,7 @@ def _chunks(
             **launch,
         )
         keys = q, k, None
-    scan_chunks[(cdiv(shape.value_dim, scan["VALUES"]), heads, batch.num_prefills)](
+    scan_chunks[(cdiv(shape.value_dim, scan["VALUES"]), heads, batch.most_prefills)](
         *keys,
         v,
         mixing,
@@ -172,7 +173,7 @@ def _chunks(
         batch.checkpoints,
         batch.seq_chunks,
         out,
-        batch.num_decodes,
+        batch.least_decodes,
         q.stride(0),
         k.stride(0),
         v.stride(0),

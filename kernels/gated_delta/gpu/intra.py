@@ -59,6 +59,8 @@ def intra_chunk(
     token = first.to(tl.int64) + row
     dims = first_head // GROUP * KEY_DIM + tl.arange(0, KEY_DIM)
     pdl.wait_for_previous()
+    if count == 0:
+        return
     keys = tl.load(k + token[:, None] * k_stride + dims[None, :], mask=known[:, None], other=0.0)
     queries = tl.load(q + token[:, None] * q_stride + dims[None, :], mask=known[:, None], other=0.0)
     key_products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)

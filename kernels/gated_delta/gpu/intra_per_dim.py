@@ -68,6 +68,8 @@ def intra_chunk_per_dim(
     if log_rate is not None:
         rate, offset = tl.exp(tl.load(log_rate + head)), tl.load(bias + head * KEY_DIM + dim)[None, :]
     pdl.wait_for_previous()
+    if count == 0:
+        return
     cells = head // GROUP * KEY_DIM + dim[None, :]
     dtype: tl.constexpr = read_keys.dtype.element_ty
     keys = tl.load(k + token[:, None] * k_stride + cells, mask=known[:, None], other=0.0).to(tl.float32)

@@ -29,6 +29,7 @@ def step_tokens(
     query_start,
     sources,
     targets,
+    num_decodes,
     out,  # [T, NUM_HEADS, VALUE_DIM], tokens out_stride apart
     q_stride,
     k_stride,
@@ -54,7 +55,7 @@ def step_tokens(
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     dim = tl.arange(0, KEY_DIM)
     begin = tl.load(query_start + seq)
-    end = tl.load(query_start + seq + 1)
+    end = tl.where(seq < tl.load(num_decodes), tl.load(query_start + seq + 1), begin)
     source = tl.load(sources + seq).to(tl.int64)
     target = tl.load(targets + seq).to(tl.int64)
     from_arena = source >= 0 and begin < end

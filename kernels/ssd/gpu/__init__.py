@@ -46,12 +46,12 @@ def ssd(
     """See `baton.kernels.ssd.ssd`; `step` and `scan` are options to use instead of the tuned ones."""
     num_tokens, num_heads, head_dim = x.shape
     shape = SSDShape(num_heads, num_heads // b.shape[1], head_dim, b.shape[2])
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    out = batch.empty_like(x) if out is None else out
     operands = _Operands(x, b, c, time_steps, state, batch, skip, out, shape)
-    if batch.num_decodes:
-        operands.run_decodes(step or step_options(shape, batch.num_decodes, x.device))
+    if batch.most_decodes:
+        operands.run_decodes(step or step_options(shape, batch.most_decodes, x.device))
     if batch.num_chunks:
-        operands.run_chunks(scan or scan_options(shape, batch.num_prefills, num_tokens, x.dtype, x.device))
+        operands.run_chunks(scan or scan_options(shape, batch.most_prefills, num_tokens, x.dtype, x.device))
     return out
 
 
@@ -71,11 +71,11 @@ class _Operands:
 
     def run_decodes(self, options: Options) -> None:
         shape, batch, steps = self.shape, self.batch, self.time_steps
-        step_tokens[(cdiv(shape.head_dim, options["VALUES"]), shape.num_heads, batch.num_decodes)](
+        step_tokens[(cdiv(shape.head_dim, options["VALUES"]), shape.num_heads, batch.most_decodes)](
             *(self.x, self.b, self.c),
             *(steps.raw, steps.log_rate, steps.bias),
             *(self.skip, self.state),
-            *(batch.query_start, batch.sources, batch.targets),
+            *(batch.query_start, batch.sources, batch.targets, batch.num_decodes),
             self.out,
             *(self.x.stride(0), self.b.stride(0), self.c.stride(0), steps.raw.stride(0)),
             *(self.state.stride(0), self.out.stride(0)),
@@ -99,13 +99,13 @@ class _Operands:
             **SUMS,
             **pdl.launch_options(),
         )
-        grid = (cdiv(shape.head_dim, options["VALUES"]), shape.num_heads // options["HEADS"], batch.num_prefills)
+        grid = (cdiv(shape.head_dim, options["VALUES"]), shape.num_heads // options["HEADS"], batch.most_prefills)
         scan_chunks[grid](
             *(self.x, self.b, self.c),
             *(factors, self.skip, self.state),
             *(batch.sources, batch.targets, batch.chunk_start, batch.checkpoints, batch.seq_chunks),
             self.out,
-            batch.num_decodes,
+            batch.least_decodes,
             *(self.x.stride(0), self.b.stride(0), self.c.stride(0)),
             *(self.state.stride(0), self.out.stride(0)),
             **self._sizes,

@@ -85,8 +85,8 @@ def scan_chunks(
     group = head // GROUP
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     dim = tl.arange(0, STATE_DIM)
-    first_chunk = tl.load(seq_chunks + seq)
-    end_chunk = tl.load(seq_chunks + seq + 1)
+    first_chunk = tl.load(seq_chunks + first_seq + seq)
+    end_chunk = tl.load(seq_chunks + first_seq + seq + 1)
     source = tl.load(sources + first_seq + seq).to(tl.int64)
     target = tl.load(targets + first_seq + seq).to(tl.int64)
     direct, second_direct = 0.0, 0.0

@@ -27,6 +27,7 @@ def step_tokens(
     query_start,
     sources,
     targets,
+    num_decodes,
     out,  # [T, NUM_HEADS, HEAD_DIM], tokens out_stride apart
     x_stride,
     b_stride,
@@ -49,7 +50,7 @@ def step_tokens(
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     dim = tl.arange(0, STATE_DIM)
     begin = tl.load(query_start + seq)
-    end = tl.load(query_start + seq + 1)
+    end = tl.where(seq < tl.load(num_decodes), tl.load(query_start + seq + 1), begin)
     source = tl.load(sources + seq).to(tl.int64)
     target = tl.load(targets + seq).to(tl.int64)
     from_arena = source >= 0 and begin < end

@@ -55,6 +55,8 @@ def sum_time_steps(
     if bias is not None:
         offset = tl.load(bias + head, mask=is_head, other=0.0)[None, :]
     pdl.wait_for_previous()
+    if count == 0:
+        return
     token = first.to(tl.int64) + row
     given = tl.load(raw + token[:, None] * raw_stride + head[None, :], mask=known, other=0.0)
     dt = tl.where(known, time_step(given, offset, lowest, highest), 0.0)

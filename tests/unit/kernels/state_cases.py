@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from baton.kernels.state_batch import Checkpoint, StateBatch
+from baton.kernels.state_batch import Checkpoint, Cuts, StateBatch
 
 NO_SLOT = -1
 
@@ -24,6 +24,7 @@ class StateCase:
     decode_tokens: int = 1
     first_slot: int = 0
     keeps_in_source: bool = False  # the first checkpoint of a sequence goes to its source
+    padding: int = 0  # empty sequences, and as many chunks, behind the others: a captured step of any mix
 
     def draw(
         self, shape: Sequence[int], generator: torch.Generator, device: torch.device, dtype: torch.dtype = torch.float32
@@ -43,10 +44,13 @@ class StateCase:
             in_source = self.keeps_in_source and seq not in seen and sources[seq] != NO_SLOT
             kept.append(Checkpoint(seq, tokens, sources[seq] if in_source else free.pop()))
             seen.add(seq)
-        batch = StateBatch.plan(
-            self.query_lens, sources, targets, checkpoints=kept, decode_tokens=self.decode_tokens, device=device
-        )
-        return state, batch
+        cuts = Cuts.of(self.query_lens, sources, checkpoints=kept, decode_tokens=self.decode_tokens)
+        if not self.padding:
+            return state, StateBatch.of_cuts(cuts, sources, targets, device)
+        more = [NO_SLOT] * self.padding
+        cuts = cuts.padded(num_seqs + self.padding, len(cuts.chunk_seqs) + self.padding)
+        batch = StateBatch.of_cuts(cuts, sources + more, targets + more, device)
+        return state, replace(batch, least_decodes=0, most_decodes=num_seqs + self.padding)
 
 
 def written_slots(batch: StateBatch) -> list[int]:

@@ -87,9 +87,16 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.devi
     step.check(gpu.causal_conv)
 
 
+def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.device) -> None:
+    case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
+    step = conv_step([1, 1, 1, 130, 1, 20], triton_device, **case)  # type: ignore[arg-type]
+    assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)
+    step.check(gpu.causal_conv)
+
+
 def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
     step = conv_step([5, 1, 0, 2, 3], triton_device, decode_tokens=5, fresh=[3])
-    assert step.batch.num_decodes == 5
+    assert step.batch.num_decodes.item() == 5
     step.check(gpu.causal_conv)
 
 
@@ -109,7 +116,8 @@ def test_padding_of_a_captured_graph_writes_nothing(triton_device: torch.device)
 def test_tokens_are_loaded_16_bytes_at_a_time() -> None:
     types = {
         **dict.fromkeys(("x", "weight", "bias", "state", "out"), "*bf16"),
-        **dict.fromkeys(("query_start", "sources", "targets", "chunk_start", "chunk_seqs", "checkpoints"), "*i32"),
+        **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
+        **dict.fromkeys(("chunk_start", "chunk_seqs", "checkpoints"), "*i32"),
         **dict.fromkeys(("x_stride", "state_stride", "out_stride"), "i32:16"),
     }
     constants = {"WIDTH": 4, "SILU": True, "NUM_CHANNELS": 8192}

@@ -53,9 +53,17 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(per_dim: bool, triton_dev
 
 
 @pytest.mark.parametrize("per_dim", [False, True])
+def test_a_step_of_any_mix_passes_over_what_is_not_its_own(per_dim: bool, triton_device: torch.device) -> None:
+    case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
+    step = delta_step([1, 1, 1, 130, 1, 20], triton_device, per_dim=per_dim, **case)  # type: ignore[arg-type]
+    assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)
+    step.check(gpu.gated_delta)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
 def test_a_few_tokens_go_one_by_one(per_dim: bool, triton_device: torch.device) -> None:
     step = delta_step([4, 1, 0, 3], triton_device, decode_tokens=4, per_dim=per_dim, fresh=[1])
-    assert step.batch.num_decodes == 4
+    assert step.batch.num_decodes.item() == 4
     step.check(gpu.gated_delta)
 
 
@@ -156,7 +164,8 @@ TENSORS = ("q", "k", "v", "decay", "beta", "mixing", "attention", "out", "read_k
 TYPES = {
     **dict.fromkeys(TENSORS, "*bf16"),
     **dict.fromkeys(("log_rate", "bias", "factors", "keep", "state"), "*fp32"),
-    **dict.fromkeys(("query_start", "sources", "targets", "chunk_start", "checkpoints", "seq_chunks"), "*i32"),
+    **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
+    **dict.fromkeys(("chunk_start", "checkpoints", "seq_chunks"), "*i32"),
     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride"), "i32:16"),
     **dict.fromkeys(("state_stride", "out_stride"), "i32:16"),
     **{"first_seq": "i32", "scale": "fp32", "eps": "fp32"},

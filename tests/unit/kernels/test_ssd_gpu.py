@@ -50,9 +50,16 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.devi
     step.check(gpu.ssd)
 
 
+def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.device) -> None:
+    case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
+    step = ssd_step([1, 1, 1, 130, 1, 20], triton_device, **case)  # type: ignore[arg-type]
+    assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)
+    step.check(gpu.ssd)
+
+
 def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
     step = ssd_step([4, 1, 0, 3], triton_device, decode_tokens=4, fresh=[1])
-    assert step.batch.num_decodes == 4
+    assert step.batch.num_decodes.item() == 4
     step.check(gpu.ssd)
 
 
@@ -143,7 +150,8 @@ def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device
 TYPES = {
     **dict.fromkeys(("x", "b", "c", "raw", "out"), "*bf16"),
     **dict.fromkeys(("log_rate", "bias", "skip", "factors", "state"), "*fp32"),
-    **dict.fromkeys(("query_start", "sources", "targets", "chunk_start", "checkpoints", "seq_chunks"), "*i32"),
+    **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
+    **dict.fromkeys(("chunk_start", "checkpoints", "seq_chunks"), "*i32"),
     **dict.fromkeys(("x_stride", "b_stride", "c_stride", "raw_stride", "state_stride", "out_stride"), "i32:16"),
     **{"first_seq": "i32", "lowest": "fp32", "highest": "fp32"},
 }

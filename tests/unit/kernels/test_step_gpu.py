@@ -121,6 +121,28 @@ def test_decode_inputs_are_chunk_inputs_of_one_token_each(
     assert step.inputs.last_tokens.tolist() == list(range(num_seqs))
 
 
+@pytest.mark.parametrize("num_seqs", [1, 6, 130])
+def test_states_of_decodes_are_found_in_the_entries_of_the_tokens_before_and_at_them(
+    kernels: object, triton_device: torch.device, num_seqs: int
+) -> None:
+    starts = [0, 1, 511, 512, 513, 1024][:num_seqs]
+    rows = [3, 0, 4, 1, 2, 5][: len(starts)]
+    table = torch.arange(100, 124, dtype=torch.int32, device=triton_device).view(6, 4)
+    padding = num_seqs - len(starts)
+    batch = StepBatch(
+        rows=torch.tensor([*rows, *[-1] * padding], dtype=torch.int32, device=triton_device),
+        starts=torch.tensor([*starts, *[700] * padding], dtype=torch.int32, device=triton_device),
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=triton_device),
+        samples=torch.ones(num_seqs, dtype=torch.int32, device=triton_device),
+    )
+    sources, targets = (torch.full((200,), -7, dtype=torch.int32, device=triton_device) for _ in range(2))
+    kernels.decode_states(table, batch, 512, sources, targets)  # type: ignore[attr-defined]
+    before = [-1 if not start else 100 + 4 * row + (start - 1) // 512 for row, start in zip(rows, starts, strict=True)]
+    behind = [100 + 4 * row + start // 512 for row, start in zip(rows, starts, strict=True)]
+    assert sources.tolist() == [*before, *[-1] * padding, *[-7] * (200 - num_seqs)]
+    assert targets.tolist() == [*behind, *[-1] * padding, *[-7] * (200 - num_seqs)]
+
+
 def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
     kernels: object, triton_device: torch.device
 ) -> None:
