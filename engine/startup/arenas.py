@@ -7,8 +7,11 @@
     window        all blocks of the one that is read, of the others those that a window can span
     state         slots of every sequence: two while it runs, and checkpoints, one for each CHECKPOINT_SPACING tokens
 
-Each arena holds one sequence of full length at least; what is left is divided in the proportion of what each group
-would hold beyond that at full load.
+Each arena holds one sequence of full length at least. What is left is divided without knowing how long sequences will
+be: those of 1000 tokens fill windows, those of 100 000 fill full layers. So each group gets memory in the proportion of
+the most that it would hold if all sequences were of one length, the length that suits it best, and as many of them as
+fit. Whatever length they have, as many run at once as in the best division for that length, times the share that all
+groups' most are of the memory.
 """
 
 from __future__ import annotations
@@ -137,9 +140,37 @@ def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_mo
         shorter = for_tokens // sum(needs.block_bytes for needs in groups if isinstance(needs, BlockNeeds))
         return [needs.least(shorter * BLOCK_SIZE) for needs in groups]
     least = [needs.least(max_model_len) for needs in groups]
-    beyond = [
-        needs.at_full_load(max_num_seqs, max_model_len) - fewest for needs, fewest in zip(groups, least, strict=True)
+    full = [
+        (needs.at_full_load(max_num_seqs, max_model_len) - fewest) * needs.block_bytes
+        for needs, fewest in zip(groups, least, strict=True)
     ]
-    wanted = sum(count * needs.block_bytes for count, needs in zip(beyond, groups, strict=True))
-    shared = min(left, wanted)
-    return [fewest + (count * shared // wanted if wanted else 0) for fewest, count in zip(least, beyond, strict=True)]
+    shares = _divide(left, full, _most_bytes(groups, left, max_num_seqs, max_model_len))
+    return [fewest + share // needs.block_bytes for needs, fewest, share in zip(groups, least, shares, strict=True)]
+
+
+def _most_bytes(groups: Sequence[ArenaNeeds], num_bytes: int, max_num_seqs: int, max_model_len: int) -> list[int]:
+    """Return the most that each group would hold, of any length of sequences, of which as many run as fit."""
+    most = [0] * len(groups)
+    lengths = [1 << bits for bits in range(BLOCK_SIZE.bit_length() - 1, max_model_len.bit_length())]
+    for length in (*lengths, max_model_len):
+        held = [needs.while_running(length) * needs.block_bytes for needs in groups]
+        of_all = min(num_bytes, max_num_seqs * sum(held))
+        most = [max(before, of_all * each // sum(held)) for before, each in zip(most, held, strict=True)]
+    return most
+
+
+def _divide(num_bytes: int, limits: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """Return shares of `num_bytes` in the proportion of the weights, none above its limit."""
+    shares = list(limits)
+    open_to_more = set(range(len(limits)))
+    while open_to_more:
+        left = num_bytes - sum(shares[index] for index in range(len(limits)) if index not in open_to_more)
+        total = max(1, sum(weights[index] for index in open_to_more))
+        fair = {index: left * weights[index] // total for index in open_to_more}
+        limited = {index for index in open_to_more if fair[index] >= limits[index]}
+        if not limited:
+            for index, share in fair.items():
+                shares[index] = share
+            break
+        open_to_more -= limited
+    return shares

@@ -1,4 +1,4 @@
-"""The memory for blocks is divided between cache groups by what each would hold at full load."""
+"""The memory for blocks is divided between cache groups so that sequences of any length find room."""
 
 from __future__ import annotations
 
@@ -63,12 +63,37 @@ def test_at_full_load_a_window_takes_little_beside_full_layers() -> None:
     assert list(divide_memory(layout(FULL, WINDOW), 1 << 50, 64, 32_768)) == needed
 
 
-def test_less_memory_than_full_load_is_divided_in_its_proportion() -> None:
+@pytest.mark.parametrize(
+    ("layers", "share"),
+    [
+        ([FULL, *[msgspec.structs.replace(WINDOW, window=1024)] * 5], 0.5),  # as in Gemma 3
+        ([FULL, WINDOW], 0.65),  # as in gpt-oss
+        ([FULL, STATE, STATE, STATE], 0.5),  # as in Qwen3.5
+        ([FULL, STATE, WINDOW], 0.4),
+    ],
+)
+@pytest.mark.parametrize("max_num_seqs", [16, 512])
+def test_of_any_length_a_good_part_of_the_sequences_that_would_fit_run_at_once(
+    layers: list[LayerCache | LayerState], share: float, max_num_seqs: int
+) -> None:
+    """Dividing by full load alone left windows so little that an eighth of Gemma's short sequences ran at once."""
+    caches, memory = layout(*layers), 4 << 30
+    groups = [needs_of(group) for group in caches.groups]
+    counts = divide_memory(caches, memory, max_num_seqs, 40_960)
+    for length in (64, 500, 1000, 1300, 4000, 10_000, 40_000):
+        held = [needs.while_running(length) for needs in groups]
+        fitting = min(max_num_seqs, memory // num_bytes(caches, held))
+        running = min(count // each for count, each in zip(counts, held, strict=True))
+        assert running >= share * fitting - 1, length
+
+
+def test_a_group_that_holds_all_of_full_load_leaves_the_rest_to_others() -> None:
     caches = layout(FULL, WINDOW)
-    needed = [needs_of(group).at_full_load(64, 32_768) for group in caches.groups]
-    half = num_bytes(caches, [WHOLE + (count - WHOLE) // 2 for count in needed])
-    counts = divide_memory(caches, half, 64, 32_768)
-    assert list(counts) == [pytest.approx(WHOLE + (count - WHOLE) / 2, abs=1) for count in needed]
+    full, windowed = (needs_of(group).at_full_load(16, 32_768) for group in caches.groups)
+    nearly = num_bytes(caches, [full - 100, windowed])
+    counts = list(divide_memory(caches, nearly, 16, 32_768))
+    assert counts[1] == windowed
+    assert counts[0] == pytest.approx(full - 100, abs=1)
 
 
 def test_requests_of_a_size_that_fit_at_once() -> None:

@@ -35,6 +35,26 @@ CONFIG = {
     "eos_token_id": 2,
     "dtype": "bfloat16",
 }
+HYBRID = {
+    **CONFIG,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+KINDS = pytest.mark.parametrize("config", [CONFIG, HYBRID], ids=["attention", "hybrid"])
 PLAIN: dict[str, Any] = {"temperature": 1.0}
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.9,
@@ -56,11 +76,11 @@ def make() -> Iterator[Callable[..., LLM]]:
     """Engines of a small model with dummy weights, each gone when the next one comes."""
     made: list[LLM] = []
 
-    def build(folder: Path, **args: Any) -> LLM:
+    def build(folder: Path, config: dict[str, Any] = CONFIG, **args: Any) -> LLM:
         made.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "config.json").write_text(json.dumps(config))
         small = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.3}
         made.append(LLM(str(folder), **{**small, "max_num_seqs": 64, "max_num_batched_tokens": 2048, **args}))
         return made[0]
@@ -100,16 +120,17 @@ ROUNDING = 0.05  # of a logprob, in bfloat16
 LENS = [5, 700, 64, 1, 300, 17, 16, 90, 1200, 33, 250, 8]
 
 
+@KINDS
 @pytest.mark.parametrize("controls", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 def test_one_step_in_flight_or_two_captured_or_not_the_tokens_are_the_same(
-    make: Callable[..., LLM], tmp_path: Path, controls: dict[str, Any]
+    make: Callable[..., LLM], tmp_path: Path, controls: dict[str, Any], config: dict[str, Any]
 ) -> None:
     """Steps are cut in the same way, so that only padding differs; sums of padded products may differ in a last bit,
     and from a draw that hung by it, the answers."""
-    expected = answers(make(tmp_path), LENS, logprobs=0, **controls)
-    in_turns = answers(make(tmp_path, async_scheduling=False), LENS, logprobs=0, **controls)
+    expected = answers(make(tmp_path, config), LENS, logprobs=0, **controls)
+    in_turns = answers(make(tmp_path, config, async_scheduling=False), LENS, logprobs=0, **controls)
     assert [answer.token_ids for answer in in_turns] == [answer.token_ids for answer in expected]
-    eager = answers(make(tmp_path, enforce_eager=True), LENS, logprobs=0, **controls)
+    eager = answers(make(tmp_path, config, enforce_eager=True), LENS, logprobs=0, **controls)
     same = sum(agreed(a, b) for a, b in zip(eager, expected, strict=True))
     assert same > 0.6 * sum(len(answer.token_ids) for answer in expected)
 
@@ -134,8 +155,11 @@ def test_grammars_hold_and_change_nobody_elses_tokens(make: Callable[..., LLM], 
     assert llm.engine.core.stats().num_late_compilations == 0
 
 
-def test_a_steady_decode_step_is_one_replay_and_writes_nothing(make: Callable[..., LLM], tmp_path: Path) -> None:
-    llm = make(tmp_path)
+@KINDS
+def test_a_steady_decode_step_is_one_replay_and_writes_nothing(
+    make: Callable[..., LLM], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    llm = make(tmp_path, config)
     runner: Any = llm.engine.core._runner
     tokens(llm, [16, 16, 16], max_tokens=2)
     writes, eager = runner.writes.num_flushes, runner.captured.num_eager
@@ -145,8 +169,11 @@ def test_a_steady_decode_step_is_one_replay_and_writes_nothing(make: Callable[..
     assert runner.captured.num_eager == eager
 
 
-def test_random_lengths_never_run_out_of_memory_and_compile_nothing(make: Callable[..., LLM], tmp_path: Path) -> None:
-    llm = make(tmp_path, gpu_memory_utilization=0.8, max_num_batched_tokens=8192)
+@KINDS
+def test_random_lengths_never_run_out_of_memory_and_compile_nothing(
+    make: Callable[..., LLM], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    llm = make(tmp_path, config, gpu_memory_utilization=0.8, max_num_batched_tokens=8192)
     free, total = torch.cuda.mem_get_info()
     assert (total - free) / total < 0.82
     rng = random.Random(1)
