@@ -42,7 +42,7 @@ class Checkpoint(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """How the sequences of a step are cut into chunks: lists of what `StateBatch` has on the device."""
+    """The chunks into which a step's sequences are cut: lists of what `StateBatch` has on the device."""
 
     query_start: list[int]
     num_decodes: int
