@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.engine.core.layout import CachePlace
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
+from baton.kernels.activation import gate_heads
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
 from baton.kernels.linear import RowNorm
 from baton.kernels.rope_kv import rope_and_cache
@@ -231,7 +232,7 @@ class Attention(SelfAttention):
         )
         out = paged_attention(q, kv, index, batch, rule)
         if gate is not None:
-            out = out * gate.sigmoid()
+            gate_heads(out, gate)
         out = out.flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 

@@ -11,6 +11,7 @@ from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.parallel.dispatch import Dispatches
 from baton.engine.parallel.groups import ALONE, ExpertSpread, Group, ParallelGroups
 from baton.engine.parallel.placement import ExpertPlacement
+from baton.kernels.activation import gate_heads
 from baton.kernels.expert_map import ExpertMap
 from baton.kernels.linear import RowNorm
 from baton.kernels.p2p import RoutedTokens
@@ -108,8 +109,10 @@ class MoE(FeedForward):
             add_to = None
         if self.shared_experts is None or self.shared_expert_gate is None:
             return add_to
-        gated = self.shared_experts(hidden) * self.shared_expert_gate(hidden).sigmoid()
-        return gated if add_to is None else add_to.add_(gated)
+        shared, gate = self.shared_experts(hidden), self.shared_expert_gate(hidden)
+        if add_to is not None:
+            return gate_heads(shared[:, None], gate[:, None], add_to)
+        return gate_heads(shared[:, None], gate[:, None]).squeeze(1)
 
 
 class SpreadExperts:

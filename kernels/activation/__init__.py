@@ -7,7 +7,7 @@ from torch import Tensor
 from . import cpu, reference
 from .reference import Activation, Pointwise
 
-__all__ = ["Activation", "Pointwise", "activate_each", "activation_and_mul", "soft_cap"]
+__all__ = ["Activation", "Pointwise", "activate_each", "activation_and_mul", "gate_heads", "soft_cap"]
 
 
 def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
@@ -34,6 +34,26 @@ def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
 
         return gpu.activate_each(x, activation)
     return reference.activate_each(x, activation)
+
+
+def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """Multiply the heads x [T, H, D] by `sigmoid(gate)`, with a gate for every value [T, H, D] or head [T, H, 1].
+
+    The product replaces x, or is added to `add_to` [T, H * D] in place; what was written is returned. In float32,
+    rounded once. Raises `ValueError` for values of a head that are not contiguous, or shapes that do not fit.
+    """
+    num_tokens, heads, dim = x.shape
+    if gate.shape not in ((num_tokens, heads, dim), (num_tokens, heads, 1)):
+        raise ValueError(f"gate {list(gate.shape)}: give {list(x.shape)}, or one value a head")
+    if add_to is not None and (add_to.shape != (num_tokens, heads * dim) or not add_to.is_contiguous()):
+        raise ValueError(f"add_to {list(add_to.shape)}: give contiguous [{num_tokens}, {heads * dim}]")
+    if x.stride(2) != 1 or gate.stride(2) != 1:
+        raise ValueError("the values of a head must be contiguous, in x and gate")
+    if x.is_cuda:
+        from . import gpu
+
+        return gpu.gate_heads(x, gate, add_to)
+    return reference.gate_heads(x, gate, add_to)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated activations and the soft cap."""
+"""The gated activations, gates of heads and the soft cap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
 
-from . import Activation, activation_and_mul, soft_cap
+from . import Activation, activation_and_mul, gate_heads, soft_cap
 
 ON_CPU = ((1, 3072), (16, 3072), (512, 3072))  # rows, width of the result
 ON_GPU = ((1, 3072), (64, 3072), (64, 12288), (16384, 3072), (8192, 12288))
@@ -30,6 +30,18 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
                 run=cycling(lambda x, activation=activation: activation_and_mul(x, activation), inputs),
                 num_bytes=3 * out_bytes,
             )
+    for rows, width in ON_GPU if device.type == "cuda" else ON_CPU:
+        num_bytes = rows * width * dtype.itemsize
+        copies = min(64, copies_beyond_caches(2 * num_bytes))
+        heads = [torch.randn(rows, width // 256, 512, dtype=dtype, device=device) for _ in range(copies)]
+        yield BenchCase(
+            op="activation",
+            shape=f"gates of heads {rows} x {width}",
+            dtype=dtype,
+            device=device,
+            run=cycling(lambda x: gate_heads(x[..., :256], x[..., 256:]), heads),
+            num_bytes=3 * num_bytes,
+        )
     for rows, width in LOGITS:
         num_bytes = rows * width * dtype.itemsize
         copies = min(64, copies_beyond_caches(num_bytes))

@@ -1,4 +1,4 @@
-"""Activations, with gates and without, and the soft cap in Triton."""
+"""Activations, with gates and without, gates of heads, and the soft cap in Triton."""
 
 from __future__ import annotations
 
@@ -55,6 +55,29 @@ def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
             **pdl.launch_options(),
         )
     return x
+
+
+def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """See `baton.kernels.activation.gate_heads`."""
+    num_tokens, heads, dim = x.shape
+    out = x if add_to is None else add_to
+    if x.numel():
+        columns, num_warps = _shape(x.numel())
+        _gate_heads_kernel[(num_tokens * triton.cdiv(heads * dim, columns),)](
+            x,
+            gate,
+            out,
+            *(x.stride(0), x.stride(1), gate.stride(0), gate.stride(1)),
+            *((x.stride(0), x.stride(1)) if add_to is None else (heads * dim, dim)),
+            HEADS=heads,
+            DIM=dim,
+            EACH=gate.shape[2] > 1,
+            ADD=add_to is not None,
+            COLUMNS=columns,
+            num_warps=num_warps,
+            **pdl.launch_options(),
+        )
+    return out
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -118,6 +141,43 @@ def _activate_each_kernel(x, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     pdl.wait_for_previous()
     values = tl.load(x + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(x + row * stride + columns, activated(values, ACTIVATION).to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_heads_kernel(
+    x,
+    gate,
+    out,
+    x_stride,
+    x_head_stride,
+    gate_stride,
+    gate_head_stride,
+    out_stride,
+    out_head_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    EACH: tl.constexpr,  # a gate for every value
+    ADD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute COLUMNS values of one token; those of a head lie side by side, heads and tokens any stride apart."""
+    pdl.let_next_start()
+    programs_per_row: tl.constexpr = (HEADS * DIM + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // programs_per_row).to(tl.int64)
+    column = tl.program_id(0) % programs_per_row * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < HEADS * DIM
+    head, place = column // DIM, column % DIM
+    gates = gate + row * gate_stride + head * gate_head_stride
+    if EACH:
+        gates += place
+    cells = out + row * out_stride + head * out_head_stride + place
+    pdl.wait_for_previous()
+    factor = 1.0 / (1.0 + tl.exp(-tl.load(gates, mask=mask, other=0.0).to(tl.float32)))
+    values = tl.load(x + row * x_stride + head * x_head_stride + place, mask=mask, other=0.0).to(tl.float32)
+    result = values * factor
+    if ADD:
+        result += tl.load(cells, mask=mask, other=0.0).to(tl.float32)
+    tl.store(cells, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -51,6 +51,13 @@ def pointwise(values: Tensor, activation: Pointwise) -> Tensor:
             return functional.relu(values).square()
 
 
+def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """See `baton.kernels.activation.gate_heads`. Computes in float32 (float64 where `x` is), rounds once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gated = x.to(wide) * gate.to(wide).sigmoid()
+    return x.copy_(gated) if add_to is None else add_to.copy_(add_to.to(wide) + gated.flatten(1))
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """See `baton.kernels.activation.soft_cap`. Computes in float32 (float64 where `x` is), rounds once."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -8,6 +8,7 @@ from baton.kernels.activation import (
     Pointwise,
     activate_each,
     activation_and_mul,
+    gate_heads,
     reference,
     soft_cap,
 )
@@ -164,3 +165,14 @@ def test_a_cap_that_makes_no_sense_is_refused(cap: float) -> None:
 def test_columns_that_lie_apart_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous rows"):
         soft_cap(torch.zeros(3, 2).T, 30.0)
+
+
+def test_gates_of_heads_that_do_not_fit_are_refused() -> None:
+    x = torch.randn(3, 2, 16)
+    for gate in (torch.randn(3, 2, 8), torch.randn(3, 1, 16), torch.randn(2, 2, 16)):
+        with pytest.raises(ValueError, match="or one value a head"):
+            gate_heads(x, gate)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        gate_heads(x, torch.randn(3, 2, 32)[..., ::2])
+    with pytest.raises(ValueError, match=r"give contiguous \[3, 32\]"):
+        gate_heads(x, x, torch.randn(3, 16))

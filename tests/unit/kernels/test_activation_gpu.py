@@ -180,3 +180,34 @@ def test_a_captured_graph_caps_logits_that_came_after_it() -> None:
     logits.copy_(given)
     graph.replay()
     assert_as_accurate(logits, reference.soft_cap(given.double(), 30.0), reference.soft_cap(given.clone(), 30.0))
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("num_tokens", "heads", "dim"), [(0, 2, 16), (1, 1, 700), (3, 4, 40), (2, 3, 256)])
+def test_heads_are_gated_where_they_lie(
+    num_tokens: int, heads: int, dim: int, adds: bool, each: bool, dtype: torch.dtype, triton_device: torch.device
+) -> None:
+    """Gates lie behind the queries of their head, results in a tensor of their own."""
+    both = (torch.randn(num_tokens, heads, 2 * dim) * 3).to(triton_device, dtype)
+    gate = both[..., dim:] if each else both[..., dim : dim + 1]
+    add_to = torch.randn(num_tokens, heads * dim).to(triton_device, dtype) if adds else None
+
+    def run(module: object, dtype: torch.dtype) -> torch.Tensor:
+        target = None if add_to is None else add_to.to(dtype, copy=True)
+        x = both[..., :dim].to(dtype).clone()
+        given = module.gate_heads(x, gate.to(dtype), target)  # type: ignore[attr-defined]
+        assert given is (x if target is None else target)
+        return given.flatten(1)
+
+    assert_as_accurate(run(gpu, dtype), run(reference, torch.float64), run(reference, dtype))
+
+
+def test_a_gate_leaves_what_lies_between_heads_alone(triton_device: torch.device) -> None:
+    both = torch.randn(3, 2, 24, device=triton_device)
+    before = both.clone()
+    gpu.gate_heads(both[..., :16], both[..., 16:17])
+    assert torch.equal(both[..., 16:], before[..., 16:])
+    torch.testing.assert_close(both[..., :16], before[..., :16] * before[..., 16:17].sigmoid())
