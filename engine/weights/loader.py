@@ -231,9 +231,10 @@ class DummyWeights:
         self._bank = (torch.randn(_BANK_SIZE, generator=generator) * SPREAD).to(device, dtype)
 
     def tensor(self, slot: Slot) -> Tensor:
-        """Return the slot's share of a tensor of its shape, around the typical value of its parameter."""
+        """Return the part of a tensor of the slot's shape that has its share, around its parameter's typical value."""
         rows, *others = slot.shares
-        values = torch.cat([self._stretch(slot.name, stretch, others) for stretch in rows.stretches])
+        held = rows.slice
+        values = self._stretch(slot.name, Share(held.start, held.stop - held.start, rows.whole), others)
         return values + slot.parameter.typical if slot.parameter.typical else values
 
     def _stretch(self, name: str, rows: Share, others: Sequence[Share]) -> Tensor:

@@ -64,6 +64,19 @@ def check_divided(folder: Path, load_format: str, ranks: int, spread: ExpertSpre
         torch.testing.assert_close(share, expected, rtol=0, atol=5e-4)
 
 
+def test_a_share_of_parts_puts_those_of_all_items_side_by_side() -> None:
+    """As in Qwen3-Next, whose checkpoints hold queries, keys and values of one key head behind those of another."""
+    parameter = Parameter(10, 2)
+    parameter.allocate("cpu", torch.float32)
+    stored = torch.arange(20.0).view(10, 2)
+    parameter.slot("weight", 0, Share.of_parts(Share.all(2), [1, 1, 3])).place(stored)
+    assert parameter.data[:, 0].tolist() == [0, 10, 2, 12, 4, 6, 8, 14, 16, 18]
+    of_rank = Share.of_parts(Share(1, 1, 2), [1, 1, 3])
+    assert (of_rank.size, of_rank.whole) == (5, 10)
+    parameter.slot("weight", 2, of_rank).place(stored)
+    assert parameter.data[2:7, 0].tolist() == [10, 12, 14, 16, 18]
+
+
 def test_a_share_of_sections_has_a_stretch_of_each() -> None:
     share = Share.of_sections([Share(2, 2, 4), Share(0, 1, 2), Share(3, 3, 6)])
     assert (share.size, share.whole) == (6, 12)
