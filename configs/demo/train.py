@@ -1,8 +1,10 @@
-"""Trains the demo model: recall over its context, and plausible Python.
+"""Trains the demo models: recall over their context, and plausible Python.
 
-    python configs/demo/train.py --out configs/demo/model --minutes 9        # one GPU
+    python configs/demo/train.py --out configs/demo/model --minutes 9                 # one GPU
+    python configs/demo/train.py --out configs/demo/hybrid --minutes 8 --hybrid
 
-A Qwen3 of about 6 million parameters with a byte-level BPE tokenizer of its own. Recall is learned on a curriculum:
+A Qwen3 of about 6 million parameters, or a Qwen3.5 of 7 million, three of whose four layers keep a recurrent state,
+with a byte-level BPE tokenizer of its own. Recall is learned on a curriculum:
 the list grows by half whenever recent batches were answered well, first as bare text, then in chats too. Code is the
 standard library of the Python that runs this script. The learning rate is constant and cools down over the last third.
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from baton.cluster.recall import SYLLABLES, TOKENS_PER_PAIR, TOKENS_PER_QUESTION
 
@@ -156,7 +158,7 @@ def code_batches(tokenizer: Tokenizer, texts: list[str], device: str) -> Iterato
         yield tokens[starts + torch.arange(length, device=device)]
 
 
-def loss_of(model: Qwen3ForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+def loss_of(model: PreTrainedModel, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float]:
     """Mean cross entropy over the labels that are not IGNORE, and the share of answers that greedy decoding gets."""
     hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
@@ -176,7 +178,7 @@ def learning_rate(progress: float, step: int, peak: float) -> float:
     return peak * warm * min(1.0, (1.0 - progress) * 3)
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, texts: list[str], seconds: float, device: str) -> None:
+def train(model: PreTrainedModel, tokenizer: Tokenizer, texts: list[str], seconds: float, device: str) -> None:
     recall, code = RecallBatches(tokenizer, device), code_batches(tokenizer, texts, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     text, chat, start = Curriculum(), Curriculum(), time.monotonic()
@@ -208,7 +210,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, texts: list[str], secon
 
 
 @torch.inference_mode()
-def evaluate(model: Qwen3ForCausalLM, tokenizer: Tokenizer, device: str) -> dict[str, float]:
+def evaluate(model: PreTrainedModel, tokenizer: Tokenizer, device: str) -> dict[str, float]:
     """Share of right answers by length and form, in the weights' own precision."""
     recall, result = RecallBatches(tokenizer, device), {}
     for length, chat in itertools.product((64, 128, 256, 512, 1000, 1500, 2000, 3000), (False, True)):
@@ -218,7 +220,7 @@ def evaluate(model: Qwen3ForCausalLM, tokenizer: Tokenizer, device: str) -> dict
     return result
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -233,10 +235,45 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=1) + "\n")
 
 
+def make_model(hybrid: bool, ends: list[int], padding: int) -> PreTrainedModel:
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": ends,
+        "bos_token_id": None,
+        "pad_token_id": padding,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    if not hybrid:
+        config = Qwen3Config(**common, intermediate_size=768, num_hidden_layers=6, rope_parameters=rope)
+        return Qwen3ForCausalLM(config)
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **common,
+            intermediate_size=640,
+            num_hidden_layers=8,
+            layer_types=[*["linear_attention"] * 3, "full_attention"] * 2,
+            rope_parameters={**rope, "partial_rotary_factor": 0.25},
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=64,
+            linear_conv_kernel_dim=4,
+        )
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--hybrid", action="store_true", help="three of four layers with a recurrent state")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,13 +282,7 @@ def main() -> None:
     texts = standard_library()
     tokenizer = train_tokenizer(texts)
     end, end_of_text = tokenizer.token_to_id(END), tokenizer.token_to_id(END_OF_TEXT)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, rms_norm_eps=1e-6,
-        tie_word_embeddings=True, eos_token_id=[end, end_of_text], bos_token_id=None, pad_token_id=end_of_text,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(device)
+    model = make_model(options.hybrid, [end, end_of_text], end_of_text).to(device)
     model.config._attn_implementation = "sdpa"
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {device}", flush=True)
     train(model, tokenizer, texts, options.minutes * 60, device)
