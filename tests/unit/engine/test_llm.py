@@ -245,7 +245,7 @@ def signals() -> Iterator[None]:
 
 def signalled(llm: LLM, *numbers: int) -> LLM:
     """In the middle of the next step."""
-    runner = llm.engine.core._runner  # type: ignore[attr-defined]
+    runner = llm.engine.core.runner
     launch = runner.launch
 
     def launch_signalled(plan: Any) -> Any:
