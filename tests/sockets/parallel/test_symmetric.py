@@ -165,7 +165,7 @@ def test_groups_of_gpus_that_sum_or_gather_take_their_members_memory(
         return group
 
     monkeypatch.setattr(collectives, "with_peer_memory", take)
-    monkeypatch.setattr(collectives._Connector, "connect", lambda *_: Recorder())
+    monkeypatch.setattr(collectives.GroupConnector, "connect", lambda *_: Recorder())
     member = Member(tensor_parallel_size=tp, data_parallel_size=dp)
     meeting: Any = Here()
     groups = collectives.connect_groups(
