@@ -113,10 +113,10 @@ def start_compiler() -> Compiler | None:
 
 
 class Compiler:
-    """A handle on the compiling processes."""
+    """A handle on the compiling processes. `process` is the one that has started the others."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", compile_server.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -168,22 +168,22 @@ class Compiler:
 
     def close(self) -> None:
         """Close the processes' input, after which they end. Closing twice changes nothing."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # they may have ended by themselves
-            self._process.stdin.close()
+            self.process.stdin.close()
 
     def _order(self, order: Sequence[Any]) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # that the processes are gone, `wait` finds out
-            self._process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.write(json.dumps(order) + "\n")
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
             for line in lines:
                 self._replies.put(line)
         self._replies.put("")
-        self._process.wait()
+        self.process.wait()
 
 
 def _current_target() -> Any:

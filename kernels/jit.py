@@ -10,7 +10,6 @@ because no other process had (see `compiler`), is named when it is ready: that i
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -19,71 +18,59 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-class _Counter:
-    """All compilations of this process, and those that came after `mark_ready`."""
+class CompilationWatch:
+    """Counts the compilations of this process, and those that come after `mark_ready`."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.ready = False
-        self.total = self.late = 0
-        self.made: list[str] = []  # since `mark_starting`
+        self._lock = threading.Lock()
+        self._is_installed = self._is_ready = False
+        self._total = self._late = 0
+        self._made: list[str] = []  # since `mark_starting`
 
-    def add(self) -> bool:
-        """Count one compilation; return true if it came after `mark_ready`."""
-        with self.lock:
-            self.total += 1
-            self.late += self.ready
-            return self.ready
+    def mark_starting(self) -> None:
+        """Allow compilations from here on. Raises `ImportError` where Triton is not installed."""
+        if not self._is_installed:
+            self._install()
+            self._is_installed = True
+        self._is_ready = False
+        self._made.clear()
 
+    def mark_ready(self) -> None:
+        """Declare that every kernel that will be launched has been launched once."""
+        self._is_ready = True
+        made = self._made
+        logger.info("this process itself made %d kernels and launchers: %s", len(made), ", ".join(made) or "none")
 
-_counter = _Counter()
+    def compilations(self) -> int:
+        """Return the number of kernel variants compiled since the first `mark_starting`."""
+        return self._total
 
+    def compilations_after_ready(self) -> int:
+        """Return how many came between `mark_ready` and the next `mark_starting`: variants that warm-up missed."""
+        return self._late
 
-def mark_starting() -> None:
-    """Allow compilations from here on. Raises `ImportError` where Triton is not installed."""
-    _watch()
-    _counter.ready = False
-    _counter.made.clear()
+    def _install(self) -> None:
+        from triton import knobs
+        from triton.runtime.cache import FileCacheManager
 
+        knobs.runtime.jit_post_compile_hook = self._counting(knobs.runtime.jit_post_compile_hook)
+        knobs.cache.manager_class = _noting(knobs.cache.manager_class or FileCacheManager, self._made)
 
-def mark_ready() -> None:
-    """Declare that every kernel that will be launched has been launched once."""
-    _counter.ready = True
-    made = _counter.made
-    logger.info("this process itself made %d kernels and launchers: %s", len(made), ", ".join(made) or "none")
+    def _counting(self, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Return a hook that counts, then calls the hook that was installed before."""
 
+        def on_compiled(**event: Any) -> Any:
+            with self._lock:
+                self._total += 1
+                self._late += self._is_ready
+            if self._is_ready:
+                logger.warning("Triton compiled a kernel while serving: %s", event["repr"])
+            return previous(**event) if previous else None
 
-def compilations() -> int:
-    """Return the number of kernel variants compiled since the first `mark_starting`."""
-    return _counter.total
-
-
-def compilations_after_ready() -> int:
-    """Return how many of them came between `mark_ready` and the next `mark_starting`: variants that warm-up missed."""
-    return _counter.late
-
-
-@functools.cache
-def _watch() -> None:
-    from triton import knobs
-    from triton.runtime.cache import FileCacheManager
-
-    knobs.runtime.jit_post_compile_hook = _also(knobs.runtime.jit_post_compile_hook)
-    knobs.cache.manager_class = _noting(knobs.cache.manager_class or FileCacheManager)
-
-
-def _also(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a hook that counts, then calls the hook that was installed before."""
-
-    def on_compiled(**event: Any) -> Any:
-        if _counter.add():
-            logger.warning("Triton compiled a kernel while serving: %s", event["repr"])
-        return previous(**event) if previous else None
-
-    return on_compiled
+        return on_compiled
 
 
-def _noting(manager: Any) -> Any:
+def _noting(manager: Any, made: list[str]) -> Any:
     """Return a subclass of a cache manager that notes the kernels and launchers which this process puts
     into the cache.
     """
@@ -92,7 +79,12 @@ def _noting(manager: Any) -> Any:
         def put(self, data: Any, filename: str, binary: bool = True) -> Any:
             name, _, kind = filename.partition(".")
             if kind == "cubin" or kind.endswith("so"):
-                _counter.made.append(name)
+                made.append(name)
             return super().put(data, filename, binary)
 
     return NotingCacheManager
+
+
+_watch = CompilationWatch()
+mark_starting, mark_ready = _watch.mark_starting, _watch.mark_ready
+compilations, compilations_after_ready = _watch.compilations, _watch.compilations_after_ready

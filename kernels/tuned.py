@@ -58,6 +58,12 @@ def config(op: str, device: torch.device, key: Key, default: Options) -> Options
 _chosen: dict[tuple[object, ...], Options] = {}
 
 
+def forget() -> None:
+    """Forget what was read: the files, or the device, are others from here on."""
+    _chosen.clear()
+    entries.cache_clear()
+
+
 def known(op: str, device: torch.device) -> list[Entry]:
     """Return all measurements of an op: none on CPUs."""
     return entries(op, device_name(device)) if device.type == "cuda" else []

@@ -171,7 +171,7 @@ def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
                     "temperature": settings.temperature,
                     "stream": True,
                 }
-                messages.append({"role": "assistant", "content": _show_answer(console, _stream(client, body))})
+                messages.append({"role": "assistant", "content": show_answer(console, _stream(client, body))})
     except httpx.HTTPError as error:
         fail(_reason(url, error), code=1)
 
@@ -197,7 +197,7 @@ def _read(console: Console) -> str:
         return ""
 
 
-def _show_answer(console: Console, deltas: Iterator[dict[str, Any]]) -> str:
+def show_answer(console: Console, deltas: Iterator[dict[str, Any]]) -> str:
     """Print an answer as it comes, with its reasoning dimmed. Return the answer without the reasoning."""
     answer, thinks = "", False
     for delta in deltas:

@@ -51,7 +51,7 @@ def connect(address: str | None, **own: Any) -> None:
     from ray._private import utils
 
     utils.set_sigterm_handler = _leave_signals_alone
-    options = own if address is None else {"address": _answering(address)}
+    options = own if address is None else {"address": find_running(address)}
     try:
         with _sigterm_kept():
             ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
@@ -134,7 +134,7 @@ def _leave_signals_alone(handler: object) -> None:
     """Replace Ray's function that installs a handler which ends the process with 1: signals are the command's."""
 
 
-def _answering(address: str) -> str:
+def find_running(address: str) -> str:
     """Return HOST:PORT of a cluster that accepts connections: Ray itself would try for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or "auto"  # as every command of Ray's does

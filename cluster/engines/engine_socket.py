@@ -135,6 +135,11 @@ class EngineSocket:
         return not self._received
 
     @property
+    def num_received(self) -> int:
+        """Count the received events that the step thread has not taken yet."""
+        return len(self._received)
+
+    @property
     def num_submitted(self) -> int:
         """Count the submitted requests that the step thread has not taken yet."""
         return sum(isinstance(received.event, Submit) for received in list(self._received))

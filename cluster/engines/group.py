@@ -92,7 +92,7 @@ class WorkerGroup:
         done, waiting = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
         for run in waiting:
             run.cancel()
-        return "; ".join(f"rank {runs[run].rank} {_describe_end(run.exception())}" for run in done)
+        return "; ".join(f"rank {runs[run].rank} {describe_end(run.exception())}" for run in done)
 
     async def pulses(self) -> list[EnginePulse]:
         """Return the pulses of all engines, in the order of their ranks. Raises `RayError` where one is dead."""
@@ -185,7 +185,7 @@ class WorkerGroup:
         has_died = any(isinstance(task.exception(), ray.exceptions.RayActorError) for task in failed)
         if self._launch.world_size == 1 and isinstance(error, Exception) and not (has_died and _full_disks()):
             return error
-        what = "; ".join(f"rank {workers[task].rank} {_describe_end(task.exception())}" for task in failed)
+        what = "; ".join(f"rank {workers[task].rank} {describe_end(task.exception())}" for task in failed)
         return GroupCannotStart(f"group {self._launch.group_id} of {self._launch.world_size} ranks: {what}")
 
 
@@ -205,7 +205,8 @@ def rank_configs(
     ]
 
 
-def _describe_end(error: BaseException | None) -> str:
+def describe_end(error: BaseException | None) -> str:
+    """Say how a rank's process ended, by the error of its `run`; None: by itself."""
     if error is None:
         return "ended"
     lines = str(error).strip().splitlines() or [type(error).__name__]

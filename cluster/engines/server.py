@@ -66,8 +66,8 @@ class EngineServer:
     ) -> None:
         self._engine = engine
         self._engine_id = engine_id
-        self._socket = EngineSocket(host=host, key=key, epoch=epoch, heartbeat_timeout_s=heartbeat_timeout_s)
-        self.address, self.counters = self._socket.address, self._socket.counters
+        self.socket = EngineSocket(host=host, key=key, epoch=epoch, heartbeat_timeout_s=heartbeat_timeout_s)
+        self.address, self.counters = self.socket.address, self.socket.counters
         self._closing = threading.Event()
         self._step_loop_ended = threading.Event()  # nothing more will be sent
         self.ended: Future[None] = Future()
@@ -75,7 +75,7 @@ class EngineServer:
         self._requests = RequestRegistry()  # step thread only, but for its length
         self._leaves = False  # step thread only: no request is taken any more
         # step thread only, from `start` on
-        self._publisher = StatusPublisher(self._socket, engine, epoch, transfers)
+        self._publisher = StatusPublisher(self.socket, engine, epoch, transfers)
         self._turn_began_s = time.monotonic()
         self._busy_s = 0.0
         self._listed: set[bytes] = set()  # gateways in the newest snapshot
@@ -91,13 +91,13 @@ class EngineServer:
 
     def close(self) -> None:
         self._closing.set()
-        self._socket.wake()
+        self.socket.wake()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
         if not self.ended.done():
             self.ended.set_result(None)
-        self._socket.close()
+        self.socket.close()
 
     def stalled_s(self) -> float:
         """Return how long the step loop has been in one turn. An idle loop begins another every `IDLE_POLL_S`."""
@@ -117,7 +117,7 @@ class EngineServer:
         transfers = status.transfers if status else None
         return EnginePulse(
             stalled_s=self.stalled_s(),
-            num_requests=len(self._requests) + self._socket.num_submitted,
+            num_requests=len(self._requests) + self.socket.num_submitted,
             leases_held=transfers.leases_held if transfers else 0,
             receives_active=transfers.receives_active if transfers else 0,
             busy_s=self._busy_s,
@@ -126,11 +126,11 @@ class EngineServer:
 
     def return_requests(self) -> None:
         """Give all requests back to their gateways, which go on with them elsewhere, and take no more."""
-        self._socket.post(Leave())
+        self.socket.post(Leave())
 
     def wake(self) -> None:
         """Wake the step loop: something has happened. Any thread may call it."""
-        self._socket.wake()
+        self.socket.wake()
 
     def keep_gateways(self, alive: Iterable[str]) -> None:
         """Abort the requests of gateways that left since the last call. Always called by the same thread.
@@ -140,7 +140,7 @@ class EngineServer:
         alive_now = {identity.encode() for identity in alive}
         for gateway in self._listed - alive_now:
             logger.warning("gateway %s is gone: the directory does not list it any more", gateway.decode())
-            self._socket.post(GatewayUnlisted(), gateway)
+            self.socket.post(GatewayUnlisted(), gateway)
         self._listed = alive_now
 
     def _guard(self, loop: Callable[[], None]) -> None:
@@ -151,10 +151,10 @@ class EngineServer:
             with contextlib.suppress(InvalidStateError):  # the other thread's error came first
                 self.ended.set_exception(error)
             self._closing.set()
-            self._socket.wake()
+            self.socket.wake()
 
     def _socket_loop(self) -> None:
-        self._socket.run(self._step_loop_ended)
+        self.socket.run(self._step_loop_ended)
 
     # ---- step thread ----
 
@@ -165,33 +165,33 @@ class EngineServer:
         finally:
             self._closing.set()
             self._step_loop_ended.set()
-            self._socket.wake_io()
+            self.socket.wake_io()
 
     def _turn(self) -> None:
         self._turn_began_s = time.monotonic()
-        for gateway, event, came_s in self._socket.take():
+        for gateway, event, came_s in self.socket.take():
             self._handle(gateway, event, came_s)
         has_work = self._engine.has_work()
         if has_work and self._publisher.looks_idle:
             self._publisher.publish()  # else gateways that have no request in it would all take it for idle
-        self._socket.flush()  # before a step that may be long
+        self.socket.flush()  # before a step that may be long
         self._send(self._step())
         if has_work:
             self._busy_s += time.monotonic() - self._turn_began_s
-        idle = not self._engine.has_work() and self._socket.is_empty
+        idle = not self._engine.has_work() and self.socket.is_empty
         # Not while a request that has just begun waits for blocks: publishing would delay the thread that fetches them.
         fetches = idle and has_work and bool(self._requests)
         if not fetches and (idle or self._publisher.is_old):
             self._publisher.publish()
-        self._socket.flush()
-        self._socket.rest(idle=idle)
+        self.socket.flush()
+        self.socket.rest(idle=idle)
 
     def _step(self) -> list[EngineOutput]:
         try:
             return self._engine.step()
         except EngineFailed as failure:
             self._send(failure.outputs)  # every live request ends with an error
-            self._socket.flush()
+            self.socket.flush()
             raise
 
     def _handle(self, gateway: bytes, event: Event, came_s: float) -> None:

@@ -60,7 +60,7 @@ class HttpServer:
         descriptors: Descriptors = Descriptors(),
     ) -> None:
         """`refused` is called as `GuardedHttpProtocol` says."""
-        self._drain, self._drain_s = drain, drain_s
+        self._drain, self.drain_s = drain, drain_s
         protocol = functools.partial(GuardedHttpProtocol, refused=refused, max_descriptor=descriptors.served)
         config = uvicorn.Config(
             app,
@@ -78,13 +78,23 @@ class HttpServer:
 
     def reconfigure(self, drain_s: float, drain_timeout_s: float) -> None:
         """Take other times for the next drain."""
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._server.config.timeout_graceful_shutdown = _whole_seconds(drain_timeout_s)
 
     def start(self, listener: socket.socket) -> None:
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through it again took tens of milliseconds under long answers
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    @property
+    def drain_timeout_s(self) -> int | None:
+        """The longest that a drain waits for answers, in whole seconds."""
+        return self._server.config.timeout_graceful_shutdown
+
+    @property
+    def has_started(self) -> bool:
+        """True once connections are accepted."""
+        return self._server.started
 
     @property
     def has_ended(self) -> bool:
@@ -99,7 +109,7 @@ class HttpServer:
         """Close the port, and return when the last answer has ended, at most `drain_timeout_s` later."""
         if not self._drain.has_begun:
             self._drain.begin()
-            await asyncio.sleep(self._drain_s)
+            await asyncio.sleep(self.drain_s)
             self._server.should_exit = True
         await self.ended()
 

@@ -26,12 +26,12 @@ from baton.cluster.contracts import Reach
 from .gateway_server import GatewayLaunch, GatewayServer
 from .handle_calls import CHAT, COMPLETIONS, RESPONSES, call, stream
 
-_app: FastAPI | None = None  # of this process
+app: FastAPI | None = None  # of this process
 
 
 def _app_of_this_process() -> FastAPI:
-    assert _app is not None, "Serve sends no request before the gateway has started"
-    return _app
+    assert app is not None, "Serve sends no request before the gateway has started"
+    return app
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,12 +64,12 @@ class GatewayReplica:
         Raises `InvalidSpec` for wrong settings at the start, and `MustRestart`: Serve then ends this replica in order,
         and starts another one.
         """
-        global _app
+        global app
         if self._server is not None:
             await self._server.reconfigure(user_config)
             return
         server = GatewayServer(dataclasses.replace(self._launch, user_config=user_config), share_port=True)
-        _app = await server.start()
+        app = await server.start()
         self._server = server
 
     async def check_health(self) -> None:

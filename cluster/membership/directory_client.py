@@ -71,11 +71,15 @@ class DirectoryClient:
         return answer
 
 
-@ray.remote(num_cpus=0, max_retries=0, max_calls=MAX_PROXY_CALLS, scheduling_strategy="DEFAULT")
-def _call_by_proxy(app: str, timeout_s: float, method: str, args: tuple[Any, ...]) -> Any:
-    """Call the directory in another process, which looks it up itself, and lives shortly: it could be cut off, too."""
+def call_directory(app: str, timeout_s: float, method: str, args: tuple[Any, ...]) -> Any:
+    """Look the directory up and call it. For a process that lives shortly: it could be cut off, too."""
     directory = ray.get_actor(directory_name(app), NAMESPACE)
     return ray.get(getattr(directory, method).remote(*args), timeout=timeout_s)
+
+
+_call_by_proxy = ray.remote(num_cpus=0, max_retries=0, max_calls=MAX_PROXY_CALLS, scheduling_strategy="DEFAULT")(
+    call_directory
+)
 
 
 @contextlib.asynccontextmanager

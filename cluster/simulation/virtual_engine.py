@@ -233,13 +233,14 @@ class VirtualEngine:
         self.record = record
         self.prompt_tokens = 0  # computed, those of repeated chunks too
         self.busy_s = 0.0
-        self._time, self._speed, self._slow, self._publish = time, speed, slow, publish
+        self._time, self._speed, self._publish = time, speed, publish
+        self.slow = slow  # may change while the simulation runs
         self._connector = connector
         self._transfers = connector.stats()
         self._scheduler = Scheduler(config, connector, clock=time, tiers=tiers)
-        self._log = self._scheduler.tier_copies.block_log()
+        self.block_log = self._scheduler.tier_copies.block_log()
         self._cached = CachedBlocks(config.num_blocks, record.num_tier_blocks)
-        self._cached.apply(self._log.snapshot())
+        self._cached.apply(self.block_log.snapshot())
         self._stats = self._scheduler.stats()
         self._published_at_s = 0.0
         self._busy = False
@@ -279,7 +280,7 @@ class VirtualEngine:
                 self._publish(output)
             return
         self.prompt_tokens += sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1)
-        seconds = self._speed.of(plan) * self._slow.factor(self._time())
+        seconds = self._speed.of(plan) * self.slow.factor(self._time())
         self.busy_s += seconds
         self._time.after(seconds, lambda: self._settle(plan))
 
@@ -300,7 +301,7 @@ class VirtualEngine:
         self._published_at_s = self._time()
         self._stats = self._scheduler.stats()
         self._transfers = self._connector.stats()
-        if (changes := self._log.take()) is not None:
+        if (changes := self.block_log.take()) is not None:
             self._cached.apply(changes)
 
 

@@ -42,6 +42,8 @@ class EngineFailed(Exception):
 
 
 class EngineCore:
+    """One engine. Its parts `scheduler` and `runner` may be looked at; only the engine changes them."""
+
     def __init__(
         self,
         config: EngineCoreConfig,
@@ -62,10 +64,10 @@ class EngineCore:
         """
         self.config = config
         self._lockstep = lockstep
-        self._runner = runner
+        self.runner = runner
         self._late_compilations = late_compilations
         self._expert_review = expert_review
-        self._scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, clock=clock)
+        self.scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, clock=clock)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
 
@@ -74,18 +76,18 @@ class EngineCore:
 
         `came_s` is its arrival in this process on the clock of `time.monotonic`; by default it is now.
         """
-        self._scheduler.add(request, came_s)
+        self.scheduler.add(request, came_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
         """End a request, which is answered with ABORT, and withdraw its offers. Unknown ids are ignored.
 
         With a `generation`, newer generations of the request are left alone.
         """
-        self._scheduler.abort(request_id, generation)
+        self.scheduler.abort(request_id, generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         """Give a request with `awaits_first_token` its first token. A request that waits for none ignores it."""
-        self._scheduler.begin(request_id, generation, token_id)
+        self.scheduler.begin(request_id, generation, token_id)
 
     def when_woken(self, call: Callable[[], None]) -> None:
         """Have `call` called, from another thread, when other ranks wait for this one to step."""
@@ -94,15 +96,15 @@ class EngineCore:
 
     def block_log(self) -> BlockLog:
         """Return the log of changes of the prefix cache and the tiers, which is kept from the first call on."""
-        return self._scheduler.tier_copies.block_log()
+        return self.scheduler.tier_copies.block_log()
 
     def has_work(self) -> bool:
         """Return False if `step` would do nothing before the next request, abort, connector event or wake."""
         in_wave = self._lockstep is not None and self._lockstep.is_running and self._failure is None
-        return in_wave or bool(self._pending) or self._scheduler.has_work()
+        return in_wave or bool(self._pending) or self.scheduler.has_work()
 
     def stats(self) -> EngineStats:
-        stats = self._scheduler.stats()
+        stats = self.scheduler.stats()
         if self._late_compilations is not None:
             stats = msgspec.structs.replace(stats, num_late_compilations=self._late_compilations())
         if self._expert_review is not None:
@@ -119,23 +121,23 @@ class EngineCore:
             if self._failure is not None:
                 raise self._failure
             outputs += self._advance()
-            self._scheduler.check_idle()
+            self.scheduler.check_idle()
         except Exception as error:
             self._failure = error
             self._pending.clear()
-            self._scheduler.fail(f"the engine failed: {error!r}")
-            raise EngineFailed(f"the engine failed: {error!r}", outputs + self._scheduler.take_outputs()) from error
+            self.scheduler.fail(f"the engine failed: {error!r}")
+            raise EngineFailed(f"the engine failed: {error!r}", outputs + self.scheduler.take_outputs()) from error
         return outputs
 
     def _advance(self) -> list[EngineOutput]:
-        self._scheduler.poll_transfers()
-        plan = self._scheduler.plan_step()
+        self.scheduler.poll_transfers()
+        plan = self.scheduler.plan_step()
         if self._lockstep is not None:
             plan = self._lockstep.join(plan, has_pending=bool(self._pending))
         if plan is not None:
-            self._pending.append(self._runner.launch(plan))
+            self._pending.append(self.runner.launch(plan))
         if self._pending and (plan is None or len(self._pending) >= self.config.depth):
             result = self._pending.popleft().result()
             if result.step != EMPTY_STEP:
-                return self._scheduler.settle(result)
-        return self._scheduler.take_outputs()
+                return self.scheduler.settle(result)
+        return self.scheduler.take_outputs()

@@ -88,6 +88,11 @@ class LineFit:
             point.move(units, seconds, now_s)
 
     @property
+    def num_points(self) -> int:
+        """Return the number of points that the line is fitted to."""
+        return len(self._points)
+
+    @property
     def spread(self) -> float:
         """Return the largest size over the smallest; 0 where nothing was measured."""
         sizes = [point.units for point in self._points.values()]

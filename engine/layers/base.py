@@ -123,6 +123,11 @@ class Parameter:
         self.shares = tuple(shares)
 
     @property
+    def has_data(self) -> bool:
+        """False before `allocate`, and after `release`."""
+        return self._data is not None
+
+    @property
     def data(self) -> Tensor:
         assert self._data is not None, "a parameter is read before allocate() or after release()"
         return self._data

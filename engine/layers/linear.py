@@ -25,7 +25,7 @@ class Linear(Layer):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         self.rows, self.columns = Share.all(out_features), Share.all(in_features)  # of the weight, on this rank
         self.bias = Parameter(out_features) if bias else None
-        self._weight: LinearWeight | None = None
+        self.packed: LinearWeight | None = None
         self._sum: Group = ALONE  # whose products are summed
         self._adds = True  # whether the bias, and what the result is added to, are this rank's to add
         self.use(PLAIN)
@@ -94,7 +94,7 @@ class Linear(Layer):
                 first += count
 
     def finish(self) -> None:
-        self._weight = self.method.pack({name: parameter.data for name, parameter in self.weights.items()})
+        self.packed = self.method.pack({name: parameter.data for name, parameter in self.weights.items()})
         for parameter in self.weights.values():
             parameter.release()
 
@@ -112,11 +112,11 @@ class Linear(Layer):
         A layer whose columns are divided adds the first rank's `add_to` only, which need not be what is returned. Its
         results are sums, so it takes no activation.
         """
-        assert self._weight is not None, "finish() comes before the first call"
+        assert self.packed is not None, "finish() comes before the first call"
         bias = None if self.bias is None or not self._adds else self.bias.data
         if not self._adds:
             add_to = None
-        product = self._weight.multiply(x, bias, activation=activation, norm=norm, add_to=add_to, out=out)
+        product = self.packed.multiply(x, bias, activation=activation, norm=norm, add_to=add_to, out=out)
         return self._sum.all_reduce(product)
 
 

@@ -127,7 +127,7 @@ class SpreadExperts:
         self._top_k = top_k
         self._one_of_each_rank = (1,) * groups.dp.size
         self.placement = ExpertPlacement.initial(experts.held.whole, spread.num_redundant, groups.ep.size)
-        self._dispatches = Dispatches.of(groups, self.placement, spread.backend)
+        self.dispatches = Dispatches.of(groups, self.placement, spread.backend)
         self._table: ExpertMap | None = None
         experts.keep_experts(self.placement.held[groups.ep.rank])
 
@@ -149,8 +149,8 @@ class SpreadExperts:
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.float32, device=device),
         )
-        served = self._dispatches.eager.prepare(token, self.table, self._one_of_each_rank)
-        self._dispatches.eager.finalize(torch.zeros_like(served.hidden, memory_format=torch.contiguous_format), served)
+        served = self.dispatches.eager.prepare(token, self.table, self._one_of_each_rank)
+        self.dispatches.eager.finalize(torch.zeros_like(served.hidden, memory_format=torch.contiguous_format), served)
 
     def place(self, placement: ExpertPlacement) -> None:
         """Take note of where experts lie now. The caller has moved their weights."""
@@ -166,7 +166,7 @@ class SpreadExperts:
         add_to: Tensor | None,
     ) -> Tensor:
         """Compute what `Experts` does, but for the sum over the ranks that have the same tokens."""
-        dispatch = self._dispatches.captured if of_ranks is None else self._dispatches.eager
+        dispatch = self.dispatches.captured if of_ranks is None else self.dispatches.eager
         served = dispatch.prepare(RoutedTokens(hidden, expert_ids, weights), self.table, of_ranks)
         if dispatch.is_local:
             return self.experts(served.hidden, served.expert_ids, served.weights, add_to)

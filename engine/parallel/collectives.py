@@ -118,7 +118,7 @@ def connect_groups(
     if rendezvous is None:
         return ALL_ALONE
 
-    connector = _Connector(member, rendezvous, device, timeout_s)
+    connector = GroupConnector(member, rendezvous, device, timeout_s)
 
     def group(name: str, ranks: Sequence[int], *, through_memory: bool = peer_memory) -> Group:
         if len(ranks) == 1:
@@ -143,7 +143,7 @@ def connect_groups(
     return ParallelGroups(tp, dp, group("ep", everyone, through_memory=False), spread)
 
 
-class _Connector:
+class GroupConnector:
     """Connects a member with others, by as many groups as it is in.
 
     All of them use one device of gloo's: each has a thread, which wakes eighty times a second even where nothing comes.

@@ -39,7 +39,7 @@ _REASON_S = 2.0  # for the rendezvous to say why a rank has gone: it may have go
 
 
 class Mesh:
-    """One rank's end. One thread sends and closes it, one may receive."""
+    """One rank's end, which listens at `address`. One thread sends and closes it, one may receive."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class Mesh:
         self._addresses.remove()
 
     def _connect(self, member: Member, others: Sequence[int]) -> None:
-        address = self._addresses.bind(self._pull, [self._meeting.get(f"here/{rank}") for rank in others])
-        self._meeting.put(f"{self._name}/{member.rank}", f"{self._key.decode()} {address}")
+        self.address = self._addresses.bind(self._pull, [self._meeting.get(f"here/{rank}") for rank in others])
+        self._meeting.put(f"{self._name}/{member.rank}", f"{self._key.decode()} {self.address}")
         for rank in others:
             key, _, address = self._meeting.get(f"{self._name}/{rank}").partition(" ")
             socket = self._context.socket(zmq.PUSH)

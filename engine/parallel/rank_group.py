@@ -36,7 +36,10 @@ _WAVE = struct.Struct("<q")
 
 
 class RankGroup:
-    """One member's connections to its group, from start to end. For a member by itself all of this does nothing."""
+    """One member's connections to its group, from start to end. For a member by itself all of this does nothing.
+
+    `groups`, `dp_wake`, `sender` and `receiver` are the connections of this rank's part in the group; see `join`.
+    """
 
     def __init__(
         self, member: Member, spread: ExpertSpread | None = None, *, timeout_s: float, peer_memory: bool = True
@@ -51,9 +54,9 @@ class RankGroup:
         self._spread = spread
         self.groups: ParallelGroups = ALL_ALONE
         self.rendezvous: RendezvousClient | None = None
-        self._dp_wake: DPWake | None = None
-        self._sender: PlanSender | None = None
-        self._receiver: PlanReceiver | None = None
+        self.dp_wake: DPWake | None = None
+        self.sender: PlanSender | None = None
+        self.receiver: PlanReceiver | None = None
         if member.tensor_parallel_size > 1 or (spread is not None and member.data_parallel_size > 1):
             self.rendezvous = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
 
@@ -70,15 +73,15 @@ class RankGroup:
             peer_memory=self._peer_memory,
         )
         if self._member.tp_rank == 0 and self.groups.dp.size > 1:
-            self._dp_wake = DPWake(self._member, self.rendezvous, self.groups)
+            self.dp_wake = DPWake(self._member, self.rendezvous, self.groups)
         if self._member.tp_rank > 0:
-            self._receiver = PlanReceiver(self._member, self.rendezvous, self.groups)
+            self.receiver = PlanReceiver(self._member, self.rendezvous, self.groups)
         elif self._member.tensor_parallel_size > 1:
-            self._sender = PlanSender(self._member, self.rendezvous, self.groups)
+            self.sender = PlanSender(self._member, self.rendezvous, self.groups)
 
     def lockstep(self, *, review_experts_every: int) -> Lockstep | None:
         """Return the lockstep of this rank, which schedules, with the others; None where experts are not spread."""
-        dp, dp_wake = self.groups.dp, self._dp_wake
+        dp, dp_wake = self.groups.dp, self.dp_wake
         if self.groups.spread is None:
             return None
         wake_others = _wake_nobody if dp_wake is None else dp_wake.wake_others
@@ -89,14 +92,14 @@ class RankGroup:
 
     def leading(self, runner: Runner) -> Runner:
         """Return `runner` extended to the ranks that follow. Its results raise once a rank of the group has gone."""
-        if self._sender is not None:
-            runner = LeadingRunner(runner, self._sender)
-        return runner if self._dp_wake is None else WatchedRunner(runner, self._dp_wake)
+        if self.sender is not None:
+            runner = LeadingRunner(runner, self.sender)
+        return runner if self.dp_wake is None else WatchedRunner(runner, self.dp_wake)
 
     def follow(self, runner: Runner, *, depth: int) -> None:
         """Run the steps of the rank that schedules until it ends. Raises `GroupFailed` if it fails."""
-        assert self._receiver is not None, "only a rank that does not schedule follows"
-        follow_plans(runner, self._receiver, depth=depth)
+        assert self.receiver is not None, "only a rank that does not schedule follows"
+        follow_plans(runner, self.receiver, depth=depth)
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
@@ -115,14 +118,14 @@ class RankGroup:
 
         With `well=False` the others learn that this rank is lost, and stop waiting for it.
         """
-        if self._sender is not None:
-            self._sender.close(well=well)
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._dp_wake is not None:
-            self._dp_wake.close(well=well)
+        if self.sender is not None:
+            self.sender.close(well=well)
+        if self.receiver is not None:
+            self.receiver.close()
+        if self.dp_wake is not None:
+            self.dp_wake.close(well=well)
         self.groups.close()
-        self._sender = self._receiver = self._dp_wake = None
+        self.sender = self.receiver = self.dp_wake = None
 
     def _report_failure(self, error: BaseException) -> str | None:
         """Report a failure. Returns the one elsewhere that caused it; None if this one came first."""

@@ -72,6 +72,16 @@ class GrammarCompiler:
         """Enter the compiler's lock, in the order in which threads came."""
         return self._turns.turn()
 
+    @property
+    def num_in_line(self) -> int:
+        """Threads that have the turn or wait for it."""
+        return self._turns.num_in_line
+
+    @property
+    def process_id(self) -> int | None:
+        """The process's id; None before the first grammar, and once the process has ended of a limit."""
+        return None if self._process is None else self._process.pid
+
     def tokenizer_info(self) -> str:
         """Return xgrammar's serialized tokenizer info.
 

@@ -49,10 +49,19 @@ class XGrammarBackend:
     first grammar.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, limits: CompileLimits = CompileLimits()) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        limits: CompileLimits = CompileLimits(),
+        *,
+        quick: GrammarCompiler | None = None,
+        slow: GrammarCompiler | None = None,
+    ) -> None:
+        """`quick` and `slow` replace the compilers that `limits` ask for."""
         self._vocabulary = vocabulary
-        quick = CompileLimits(min(QUICK_S, limits.compile_s), limits.memory_bytes)
-        self._quick, self._slow = GrammarCompiler(vocabulary, quick), GrammarCompiler(vocabulary, limits)
+        quick_limits = CompileLimits(min(QUICK_S, limits.compile_s), limits.memory_bytes)
+        self._quick = quick or GrammarCompiler(vocabulary, quick_limits)
+        self._slow = slow or GrammarCompiler(vocabulary, limits)
         self._cache = GrammarCache()
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
         self._printable: TokenMask | None = None

@@ -58,7 +58,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         literals = () if chat_template is None else chat_template.literals
-        self._control = ControlTokens(backend, literals, self.marks)
+        self.control_tokens = ControlTokens(backend, literals, self.marks)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -223,7 +223,7 @@ class Tokenizer:
         Text in these arguments never becomes control tokens.
         """
         template = self._template()
-        if not template.rewrites_texts and not self._control.may_be_spelled_by(messages, tools, kwargs):
+        if not template.rewrites_texts and not self.control_tokens.may_be_spelled_by(messages, tools, kwargs):
             return ChatPrompt(text)
         try:
             tagged = template.render(
@@ -233,17 +233,19 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 variables=kwargs,
                 special_tokens=self.special_tokens,
-                control=self._control,
+                control=self.control_tokens,
             )
         except InvalidMessages as error:
-            raise InvalidMessages(self._control.untag(str(error)), self._control.untag(error.detail)) from error
+            raise InvalidMessages(
+                self.control_tokens.untag(str(error)), self.control_tokens.untag(error.detail)
+            ) from error
         return ChatPrompt(text, with_tags(tagged))
 
     def encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a chat's prompt, which its template has framed already."""
         if prompt.tagged is None:
             return self.encode(prompt.text, add_special_tokens)
-        return self._control.encode(prompt, add_special_tokens)
+        return self.control_tokens.encode(prompt, add_special_tokens)
 
     def _template(self) -> ChatTemplate:
         if self._chat_template is None:

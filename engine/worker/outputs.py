@@ -22,7 +22,7 @@ from ..core.logprobs import Logprobs
 from ..core.step import ChunkResult, StepResult
 
 # Float32 logits are computed in pieces: those of a long prompt over a large vocabulary would take gigabytes at once.
-_PIECE_BYTES = 32 << 20
+PIECE_BYTES = 32 << 20
 _PIECE_ROWS = 16  # a piece is a multiple: every one begins on a cache line, as kernels like it
 _NO_TOKEN = ChunkResult(None)
 
@@ -68,7 +68,7 @@ class LogprobColumns:
         vocab_size: int,
     ) -> LogprobColumns:
         """Compute what `of` does from hidden states `[R, hidden_size]`, without the logits of all of them at once."""
-        rows = max(1, _PIECE_BYTES // (4 * vocab_size * _PIECE_ROWS)) * _PIECE_ROWS
+        rows = max(1, PIECE_BYTES // (4 * vocab_size * _PIECE_ROWS)) * _PIECE_ROWS
         pieces = [
             cls.of(to_logits(piece), targets, num_top)
             for piece, targets in zip(hidden.split(rows), token_ids.split(rows), strict=True)

@@ -27,7 +27,7 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
         raise ValueError(f"out is {out.dtype} {list(out.shape)}: give contiguous {gate_up.dtype} [{rows}, {width}]")
     if out.numel():
         columns, num_warps = _shape(out.numel())
-        _activation_and_mul_kernel[(rows * triton.cdiv(width, columns),)](
+        activation_and_mul_kernel[(rows * triton.cdiv(width, columns),)](
             gate_up,
             out,
             gate_up.stride(0),
@@ -45,7 +45,7 @@ def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
     rows, width = x.shape
     if x.numel():
         columns, num_warps = _shape(x.numel())
-        _activate_each_kernel[(rows * triton.cdiv(width, columns),)](
+        activate_each_kernel[(rows * triton.cdiv(width, columns),)](
             x,
             x.stride(0),
             WIDTH=width,
@@ -63,7 +63,7 @@ def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
     out = x if add_to is None else add_to
     if x.numel():
         columns, num_warps = _shape(x.numel())
-        _gate_heads_kernel[(num_tokens * triton.cdiv(heads * dim, columns),)](
+        gate_heads_kernel[(num_tokens * triton.cdiv(heads * dim, columns),)](
             x,
             gate,
             out,
@@ -85,7 +85,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     rows, width = x.shape
     if x.numel():
         columns, num_warps = _shape(x.numel())
-        _soft_cap_kernel[(rows * triton.cdiv(width, columns),)](
+        soft_cap_kernel[(rows * triton.cdiv(width, columns),)](
             x, x.stride(0), cap, WIDTH=width, COLUMNS=columns, num_warps=num_warps, **pdl.launch_options()
         )
     return x
@@ -114,7 +114,7 @@ def activated(values, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _activation_and_mul_kernel(
+def activation_and_mul_kernel(
     gate_up, out, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr
 ):
     """Compute COLUMNS columns of one row; gate_up rows are `stride` apart, out [rows, WIDTH]."""
@@ -131,7 +131,7 @@ def _activation_and_mul_kernel(
 
 
 @triton.jit
-def _activate_each_kernel(x, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
+def activate_each_kernel(x, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
     """Activate COLUMNS columns of one row in place."""
     pdl.let_next_start()
     programs_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -144,7 +144,7 @@ def _activate_each_kernel(x, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
-def _gate_heads_kernel(
+def gate_heads_kernel(
     x,
     gate,
     out,
@@ -181,7 +181,7 @@ def _gate_heads_kernel(
 
 
 @triton.jit
-def _soft_cap_kernel(x, stride, cap, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def soft_cap_kernel(x, stride, cap, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Cap COLUMNS columns of one row in place: tanh(y) = 1 - 2 / (e^2y + 1)."""
     pdl.let_next_start()
     programs_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS

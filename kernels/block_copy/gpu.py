@@ -84,7 +84,7 @@ def _copy(
     assert ids is not None, "one side is named by ids"
     if len(ids) == 0:
         return
-    _copy_kernel[(len(ids) * triton.cdiv(num_words, WORDS),)](
+    copy_kernel[(len(ids) * triton.cdiv(num_words, WORDS),)](
         source,
         source_ids,
         target,
@@ -101,7 +101,7 @@ def _copy(
 
 
 @triton.jit
-def _copy_kernel(
+def copy_kernel(
     source,  # int32 rows, source_stride apart
     source_ids,  # [n] int, or None: 0, 1, 2, ...
     target,

@@ -43,13 +43,13 @@ def causal_conv(
     sizes = {"WIDTH": width, "SILU": silu, "NUM_CHANNELS": channels}
     if decodes := batch.most_decodes:
         options = step or tuned.config("causal_conv", x.device, step_key(width, channels, decodes), STEP)
-        _convolve_decode[(cdiv(channels, options["CHANNELS"]), decodes)](
+        convolve_decode_kernel[(cdiv(channels, options["CHANNELS"]), decodes)](
             *operands, batch.num_decodes, out, *strides, **sizes, **options, **pdl.launch_options()
         )
     if batch.num_chunks:
         options = chunks or tuned.config("causal_conv", x.device, chunk_key(width, channels, x.shape[0]), CHUNKS)
         lists = (batch.chunk_start, batch.chunk_seqs, batch.checkpoints)
-        _convolve_chunk[(cdiv(channels, options["CHANNELS"]), batch.num_chunks)](
+        convolve_chunk_kernel[(cdiv(channels, options["CHANNELS"]), batch.num_chunks)](
             *operands, *lists, out, *strides, **sizes, **options, **pdl.launch_options()
         )
     return out
@@ -64,7 +64,7 @@ def chunk_key(width: int, channels: int, num_tokens: int) -> tuned.Key:
 
 
 @triton.jit
-def _convolve_chunk(
+def convolve_chunk_kernel(
     x,  # [T, NUM_CHANNELS], tokens x_stride apart
     weight,  # [NUM_CHANNELS, WIDTH]
     bias,  # [NUM_CHANNELS] or None
@@ -153,7 +153,7 @@ def _cut_in_source(chunk_start, checkpoints, chunk, source, begin, length):
 
 
 @triton.jit
-def _convolve_decode(
+def convolve_decode_kernel(
     x,
     weight,
     bias,

@@ -17,7 +17,7 @@ def map_experts(expert_ids: Tensor, table: ExpertMap, places: range, counted: ra
     num_tokens, top_k = expert_ids.shape
     out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=expert_ids.device)
     if num_tokens:
-        _map_experts[(triton.cdiv(num_tokens * top_k, BLOCK),)](
+        map_experts_kernel[(triton.cdiv(num_tokens * top_k, BLOCK),)](
             expert_ids,
             table.places,
             table.counts,
@@ -41,7 +41,7 @@ def map_experts(expert_ids: Tensor, table: ExpertMap, places: range, counted: ra
 @triton.jit(
     do_not_specialize=["num_experts", "num_tokens", "ids_stride", "first", "num_places", "counted_from", "counted_to"]
 )
-def _map_experts(
+def map_experts_kernel(
     expert_ids,  # [T, TOP_K] int32, rows ids_stride apart
     places,  # [E, REPLICAS] int32
     counts,  # [E] int32

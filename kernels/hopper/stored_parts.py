@@ -10,27 +10,36 @@ from triton.experimental.gluon import language as gl
 from baton.kernels.split_kv import LOWEST, load_part, merge_part
 
 from .flash import Partial
+from .rings import Value, record
+
+
+@record
+class StoredParts:
+    """The parts of one result, which the programs `first` to `last` have stored, in the order of its keys."""
+
+    memory: Value  # of the parts of all results
+    head: gl.tensor  # the KV head, or the group of heads, of the result
+    first: gl.tensor
+    last: gl.tensor
+    num_rows: Value  # of shape.ROWS: so many rows exist
 
 
 @gluon.jit
 def merge_stored(
+    stored,
     places_of_part: gl.constexpr,
-    parts,
-    head,
-    first,
-    last,
-    num_rows,
     shape,
     DIM: gl.constexpr,
     AT_ONCE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Return the `Partial` of the programs `first` to `last`, in the order of the keys.
+    """Return the `Partial` of `StoredParts`.
 
-    `places_of_part(parts, program, begins, head, LAYOUT, shape)` gives the pointers to a part, as the fields of
-    `Partial`: `begins` says that the result's first key is that program's. The first `num_rows` of shape.ROWS rows
-    exist. The loads of AT_ONCE parts are under way together.
+    `places_of_part(memory, program, begins, head, LAYOUT, shape)` gives the pointers to a part, as the fields of
+    `Partial`: `begins` says that the result's first key is that program's. The loads of AT_ONCE parts are under way
+    together.
     """
+    first, last = stored.first, stored.last
     row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
     top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, LAYOUT))
     weight = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, LAYOUT))
@@ -38,8 +47,8 @@ def merge_stored(
     for base in range(first, last + 1, AT_ONCE):
         here = ()
         for i in gl.static_range(AT_ONCE):
-            places = places_of_part(parts, base + i, base + i == first, head, LAYOUT, shape)
-            exists = (row < num_rows) & (base + i <= last)
+            places = places_of_part(stored.memory, base + i, base + i == first, stored.head, LAYOUT, shape)
+            exists = (row < stored.num_rows) & (base + i <= last)
             here = here + (load_part(places.sums, places.weight, places.top, exists, 0),)
         for i in gl.static_range(AT_ONCE):
             part_sums, part_weight, part_top = here[i]

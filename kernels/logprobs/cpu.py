@@ -13,7 +13,7 @@ from . import reference
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kernel = _kernel()
+    kernel = native_kernel()
     if kernel is None or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.token_logprobs(logits, token_ids, k)
     num_rows, vocab_size = logits.shape
@@ -41,7 +41,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
 
 
 @functools.cache
-def _kernel() -> native.NativeFunction | None:
+def native_kernel() -> native.NativeFunction | None:
+    """Return the compiled function; None without a compiler."""
     pointer, i64 = native.POINTER, native.I64
     outputs = (pointer, pointer, pointer, pointer)
     return native.function("baton_token_logprobs", pointer, i64, i64, i64, pointer, i64, *outputs, native.INT)

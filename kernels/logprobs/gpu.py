@@ -23,8 +23,8 @@ _TOKEN = tl.constexpr(2**32 - 1)
 
 TILE = 512  # tokens
 MOST_ALTERNATIVES = 32  # a power of two; more are selected by torch
-_MOST_SHARES = 64  # of a row
-_PROGRAMS = 2112  # that the shares of all rows come to: 16 warps a multiprocessor of an H200
+MOST_SHARES = 64  # of a row
+PROGRAMS = 2112  # that the shares of all rows come to: 16 warps a multiprocessor of an H200
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,15 +40,15 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
     top_ids, top_logprobs = new(num_rows, k, dtype=torch.int64), new(num_rows, k)
     if not num_rows:
         return chosen, rank, top_ids, top_logprobs
-    shares = max(1, min(-(-vocab_size // TILE), _MOST_SHARES, _PROGRAMS // num_rows))
+    shares = max(1, min(-(-vocab_size // TILE), MOST_SHARES, PROGRAMS // num_rows))
     alternatives = k if k <= MOST_ALTERNATIVES else 0
     best, weight = new(num_rows, shares), new(num_rows, shares)
     above = new(num_rows, shares, dtype=torch.int32)
     keys = new(num_rows, shares, MOST_ALTERNATIVES, dtype=torch.int64)
     inputs = (logits, token_ids, vocab_size, logits.stride(0), token_ids.stride(0), alternatives)
     partial = (best, weight, above, keys)
-    _shares[(shares, num_rows)](*inputs, *partial, TILE=TILE, SLOTS=MOST_ALTERNATIVES, num_warps=1)
-    _rows[(num_rows,)](
+    shares_kernel[(shares, num_rows)](*inputs, *partial, TILE=TILE, SLOTS=MOST_ALTERNATIVES, num_warps=1)
+    rows_kernel[(num_rows,)](
         *inputs,
         *partial,
         chosen,
@@ -57,7 +57,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
         top_ids,
         top_logprobs,
         shares,
-        MOST_SHARES=_MOST_SHARES,
+        MOST_SHARES=MOST_SHARES,
         SLOTS=MOST_ALTERNATIVES,
         num_warps=4,
     )
@@ -68,7 +68,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, T
 
 
 @triton.jit(do_not_specialize=["token_ids_ptr", "ids_stride", "alternatives"])
-def _shares(
+def shares_kernel(
     logits_ptr,  # [R, V]
     token_ids_ptr,  # [R] int64
     vocab_size,
@@ -121,7 +121,7 @@ def _shares(
 
 
 @triton.jit(do_not_specialize=["token_ids_ptr", "ids_stride", "alternatives", "shares"])
-def _rows(
+def rows_kernel(
     logits_ptr,
     token_ids_ptr,
     vocab_size,

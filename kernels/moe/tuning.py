@@ -61,7 +61,7 @@ def _problem(experts: ExpertWeights, top_k: int, num_tokens: int) -> Problem:
 
     if shape.is_few:
         return Problem(tuning_key("few", shape), list(_few_candidates()), run_few)
-    return Problem(tuning_key("grouped", shape), list(_grouped_candidates(shape)), run_grouped)
+    return Problem(tuning_key("grouped", shape), list(grouped_candidates(shape)), run_grouped)
 
 
 def _logits(num_tokens: int, num_experts: int, device: torch.device) -> Iterator[torch.Tensor]:
@@ -79,7 +79,7 @@ def _few_candidates() -> Iterator[Options]:
         yield dict(zip(names, (*gate_up, *down), strict=True))
 
 
-def _grouped_candidates(shape: MoeShape) -> Iterator[Options]:
+def grouped_candidates(shape: MoeShape) -> Iterator[Options]:
     """Yield tiles that hold from half to four times an expert's average rows, and taller ones for experts that have
     more.
     """

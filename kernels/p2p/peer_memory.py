@@ -73,7 +73,7 @@ class PeerMemory:
 
         The memory is given back when nothing refers to the result any more.
         """
-        mapping = _Mapping(rank, size, room_bytes)
+        mapping = PeerMapping(rank, size, room_bytes)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # the driver, too, knows by now which device is meant
             try:
@@ -94,6 +94,11 @@ class PeerMemory:
         memory.ended.fill_(1)
         return memory
 
+    def read_own(self) -> bytes:
+        """Return what lies in this rank's memory, all turns. For tests and post-mortems of memory that is shared."""
+        assert isinstance(self._keeps, PeerMapping), "the memory of one process alone"
+        return self._keeps.read_own()
+
     def end(self) -> None:
         """Make kernels that wait for a peer stop waiting, also those launched later. What they write is undefined."""
         if self.ended.is_cuda:
@@ -109,7 +114,7 @@ def total_bytes(room_bytes: int) -> int:
     return _TURNS * room_bytes
 
 
-class _Mapping:
+class PeerMapping:
     """The memory of this rank, and of the others as mapped into this process. Proofs of access lie behind the turns."""
 
     def __init__(self, rank: int, size: int, room_bytes: int) -> None:
@@ -121,6 +126,9 @@ class _Mapping:
     @property
     def addresses(self) -> list[int]:
         return [self._memory[rank].address for rank in range(self._size)]
+
+    def read_own(self) -> bytes:
+        return self._memory[self._rank].read(0, self._checks_at)
 
     def make(self, exchange: Exchange) -> None:
         """Allocate, open and check all memory. Raises `PeerAccessError`."""

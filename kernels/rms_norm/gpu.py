@@ -31,8 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     num_rows = rows.shape[0]
     if num_rows and width:
         columns = triton.next_power_of_2(width)
-        rows_per_program, num_warps = _shape(num_rows, columns)
-        _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+        rows_per_program, num_warps = launch_shape(num_rows, columns)
+        rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
             rows,
             residual_rows,
             weight,
@@ -67,7 +67,7 @@ def gated_rms_norm(
     columns = triton.next_power_of_2(width)
     num_rows, rows_per_program = num_tokens * num_heads, max(1, GATED_ELEMENTS // columns)
     if num_rows and width:
-        _gated_rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+        gated_rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
             x,
             gate,
             weight,
@@ -90,7 +90,7 @@ def gated_rms_norm(
     return out
 
 
-def _shape(num_rows: int, columns: int) -> tuple[int, int]:
+def launch_shape(num_rows: int, columns: int) -> tuple[int, int]:
     """Return (rows of a program, its warps). Few rows: as many threads a row as have something to load."""
     loads_per_row = max(1, columns // ELEMENTS_PER_THREAD)
     if num_rows < MANY_ROWS:
@@ -106,7 +106,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(
+def rms_norm_kernel(
     x,  # [num_rows, WIDTH], rows x_stride apart
     residual,  # [num_rows, WIDTH], rows residual_stride apart, or None
     weight,  # [WIDTH]
@@ -139,7 +139,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gated_rms_norm_kernel(
+def gated_rms_norm_kernel(
     x,  # [tokens, HEADS, WIDTH], tokens x_stride apart
     gate,
     weight,  # [WIDTH] or, WEIGHT_OF_HEADS, [HEADS, WIDTH]

@@ -50,7 +50,7 @@ def rope_and_cache(
     heads, num_warps = FEW if num_tokens < MANY_TOKENS else MANY
     kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))
     planes = kv[:, :, layer]
-    _rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, kv_heads))](
+    rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, kv_heads))](
         q,
         k,
         v,
@@ -92,7 +92,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor) -> None
 
 
 @triton.jit
-def _rope_and_cache_kernel(
+def rope_and_cache_kernel(
     q,  # [num_tokens, NUM_HEADS, DIM], tokens q_stride apart
     k,  # [num_tokens, NUM_KV_HEADS, DIM], tokens k_stride apart
     v,  # [num_tokens, NUM_KV_HEADS, DIM], tokens v_stride apart

@@ -20,7 +20,7 @@ from .batch import AllowedTokens, Penalties, SamplingBatch, TokenHistory
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    draw = _kernel_of_draws()
+    draw = kernel_of_draws()
     if draw is None or logits.dtype != torch.float32:
         return reference.sample(logits, batch)
     logits = edit_logits(logits, batch)
@@ -55,7 +55,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.allowed is not None:
         logits = _keep_allowed(logits, batch.allowed)
         batch = replace(batch, allowed=None)
-    penalize = _kernel_of_penalties()
+    penalize = kernel_of_penalties()
     if batch.penalties is None or penalize is None or logits.dtype != torch.float32:
         return reference.edit_logits(logits, batch)
     edited = reference.edit_logits(logits, replace(batch, penalties=None))
@@ -114,13 +114,15 @@ def _pointer(name: str, numbers: Tensor | None, dtype: torch.dtype, length: int)
 
 
 @functools.cache
-def _kernel_of_draws() -> native.NativeFunction | None:
+def kernel_of_draws() -> native.NativeFunction | None:
+    """Return the function that draws; None without a compiler."""
     pointer, i64 = native.POINTER, native.I64
     return native.function("baton_sample", pointer, i64, i64, i64, *(pointer,) * len(_PER_ROW), pointer, native.INT)
 
 
 @functools.cache
-def _kernel_of_penalties() -> native.NativeFunction | None:
+def kernel_of_penalties() -> native.NativeFunction | None:
+    """Return the function that applies penalties; None without a compiler."""
     pointer, i64 = native.POINTER, native.I64
     history = (pointer, native.INT, i64, pointer, pointer, pointer)
     return native.function("baton_penalize", pointer, i64, i64, pointer, i64, pointer, pointer, pointer, *history)

@@ -84,11 +84,11 @@ class HandoffCoordinator:
         self._group = group
         self._clock = clock
         self._handshakes = HandshakeResponder(self._terms, group, self._router)
-        self._peers = Peers(self._terms, channel, group, settings.retry_s)
-        self._reads = BlockReads(group, settings.batch_bytes, settings.reads_in_flight, settings.stall_s, clock)
+        self.peers = Peers(self._terms, channel, group, settings.retry_s)
+        self.reads = BlockReads(group, settings.batch_bytes, settings.reads_in_flight, settings.stall_s, clock)
         verifies = settings.digest is DigestMode.VERIFY
         self._digest_check = DigestCheck(group, verifies=verifies, digest_blocks=digest_blocks)
-        self._effects = Effects(self._router, self._peers, self._reads, self._digest_check, self.receives, clock, emit)
+        self._effects = Effects(self._router, self.peers, self.reads, self._digest_check, self.receives, clock, emit)
         self._stale_handshakes = 0
         self._standstill = Standstill()
 
@@ -122,7 +122,7 @@ class HandoffCoordinator:
             return
         now = self._clock()
         try:
-            peer = self._peers.connect(offered.lease.holder, offered.kv_address, now)
+            peer = self.peers.connect(offered.lease.holder, offered.kv_address, now)
         except TransportError as error:
             self._refuse(receive, str(error))
             return
@@ -141,7 +141,7 @@ class HandoffCoordinator:
         self._effects.perform(self.receives.cancel(receive))
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
-        for left in self._peers.changed(live, self._clock()):
+        for left in self.peers.changed(live, self._clock()):
             self._effects.perform(
                 self.receives.peer_lost(left, f"engine {left.engine_id} (epoch {left.epoch}) left the cluster")
             )
@@ -158,7 +158,7 @@ class HandoffCoordinator:
         self._standstill.begin_round(self._clock())
         self._make(calls())
         self._group.pump()
-        for event in self._reads.poll(self._clock()):  # may copy for a while, in which the grant arrives
+        for event in self.reads.poll(self._clock()):  # may copy for a while, in which the grant arrives
             self._on_read_event(event)
         arrived = self._router.receive()
         self._make(calls())
@@ -172,9 +172,9 @@ class HandoffCoordinator:
         self._effects.perform(self.leases.expire(now))
         self._effects.perform(self.receives.tick(now))
         # After everything above that may end a use of a peer's memory.
-        for peer in self._peers.poll(now, self._uses, self._reads.given_up):
+        for peer in self.peers.poll(now, self._uses, self.reads.given_up):
             self._effects.perform(self.receives.peer_ready(peer, now))
-        self._peers.forget_idle(self.receives.waits_for, self._uses)
+        self.peers.forget_idle(self.receives.waits_for, self._uses)
         if self._serving(now):
             self._group.progress()
         pause = self._pause(now)
@@ -189,7 +189,7 @@ class HandoffCoordinator:
     @property
     def any_access(self) -> bool:
         """True while a transport may still write into our blocks, or a peer with a grant may still read them."""
-        return len(self._reads) > 0 or self.leases.any_granted
+        return len(self.reads) > 0 or self.leases.any_granted
 
     def stats(self) -> TransferStats:
         return TransferStats(
@@ -201,13 +201,13 @@ class HandoffCoordinator:
             blocks_quarantined=self.receives.num_quarantined_blocks,
             bytes_read=self._group.num_bytes,
             descriptors_read=self._group.num_descriptors,
-            blocks_read_early=self._reads.num_early,
+            blocks_read_early=self.reads.num_early,
             receive_seconds=self._effects.receive_seconds,
             messages_stale=self.leases.stale_messages + self.receives.stale_messages + self._stale_handshakes,
             messages_malformed=self._router.malformed,
             messages_unsent=self._router.unsent,
-            peers_ready=self._peers.num_ready,
-            lanes=self._peers.lanes(self._reads),
+            peers_ready=self.peers.num_ready,
+            lanes=self.peers.lanes(self.reads),
             reads_fallen_back=self._group.num_fallbacks,
         )
 
@@ -218,7 +218,7 @@ class HandoffCoordinator:
             case HandshakeRequest():
                 self._handshakes.answer(route, message, now)
             case HandshakeAccepted():
-                self._stale_handshakes += not self._peers.on_accepted(route, message, now)
+                self._stale_handshakes += not self.peers.on_accepted(route, message, now)
             case HandshakeRefused():
                 self._on_handshake_refused(route, message)
             case Claim() | Renew() | AskDigests() | Finish() | AbortRead():
@@ -228,7 +228,7 @@ class HandoffCoordinator:
                 self._effects.perform(self.receives.on_message(message, now))
 
     def _on_handshake_refused(self, route: Route, message: HandshakeRefused) -> None:
-        peer = self._peers.on_refused(route, message)
+        peer = self.peers.on_refused(route, message)
         if peer is None:
             self._stale_handshakes += 1
         else:
@@ -237,7 +237,7 @@ class HandoffCoordinator:
             )
 
     def _on_connection_lost(self, route: Route, now: float) -> None:
-        peer = self._peers.connection_lost(route, now)
+        peer = self.peers.connection_lost(route, now)
         if peer is not None:
             where = f"{peer.key.engine_id} at {peer.address}"
             logger.warning("the connection to %s is lost: it ended, or is silent", where)
@@ -254,13 +254,13 @@ class HandoffCoordinator:
 
     def _on_read_failed(self, event: ReadEvent) -> None:
         """Fail a receive, and with it all others that read from a memory which is lost."""
-        lost = self._peers.broke(self.receives[event.receive].ticket.lease.holder, self._clock())
+        lost = self.peers.broke(self.receives[event.receive].ticket.lease.holder, self._clock())
         self._effects.perform(self.receives.read_failed(event.receive, event.reason))
-        for receive in [] if lost is None else self._reads.of(lost):
+        for receive in [] if lost is None else self.reads.of(lost):
             self._effects.perform(self.receives.read_failed(receive, event.reason))
 
     def _uses(self, memory: PeerHandle) -> bool:
-        return self._reads.uses(memory) or self._digest_check.uses(memory)
+        return self.reads.uses(memory) or self._digest_check.uses(memory)
 
     def _on_check(self, found: Digested | Compared) -> None:
         match found:
@@ -294,14 +294,14 @@ class HandoffCoordinator:
     def _pause(self, now: float) -> float:
         soon = pause_s(
             now,
-            self._effects.read_started_at if self._reads.any_busy else None,
+            self._effects.read_started_at if self.reads.any_busy else None,
             self.receives.claimed_at,
             device=self._group.device,
-            warming_since=now if self._digest_check.any_digesting else self._peers.warming_since,
+            warming_since=now if self._digest_check.any_digesting else self.peers.warming_since,
             serving=self._serving(now),
         )
         if soon is not None:
             return soon
         listen_at = now + LISTEN_EVERY_S if len(self.leases) else None
-        due = (listen_at, self.leases.next_expiry, self.receives.next_deadline, self._peers.next_handshake)
+        due = (listen_at, self.leases.next_expiry, self.receives.next_deadline, self.peers.next_handshake)
         return max(0.0, min((at - now for at in due if at is not None), default=POLL_IDLE_S))

@@ -36,6 +36,7 @@ from ..block_copies import BlockCopier
 from ..connector import TransferConnector
 from ..errors import NotRegistrable
 from ..group.rpc import GroupSocket
+from ..lease_clock import lease_now
 from ..protocol.stats import TransferStats
 from ..settings import PeerInfo, TransferSettings
 from .copy_thread import CopyThread
@@ -83,8 +84,10 @@ class HostBufferConnector(GrowingConnector):
         settings: TransferSettings,
         copy_socket: GroupSocket | None = None,
         wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = lease_now,
         **arguments: Any,
     ) -> None:
+        """`clock` measures how long receives wait for slots; the other arguments are those of `TransferConnector`."""
         slots = take_staging_slots(region, settings.buffer_bytes)
         self._slots = SlotPool(region, slots.region)
         self._copy_socket = copy_socket
@@ -113,6 +116,7 @@ class HostBufferConnector(GrowingConnector):
             max_wait_s=settings.lease_s,
             emit=self._events.append,
             wake=wake,
+            clock=clock,
         )
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:

@@ -69,7 +69,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-_decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a CUDA IPC peer")
+decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a CUDA IPC peer")
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,7 +150,7 @@ class CudaIpcTransport:
         return self._metadata
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        known = _decode_metadata(metadata)
+        known = decode_metadata(metadata)
         if known.machine != self._machine:
             raise TransportError(f"{known.name} is on another machine")
         blocks = _Mapping(known.blocks)

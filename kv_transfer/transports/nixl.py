@@ -78,7 +78,7 @@ class _Read:
 
 
 class NixlTransport:
-    """NIXL as a `Transport`. Made, used and closed by one thread.
+    """NIXL as a `Transport`, through the library's `agent`. Made, used and closed by one thread.
 
     Raises `TransportError` where a backend is missing or the region cannot be registered.
     """
@@ -94,10 +94,10 @@ class NixlTransport:
             self._memory: _Memory = "DRAM" if gpu is None else "VRAM"
             self._device = gpu or 0
             config = api.nixl_agent_config(enable_prog_thread=False, backends=list(backends))
-            self._agent = self._asking("cannot make a NIXL agent", api.nixl_agent, agent_name, config)
-        missing = [name for name in backends if name not in self._agent.backends]
+            self.agent = self._asking("cannot make a NIXL agent", api.nixl_agent, agent_name, config)
+        missing = [name for name in backends if name not in self.agent.backends]
         if missing:
-            available = ", ".join(sorted(self._agent.plugin_list))
+            available = ", ".join(sorted(self.agent.plugin_list))
             raise TransportError(f"NIXL has no backend {', '.join(missing)} here; available: {available}")
         self.name = nixl_name(backends)
         self._backends = list(backends)
@@ -108,7 +108,7 @@ class NixlTransport:
             self._register(region.address, self._num_bytes),
             self._register(self._scratch.address, PROBE_BYTES),
         ]
-        blob = self._asking("cannot describe our memory", self._agent.get_agent_metadata)
+        blob = self._asking("cannot describe our memory", self.agent.get_agent_metadata)
         known = _Metadata(blob, self._address, self._num_bytes, self._memory, self._device)
         self._metadata = codec.encode(known)
         self._ids = itertools.count(1)
@@ -128,7 +128,7 @@ class NixlTransport:
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = _decode_metadata(metadata)
-        name = self._asking("cannot load a peer's metadata", self._agent.add_remote_agent, known.nixl)
+        name = self._asking("cannot load a peer's metadata", self.agent.add_remote_agent, known.nixl)
         name = name.decode() if isinstance(name, bytes) else name
         peer = _Peer(name, known, warm_read=None)
         try:
@@ -201,7 +201,7 @@ class NixlTransport:
         return True
 
     def progress(self) -> None:
-        self._error_latch.call(self._agent.get_new_notifs)
+        self._error_latch.call(self.agent.get_new_notifs)
         self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
 
     def close(self) -> None:
@@ -214,22 +214,22 @@ class NixlTransport:
             _abandoned.append(self)
             return
         for registered in self._registered:
-            self._error_latch.call(functools.partial(self._agent.deregister_memory, registered))
-        del self._agent
+            self._error_latch.call(functools.partial(self.agent.deregister_memory, registered))
+        del self.agent
 
     def _register(self, address: int, num_bytes: int) -> Any:
         regions = [(address, num_bytes, self._device, "")]
         what = f"cannot register {num_bytes} bytes of {self._memory} memory"
         try:
-            return self._asking(what, self._agent.register_memory, regions, self._memory, self._backends)
+            return self._asking(what, self.agent.register_memory, regions, self._memory, self._backends)
         except TransportError as error:
             raise NotRegistrable(str(error)) from error
 
     def _initialize(self, peer: _Peer, local: _Descriptors, remote: _Descriptors) -> Any:
-        ours = self._agent.get_xfer_descs(local, self._memory)
-        theirs = self._agent.get_xfer_descs(remote, peer.metadata.memory)
+        ours = self.agent.get_xfer_descs(local, self._memory)
+        theirs = self.agent.get_xfer_descs(remote, peer.metadata.memory)
         what = f"cannot prepare a read of {peer.name}"
-        return self._asking(what, self._agent.initialize_xfer, "READ", ours, theirs, peer.name, b"", self._backends)
+        return self._asking(what, self.agent.initialize_xfer, "READ", ours, theirs, peer.name, b"", self._backends)
 
     def _into_scratch(self, peer: _Peer, num_bytes: int) -> Any:
         """Prepare a read of the first bytes of a peer's region, of at most so many."""
@@ -262,10 +262,10 @@ class NixlTransport:
         return PeerState.CONNECTED
 
     def _post(self, handle: Any) -> ReadState:
-        return self._checked(self._agent.transfer, handle)
+        return self._checked(self.agent.transfer, handle)
 
     def _state_of(self, handle: Any) -> ReadState:
-        return self._checked(self._agent.check_xfer_state, handle)
+        return self._checked(self.agent.check_xfer_state, handle)
 
     def _checked(self, call: Callable[[Any], str], handle: Any) -> ReadState:
         try:
@@ -292,7 +292,7 @@ class NixlTransport:
 
     def _forget(self, name: str) -> None:
         try:
-            self._agent.remove_remote_agent(name)
+            self.agent.remove_remote_agent(name)
         except self._errors as error:
             logger.warning("NIXL could not forget peer %s: %s", name, error)
 

@@ -107,14 +107,14 @@ class UcxTransport:
             try:
                 features = self._ucxx.Feature
                 self._context = self._ucxx.UCXContext(CONFIG, (features.RMA, features.AM))
-                self._worker = self._ucxx.UCXWorker(self._context)
+                self.worker = self._ucxx.UCXWorker(self._context)
             except self._ucxx.UCXError as error:
                 raise TransportError(f"cannot make a UCX worker: {error}") from error
         self._memory = self._ucp.register(self._context.handle, self._address, self._num_bytes, kind)
         self._into_region = self._ucp.registered(self._memory)
         self._error_latch = ErrorLatch("UCX", (self._ucxx.UCXError,))
         key = self._ucp.pack_key(self._context.handle, self._memory)
-        worker = self._worker.address.tobytes()
+        worker = self.worker.address.tobytes()
         known = _Metadata(self._ucp.version, agent_name, worker, key, self._address, self._num_bytes)
         self._metadata = codec.encode(known)
         self._ids = itertools.count(1)
@@ -225,12 +225,12 @@ class UcxTransport:
             _abandoned.append(self)
             return
         self._ucp.deregister(self._context.handle, self._memory)
-        del self._worker, self._context
+        del self.worker, self._context
 
     def _connect(self, known: _Metadata) -> Any:
         try:
             address = self._ucxx.UCXAddress.create_from_buffer(known.worker)
-            return self._worker.create_endpoint_from_worker_address(address, endpoint_error_handling=True)
+            return self.worker.create_endpoint_from_worker_address(address, endpoint_error_handling=True)
         except self._ucxx.UCXError as error:
             raise TransportError(f"cannot connect to {known.name}: {error}") from error
 
@@ -282,7 +282,7 @@ class UcxTransport:
 
     def _advance(self) -> None:
         until = time.monotonic() + PROGRESS_S
-        while self._error_latch.call(self._worker.progress_once) and time.monotonic() < until:
+        while self._error_latch.call(self.worker.progress_once) and time.monotonic() < until:
             pass
         for peer in list(self._lingering):
             self._settle(peer.warm_read)

@@ -170,7 +170,7 @@ class FakeConnector(GrowingConnector):
     def __init__(self, wire: Wire, memory: list[list[int]]) -> None:
         self.offers_early = wire.progressive
         self._wire = wire
-        self._memory = memory
+        self.memory = memory
         self._next_id = 0
         self._events: deque[ConnectorEvent] = deque()
         self._pulls: dict[TransferId, tuple[bytes, int, list[int], float]] = {}
@@ -197,7 +197,7 @@ class FakeConnector(GrowingConnector):
         return f"{id(self)}/{transfer_id}".encode()
 
     def withdraw(self, transfer_id: TransferId) -> None:
-        self._end(transfer_id, OfferOutcome.WITHDRAWN)
+        self.end(transfer_id, OfferOutcome.WITHDRAWN)
         self.withdrawn += 1
 
     def receive(
@@ -235,11 +235,11 @@ class FakeConnector(GrowingConnector):
             return
         offer = self._wire.offers[ticket]
         for block, from_block in zip(blocks, offer.blocks[first_block:], strict=True):
-            self._memory[block][:] = offer.holder._memory[from_block]
-        offer.holder._end(offer.transfer_id, OfferOutcome.FINISHED)
+            self.memory[block][:] = offer.holder.memory[from_block]
+        offer.holder.end(offer.transfer_id, OfferOutcome.FINISHED)
         self._events.append(Received(transfer_id, claimed_s, pulled_s=time.monotonic()))
 
-    def _end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
+    def end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
         if self._wire.offers.pop(self._ticket(transfer_id), None):
             self._events.append(OfferEnded(transfer_id, outcome))
 

@@ -36,8 +36,10 @@ class Inner:
 
     offers_early = True
     address = "tcp://here"
+    newest: Inner
 
     def __init__(self, region: CacheRegion, **arguments: Any) -> None:
+        Inner.newest = self
         self.region = region
         self.ids = itertools.count(1)
         self.events: list[ConnectorEvent] = []
@@ -98,11 +100,17 @@ class Station:
     """A `HostBufferConnector` of eight slots over sixteen blocks, on an `Inner`."""
 
     def __init__(self) -> None:
+        self.now_s: float | None = None  # the buffer's clock stands there
         self.blocks = np.arange(16, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, axis=1)
         region = CacheRegion.of(ArenaRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2))
         self.woken = threading.Event()
-        self.buffer = HostBufferConnector(region, settings=BY_HOST, engine_id="holder", wake=self.woken.set)
-        self.inner: Inner = self.buffer._inner  # type: ignore[assignment]
+        self.buffer = HostBufferConnector(
+            region, settings=BY_HOST, engine_id="holder", wake=self.woken.set, clock=self._clock
+        )
+        self.inner = Inner.newest
+
+    def _clock(self) -> float:
+        return time.monotonic() if self.now_s is None else self.now_s
 
     def slot(self, number: int) -> np.ndarray:
         size = LAYOUT.block_bytes

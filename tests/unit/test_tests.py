@@ -19,6 +19,7 @@ SEEN_BY = {
     "hosts": {"helpers"},
     "chaos": {"helpers", "hosts"},
 }
+PLANTS_BUGS = TESTS / "unit/kv_transfer/test_handoff_simulation.py"  # inside of what it tests
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -31,6 +32,21 @@ def imported(file: Path) -> Iterator[str]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def private_names(file: Path) -> Iterator[str]:
+    """Yield each name of ours with a leading underscore that the file imports, or replaces by `setattr`.
+
+    Other accesses are ruff's to find (SLF001).
+    """
+    for name in imported(file):
+        if name.startswith("baton.") and any(part.startswith("_") for part in name.split(".")):
+            yield name
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                if name.startswith("_") and not name.startswith("__"):
+                    yield name
 
 
 def test_every_folder_is_a_package() -> None:
@@ -55,3 +71,8 @@ def test_a_folder_imports_no_test_and_only_what_it_may_see(folder: str) -> None:
 def test_no_file_changes_the_path_of_modules() -> None:
     changed = "sys" + ".path"
     assert [str(file) for file in FILES if changed in file.read_text()] == []
+
+
+def test_no_file_imports_or_replaces_what_our_modules_keep_private() -> None:
+    found = {str(file.relative_to(TESTS)): sorted(set(private_names(file))) for file in FILES if file != PLANTS_BUGS}
+    assert {file: names for file, names in found.items() if names} == {}

@@ -46,6 +46,11 @@ class LoadTracker:
         self._reports: dict[int, _Report] = {}  # by rank: the successor of an engine takes its entry
 
     @property
+    def num_reports(self) -> int:
+        """The number of ranks whose last report is kept."""
+        return len(self._reports)
+
+    @property
     def own(self) -> Load:
         """All of this gateway's own requests and tokens, in any engine."""
         return Load(self._requests.total(), self._tokens.total())

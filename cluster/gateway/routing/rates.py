@@ -162,6 +162,11 @@ class LearntRates:
         self._request_s = guesses.decode_request_s
         self._renewed_s = -RENEWED_S
 
+    @property
+    def known(self) -> set[str]:
+        """The ids of the engines of which something is kept."""
+        return {engine_id for engine_id, _ in [*self._steps, *self._lanes]} | self._nodes.keys()
+
     def renew(self, engines: Sequence[EngineView]) -> None:
         """Apply the engines' reports: once a second, and at every call until one of them has measured something."""
         now_s = self._clock()

@@ -17,6 +17,11 @@ class SlidingWindow:
         self._parts: deque[tuple[int, list[int]]] = deque()  # number since the clock's zero, and counts of both kinds
         self._sums = [0, 0]
 
+    @property
+    def num_parts(self) -> int:
+        """The number of parts that hold counts, `PARTS` at most."""
+        return len(self._parts)
+
     def add(self, kind: int, count: int = 1) -> None:
         """Count events of a kind, 0 or 1."""
         number = self._forget()

@@ -29,6 +29,11 @@ class AdmissionControl:
         self._num_by_key: Counter[bytes] = Counter()
         self.num_inflight = 0
 
+    @property
+    def num_keys(self) -> int:
+        """The number of API keys of which requests run."""
+        return len(self._num_by_key)
+
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Apply other limits from the next request on; running requests continue even if they exceed them."""
         self._settings = settings

@@ -74,6 +74,16 @@ class Fence:
         """Return whether blocks behind windows of this group wait for a step in flight."""
         return any(number == group for given_back in self._behind.values() for number, _ in given_back)
 
+    def owned_blocks(self, group: int) -> list[list[int]]:
+        """Return the blocks of a group that wait for steps in flight, a list for each time some were given up."""
+        retired = [blocks[group] for given_up in self._retired.values() for _, blocks in given_up if blocks]
+        behind = [blocks for given_back in self._behind.values() for number, blocks in given_back if number == group]
+        return retired + behind
+
+    def owned_rows(self) -> list[int]:
+        """Return the rows that wait for steps in flight."""
+        return [row for given_up in self._retired.values() for row, _ in given_up if row != NO_ROW]
+
     def settled(self, step: int) -> None:
         self._settled = step
         for row, blocks in self._retired.pop(step, ()):

@@ -33,6 +33,10 @@ class HeldBlocks:
     def num_blocks(self) -> int:
         return len(self._holders)
 
+    def owned_blocks(self) -> list[list[int]]:
+        """Return the blocks of each offer."""
+        return [held.blocks for held in self._offers.values()]
+
     def hold(self, transfer_id: TransferId, request_id: str, generation: int, blocks: list[int]) -> None:
         self._offers[transfer_id] = _Held(request_id, generation, blocks)
         self._holders.update(blocks)
@@ -73,6 +77,10 @@ class Quarantine:
 
     def __contains__(self, writer: int) -> bool:
         return writer in self._blocks
+
+    def owned_blocks(self) -> list[list[int]]:
+        """Return the blocks of each writer."""
+        return list(self._blocks.values())
 
     def admit(self, writer: int, blocks: list[int]) -> None:
         self._blocks[writer] = blocks

@@ -105,6 +105,10 @@ class TierCopies:
         """True while stores reference blocks, which may have no other owner."""
         return self._num_lent > 0
 
+    def owned_blocks(self) -> list[list[int]]:
+        """Return the blocks that each store reads, and those that each cancelled restore may still write."""
+        return [*self._lent.values(), *self.quarantine.owned_blocks()]
+
     # ------------------------------------------------------------------ down
 
     def planned(self, step: int) -> None:

@@ -74,6 +74,10 @@ class Transfers:
         """True while blocks that a request gave up stay referenced by an offer, until its reader has ended."""
         return bool(self._asked_back)
 
+    def pulls(self, request: Request) -> bool:
+        """Return whether the request waits for a receive."""
+        return request in self._transfer_of
+
     def grows(self, request: Request) -> bool:
         return request in self._growing
 

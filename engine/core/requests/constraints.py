@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ..grammar import ASKED_BY, Grammar, GrammarRefused, GrammarSource, GrammarStats
@@ -41,7 +41,10 @@ class _Task:
 
 
 class Constraints:
-    """The grammars of all requests that have one. Without a source, none has."""
+    """The grammars of all requests that have one. Without a source, none has.
+
+    `openers` compile grammars, `maskers` compute masks.
+    """
 
     def __init__(self, source: GrammarSource | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.can_open = source is not None
@@ -51,13 +54,16 @@ class Constraints:
         self._tasks: dict[Request, _Task] = {}  # for each request that has no mask
         threads = min(MOST_THREADS, os.cpu_count() or 1)
         # Two, so that nothing but new grammars waits for a compiler. Their threads start when they are first needed.
-        self._openers = ThreadPoolExecutor(MOST_OPENERS, "baton-grammars")
-        self._maskers = ThreadPoolExecutor(threads, "baton-masks")
+        self.openers: Executor = ThreadPoolExecutor(MOST_OPENERS, "baton-grammars")
+        self.maskers: Executor = ThreadPoolExecutor(threads, "baton-masks")
 
     @property
     def is_busy(self) -> bool:
         """True while a request has no mask yet."""
         return bool(self._tasks)
+
+    def awaits_mask(self, request: Request) -> bool:
+        return request in self._tasks
 
     @property
     def num_opening(self) -> int:
@@ -71,14 +77,14 @@ class Constraints:
         request.move_to(RequestStatus.WAITING_FOR_GRAMMAR)
         self.num_live += 1
         assert self._source is not None
-        threads = self._maskers if self._source.knows(_asked_by(request)) else self._openers
+        threads = self.maskers if self._source.knows(_asked_by(request)) else self.openers
         work = threads.submit(_open, self._source, request)
         self._tasks[request] = _Task(work, self._clock() + OPENING_LIMIT_S, is_fresh=False)
 
     def advance(self, request: Request, token_ids: Sequence[int]) -> None:
         """Start to compute the mask behind the next tokens of the output."""
         assert request.grammar is not None
-        work = self._maskers.submit(_advance, request.grammar, token_ids)
+        work = self.maskers.submit(_advance, request.grammar, token_ids)
         self._tasks[request] = _Task(work, self._clock() + MASK_LIMIT_S)
 
     def collect(self) -> list[tuple[Request, EngineError | None]]:

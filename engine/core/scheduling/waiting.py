@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Iterator
 from operator import attrgetter, itemgetter
 
 from ..kv.blocks import BlockPool
@@ -45,6 +46,10 @@ class PromptBacklog:
     @property
     def num_tokens(self) -> int:
         return self._num_missing * self._block_size + self._num_behind
+
+    def num_full_blocks(self, request: Request) -> int:
+        """Return how many full blocks are counted of a waiting request: as many as it had when it was added."""
+        return self._waiting.get(request, (0, 0))[0]
 
     def add(self, request: Request) -> None:
         """Count a request, unless another engine has its KV: it computes nothing."""
@@ -98,6 +103,13 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests in no particular order."""
+        return iter(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
 
     def push(self, request: Request) -> None:
         self._members.add(request)

@@ -25,7 +25,7 @@ def add_parts(out: Tensor, plan: DecodePlan, shares: Shares, rule: AttentionRule
     """Write the rows of `out` [num_decodes, num_heads, D] whose keys were in several shares of `attend_share`."""
     num_heads, dim = out.shape[1:]
     num_seqs = plan.seq_lens.shape[0]
-    _add_parts[(num_seqs, num_heads)](
+    add_parts_kernel[(num_seqs, num_heads)](
         out,
         *(rule.sinks, rule.v_scale),
         shares.words,
@@ -47,7 +47,7 @@ def add_parts(out: Tensor, plan: DecodePlan, shares: Shares, rule: AttentionRule
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_shares", "window", "num_heads"])
-def _add_parts(
+def add_parts_kernel(
     out,
     sinks,
     v_scale,

@@ -62,7 +62,7 @@ def product(
     if split > 1:
         partial = out.new_empty(tiles * split * options["TOKENS"] * options["COLUMNS"], dtype=torch.float32)
         arrived = _arrivals(out.device)
-    _gemm_kernel[(tiles, split)](
+    gemm_kernel[(tiles, split)](
         quantized,
         scale,
         weight.data,
@@ -102,7 +102,7 @@ def tuning_key(quantized: Tensor, weight: Fp8Weight) -> tuned.Key:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _gemm_kernel(
+def gemm_kernel(
     x,
     x_scale,
     weight,

@@ -53,7 +53,7 @@ def multiply_tiles(
         rows = (2 if isinstance(activation, Activation) else 1) * BLOCK_N
         parts = torch.empty(grid[0] * grid[2] * SPLIT * rows * TOKENS, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
-    _gemm_kernel[grid](
+    gemm_kernel[grid](
         x,
         weight,
         bias,
@@ -88,7 +88,7 @@ def _arrived(device: torch.device) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _gemm_kernel(
+def gemm_kernel(
     x,  # [num_tokens, DEPTH], rows x_stride apart
     weight,  # [COLUMNS, DEPTH]; GATED: [2 * COLUMNS, DEPTH]
     bias,  # like weight's rows, or None

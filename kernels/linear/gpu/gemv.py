@@ -46,7 +46,7 @@ def stream_weight(
     """
     num_tokens, depth = x.shape
     columns = out.shape[1]
-    _gemv_kernel[(triton.cdiv(columns, BLOCK_N),)](
+    gemv_kernel[(triton.cdiv(columns, BLOCK_N),)](
         x,
         weight,
         norm,
@@ -73,7 +73,7 @@ def stream_weight(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _gemv_kernel(
+def gemv_kernel(
     x,  # [num_tokens, DEPTH], rows x_stride apart
     weight,  # [COLUMNS, DEPTH]; GATED: [2 * COLUMNS, DEPTH]
     norm,  # [DEPTH] or None

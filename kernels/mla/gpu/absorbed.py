@@ -55,7 +55,7 @@ def latent_attention(
     groups = tiles.groups(num_heads)
     parts = torch.empty((groups, work.num_programs, 2, tiles.rows, rank), dtype=torch.float32, device=out.device)
     softmax = torch.empty((groups, work.num_programs, 2, tiles.rows, 2), dtype=torch.float32, device=out.device)
-    _latent_attention[(work.num_programs, groups)](
+    latent_attention_kernel[(work.num_programs, groups)](
         q_latent,
         q_rope,
         kv,
@@ -88,7 +88,7 @@ def latent_attention(
 
 
 @triton.jit
-def _latent_attention(
+def latent_attention_kernel(
     q_latent_ptr,
     q_rope_ptr,
     kv_ptr,

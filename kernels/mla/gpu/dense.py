@@ -42,7 +42,7 @@ def dense_prefill(
     rope = k_rope.shape[1]
     nope = q.shape[2] - rope
     rows = keys_values.flatten(1)
-    _dense_attention[(plan.num_items, num_heads)](
+    dense_attention_kernel[(plan.num_items, num_heads)](
         _boxes(q.flatten(1), plan.rows, nope),
         _boxes(q.flatten(1), plan.rows, rope),
         _boxes(rows, KEYS, nope),
@@ -68,7 +68,7 @@ def _boxes(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @triton.jit
-def _dense_attention(
+def dense_attention_kernel(
     q_nope_boxes,
     q_rope_boxes,
     k_nope_boxes,

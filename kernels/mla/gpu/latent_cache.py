@@ -28,7 +28,7 @@ def latent_and_cache(
     num_tokens, num_heads, rope = q_rope.shape
     if num_tokens == 0:
         return
-    _latent_and_cache[(num_tokens,)](
+    latent_and_cache_kernel[(num_tokens,)](
         q_rope,
         compressed,
         norm,
@@ -53,7 +53,7 @@ def latent_and_cache(
 
 
 @triton.jit
-def _latent_and_cache(
+def latent_and_cache_kernel(
     q_ptr,
     compressed_ptr,
     norm_ptr,

@@ -64,8 +64,8 @@ def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> RowTiles:
     counts = None
     if num_chunks > 1:
         counts = torch.empty((num_chunks, meta["EXPERTS"]), dtype=torch.int32, device=device)
-        _count[(num_chunks,)](expert_ids, counts, num_tokens, **meta)
-    _place[(num_experts, num_chunks)](
+        count_kernel[(num_chunks,)](expert_ids, counts, num_tokens, **meta)
+    place_kernel[(num_experts, num_chunks)](
         expert_ids,
         counts,
         order,
@@ -82,7 +82,7 @@ def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> RowTiles:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _count(
+def count_kernel(
     expert_ids,  # [T, TOP_K]
     counts,  # [chunks, EXPERTS]
     num_tokens,
@@ -100,7 +100,7 @@ def _count(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_chunks"])
-def _place(
+def place_kernel(
     expert_ids,  # [T, TOP_K]
     counts,  # [num_chunks, EXPERTS], or None of one chunk
     order,  # [T * TOP_K]

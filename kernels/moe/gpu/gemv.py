@@ -22,7 +22,7 @@ from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from .elementwise import BLOCK, activated_columns, activation_constants, down_scales, gate_up_scales
 from .options import GemvOptions
 
-MOST_PRELOADED = 192  # values that a thread of `_down_few` holds of the weights
+MOST_PRELOADED = 192  # values that a thread of `down_few_kernel` holds of the weights
 UNROLLED = tl.constexpr(4)  # loads in flight of what is not held
 
 
@@ -40,7 +40,7 @@ def fused_experts(
     activations = torch.empty((num_tokens, top_k, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if add_to is None else add_to
     num_columns = experts.parts * width
-    _gate_up_few[(num_tokens * top_k, cdiv(num_columns, options.gate_up_columns))](
+    gate_up_few_kernel[(num_tokens * top_k, cdiv(num_columns, options.gate_up_columns))](
         x,
         experts.gate_up,
         experts.gate_up_scale,
@@ -57,7 +57,7 @@ def fused_experts(
         num_warps=options.gate_up_warps,
         **launch_options(),
     )
-    _down_few[(num_tokens, cdiv(hidden_size, options.down_columns))](
+    down_few_kernel[(num_tokens, cdiv(hidden_size, options.down_columns))](
         activations,
         experts.down,
         experts.down_scale,
@@ -81,14 +81,14 @@ def fused_experts(
 
 
 def preloaded(width: int, top_k: int, options: GemvOptions) -> int:
-    """Return the depth up to which `_down_few` holds every expert's weights in registers, as far as they have room."""
+    """Return the depth up to which `down_few_kernel` holds every expert's weights in registers, as they have room."""
     threads = 32 * options.down_warps
     values = next_power_of_2(top_k) * options.down_columns * options.down_depth // threads  # of a block
     return min(width, max(1, MOST_PRELOADED // max(values, 1)) * options.down_depth)
 
 
 @triton.jit
-def _gate_up_few(
+def gate_up_few_kernel(
     x,  # [T, DEPTH]
     weight,  # [E, COLUMNS, DEPTH]
     scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
@@ -110,7 +110,7 @@ def _gate_up_few(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     k = tl.arange(0, BLOCK_DEPTH)
     wait_for_previous()
-    let_next_start()  # only now: `_down_few` reads what the kernels before this one wrote without waiting
+    let_next_start()  # only now: `down_few_kernel` reads what the kernels before this one wrote without waiting
     expert = tl.load(expert_ids + pair)
     if expert >= 0:
         row = x + (pair // TOP_K).to(tl.int64) * x_stride
@@ -142,7 +142,7 @@ def _gate_up_few(
 
 
 @triton.jit
-def _down_few(
+def down_few_kernel(
     activations,  # [T, TOP_K, DEPTH]
     weight,  # [E, COLUMNS, DEPTH]
     scale,  # [E, blocks of COLUMNS, blocks of DEPTH] or None

@@ -32,8 +32,8 @@ from .alignment import RowTiles
 from .elementwise import activated_columns, activation_constants, dequantized, down_scales, gate_up_scales
 from .options import ProductOptions
 
-# A thread of `_combine` holds 8 columns of all rows of a token: as many loads of 16 bytes in flight as the token has
-# experts, and sums that never leave the thread.
+# A thread of `combine_kernel` holds 8 columns of all rows of a token: as many loads of 16 bytes in flight as the token
+# has experts, and sums that never leave the thread.
 COMBINE_WARPS = 4
 COMBINE_BLOCK = COMBINE_WARPS * 32 * 8
 
@@ -48,7 +48,7 @@ def gate_up(
     _, num_columns, depth = weight.shape
     out = torch.empty((tiles.order.shape[0], num_columns // experts.parts), dtype=x.dtype, device=x.device)
     meta = options.meta(x.itemsize)
-    _gate_up[(tiles.most * cdiv(num_columns, options.block_columns),)](
+    gate_up_kernel[(tiles.most * cdiv(num_columns, options.block_columns),)](
         x,
         _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
         experts.gate_up_scale,
@@ -86,7 +86,7 @@ def down(
     _, num_columns, depth = weight.shape
     out = torch.empty((rows.shape[0], num_columns), dtype=rows.dtype, device=rows.device)
     meta = options.meta(rows.itemsize)
-    _down[(tiles.most * cdiv(num_columns, options.block_columns),)](
+    down_kernel[(tiles.most * cdiv(num_columns, options.block_columns),)](
         _blocks(rows, tiles.block_rows, meta["BLOCK_DEPTH"]),
         _blocks(rows, short_rows, meta["BLOCK_DEPTH"]),
         _blocks(weight.view(-1, depth), meta["BLOCK_COLUMNS"], meta["BLOCK_DEPTH"]),
@@ -115,7 +115,7 @@ def combine(outputs: Tensor, expert_ids: Tensor, add_to: Tensor | None) -> Tenso
     num_tokens, top_k = expert_ids.shape
     size = outputs.shape[1]
     out = torch.empty((num_tokens, size), dtype=outputs.dtype, device=outputs.device) if add_to is None else add_to
-    _combine[(num_tokens, cdiv(size, COMBINE_BLOCK))](
+    combine_kernel[(num_tokens, cdiv(size, COMBINE_BLOCK))](
         outputs,
         expert_ids,
         out,
@@ -136,7 +136,7 @@ def _blocks(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @triton.jit
-def _gate_up(
+def gate_up_kernel(
     x,  # [T, DEPTH]
     weight,  # blocks of [E * COLUMNS, DEPTH]
     scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
@@ -234,7 +234,7 @@ def _gate_up_tile(
 
 
 @triton.jit
-def _down(
+def down_kernel(
     rows,  # blocks of BLOCK_ROWS of [T * K, DEPTH]
     few_rows,  # blocks of SHORT_ROWS of them
     weight,  # blocks of [E * COLUMNS, DEPTH]
@@ -327,7 +327,7 @@ def _entry_of(table, tile):
 
 
 @triton.jit
-def _combine(
+def combine_kernel(
     outputs,  # [T * TOP_K, SIZE]
     expert_ids,  # [T, TOP_K]
     out,  # [T, SIZE], rows out_stride apart

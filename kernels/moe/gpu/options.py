@@ -102,7 +102,7 @@ def gemv_options(shape: MoeShape, device: torch.device) -> GemvOptions:
 
 @functools.cache
 def grouped_options(shape: MoeShape, device: torch.device) -> GroupedOptions:
-    default = _default_grouped(shape).flat()
+    default = default_grouped(shape).flat()
     return GroupedOptions.from_flat(tuned.config("moe", device, tuning_key("grouped", shape), default))
 
 
@@ -112,7 +112,7 @@ def tuning_key(kernels: str, shape: MoeShape) -> dict[str, int | str]:
     return {"kernels": f"{kernels}, 8 bits" if in_8_bits else kernels, **numbers}
 
 
-def _default_grouped(shape: MoeShape) -> GroupedOptions:
+def default_grouped(shape: MoeShape) -> GroupedOptions:
     """Return options with tiles about as tall as an expert has rows: shorter ones read weights again, taller ones
     compute on padding.
     """

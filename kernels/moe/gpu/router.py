@@ -40,7 +40,7 @@ def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tens
     group_size = num_experts // rule.num_groups
     padded = next_power_of_2(rule.num_groups) * next_power_of_2(group_size)
     block_tokens = max(1, 512 // padded) if num_tokens > 512 else 1
-    _route[(cdiv(num_tokens, block_tokens),)](
+    route_kernel[(cdiv(num_tokens, block_tokens),)](
         logits,
         bias,
         slots,
@@ -67,7 +67,7 @@ def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tens
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route(
+def route_kernel(
     logits,  # [T, E]
     bias,  # [E] float32 or None
     slots,  # [T] int64 or None

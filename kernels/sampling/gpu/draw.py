@@ -43,12 +43,12 @@ _LOG_2 = tl.constexpr(math.log(2))
 _MARGIN = tl.constexpr(1e-3)  # more than float32 rounds in sieves 2 and 3, where logits are not much larger than T ...
 _RELATIVE_MARGIN = tl.constexpr(1e-6)  # ... and in sieves 1 and 2 where they are
 _CERTAIN = tl.constexpr(0x4B7FFFFF)
-_MOST_SHARES = 512  # of a row
+MOST_SHARES = 512  # of a row
 MEETING_WORDS = 32
 _MEETING_WORDS = tl.constexpr(MEETING_WORDS)
 
 OPTIONS = {"groups": 8, "programs": 2112}
-_NUM_WARPS = 1  # a second warp would see other goals, and part ways with the first
+NUM_WARPS = 1  # a second warp would see other goals, and part ways with the first
 
 
 def draw_tokens(
@@ -63,10 +63,10 @@ def draw_tokens(
     if not num_rows:
         return tokens
     tiles = -(-vocab_size // (OPTIONS["groups"] * GROUP.value))
-    shares = max(1, min(tiles, OPTIONS["programs"] // num_rows, _MOST_SHARES))
+    shares = max(1, min(tiles, OPTIONS["programs"] // num_rows, MOST_SHARES))
     scores = torch.empty(num_rows, shares, dtype=torch.float64, device=logits.device)
     winners = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)
-    _draw_share[(shares, num_rows)](
+    draw_share_kernel[(shares, num_rows)](
         logits,
         table,
         rows,
@@ -79,8 +79,8 @@ def draw_tokens(
         vocab_size,
         logits.stride(0),
         GROUPS=OPTIONS["groups"],
-        MOST_SHARES=_MOST_SHARES,
-        num_warps=_NUM_WARPS,
+        MOST_SHARES=MOST_SHARES,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=False,
         **pdl.launch_options(),
     )
@@ -88,7 +88,7 @@ def draw_tokens(
 
 
 @triton.jit
-def _draw_share(
+def draw_share_kernel(
     logits_ptr,  # [R, V]
     table_ptr,  # [num_rows, ROW_WORDS] int32
     rows_ptr,  # [R]

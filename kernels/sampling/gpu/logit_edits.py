@@ -20,8 +20,8 @@ from torch import Tensor
 from ..batch import AllowedTokens, Penalties, TokenHistory
 
 _IN_PROMPT = tl.constexpr(1 << 30)
-_ROWS_AT_ONCE = 32  # so large is the table of counts, whatever the batch
-_PROGRAMS = 16  # that share the history of a row
+ROWS_AT_ONCE = 32  # so large is the table of counts, whatever the batch
+PROGRAMS = 16  # that share the history of a row
 _BLOCK = tl.constexpr(256)
 _MASK_BLOCK = tl.constexpr(1024)
 _NONE = tl.constexpr(-math.inf)
@@ -36,8 +36,8 @@ def penalize(logits: Tensor, penalties: Penalties, history: TokenHistory, positi
     if table.dtype not in (torch.int32, torch.int64) or table.stride(1) != 1:
         raise ValueError(f"history.token_ids is {table.dtype} with strides {table.stride()}: give int32 or int64 rows")
     counts = _counts(logits.device, logits.shape[1])
-    for first in range(0, len(penalties.rows), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
+    for first in range(0, len(penalties.rows), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
         arguments = (
             penalties.rows[rows],
             table,
@@ -49,7 +49,7 @@ def penalize(logits: Tensor, penalties: Penalties, history: TokenHistory, positi
             table.shape[1],
             logits.shape[1],
         )
-        grid = (_PROGRAMS, len(penalties.rows[rows]))
+        grid = (PROGRAMS, len(penalties.rows[rows]))
         _count[grid](*arguments)
         _apply[grid](
             *arguments,
@@ -64,8 +64,8 @@ def penalize(logits: Tensor, penalties: Penalties, history: TokenHistory, positi
 
 @functools.cache
 def _counts(device: torch.device, vocab_size: int) -> Tensor:
-    """Return zeros `[_ROWS_AT_ONCE, vocab_size]` int32, between calls. Calls of one device come one after the other."""
-    return torch.zeros(_ROWS_AT_ONCE, vocab_size, dtype=torch.int32, device=device)
+    """Return zeros `[ROWS_AT_ONCE, vocab_size]` int32, between calls. Calls of one device come one after the other."""
+    return torch.zeros(ROWS_AT_ONCE, vocab_size, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -143,11 +143,11 @@ def keep_allowed(logits: Tensor, allowed: AllowedTokens) -> None:
         raise ValueError(f"AllowedTokens.bits is {given}: give contiguous int32 [{num_rows}, {num_words}]")
     if num_rows:
         grid = (-(-vocab_size // _MASK_BLOCK.value), num_rows)
-        _keep_allowed[grid](allowed.rows, bits, logits, num_words, logits.stride(0), vocab_size)
+        keep_allowed_kernel[grid](allowed.rows, bits, logits, num_words, logits.stride(0), vocab_size)
 
 
 @triton.jit
-def _keep_allowed(
+def keep_allowed_kernel(
     rows_ptr,  # [A] int64, rows of the logits
     bits_ptr,  # [A, num_words] int32
     logits_ptr,  # [R, V] float32

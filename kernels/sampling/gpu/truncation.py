@@ -38,7 +38,7 @@ _INFINITE = tl.constexpr(math.inf)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 LANES = 2048
-_NUM_WARPS = 16
+NUM_WARPS = 16
 _AT_ONCE = tl.constexpr(4)  # loads that are under way together
 _ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # at the end of each logit, read as float32
 
@@ -52,7 +52,7 @@ def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tenso
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     meetings = torch.empty(num_rows, MEETING_WORDS, dtype=torch.int32, device=logits.device)
     if num_rows:
-        _truncate[(num_rows,)](
+        truncate_kernel[(num_rows,)](
             logits,
             table,
             rows,
@@ -63,7 +63,7 @@ def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tenso
             ZERO_BITS=_ZERO_BITS[logits.dtype],
             LANES=LANES,
             MEETING_WORDS=MEETING_WORDS,
-            num_warps=_NUM_WARPS,
+            num_warps=NUM_WARPS,
             enable_fp_fusion=False,
             **pdl.launch_options(),
         )
@@ -71,7 +71,7 @@ def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _truncate(
+def truncate_kernel(
     logits_ptr,  # [R, V]
     table_ptr,  # [num_rows, ROW_WORDS] int32
     rows_ptr,  # [R]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,9 +15,10 @@ import zmq.asyncio
 
 from baton.cluster.contracts import EngineGone, EngineRecord
 from baton.cluster.engine_client import ZmqEngineClient
-from baton.cluster.engine_connection import Connection, RequestStream
+from baton.cluster.engine_connection import RequestStream
 from baton.cluster.engines import engine_socket
 from baton.cluster.engines.server import EngineServer
+from baton.cluster.wire import Codec, EngineMessage, Status
 from baton.engine.core.messages import EngineOutput, EngineStats, ErrorKind
 from baton.engine.net.curve import ClusterKey
 
@@ -161,11 +163,11 @@ async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
     steps = engine.steps
     await until(lambda: engine.steps > steps)  # and there the loop is held
     stream = client.submit(record, make_request("a"))
-    await until(lambda: len(server._socket._received) == 1)
+    await until(lambda: server.socket.num_received == 1)
     late = await connect("gateway-b")
-    await until(lambda: len(server._socket._received) == 2)
+    await until(lambda: server.socket.num_received == 2)
     await stream.aclose()
-    await until(lambda: len(server._socket._received) == 3)
+    await until(lambda: server.socket.num_received == 3)
     engine.hang.set()
     await until(lambda: num_running(late) is not None)
     await until(lambda: num_running(late) == 0)
@@ -199,17 +201,19 @@ async def test_a_stream_whose_last_holder_is_another_thread_is_aborted(
 async def test_a_connection_for_which_no_socket_is_left_is_made_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch, connect: Callable[..., ZmqEngineClient]
 ) -> None:
-    opened, attempts = Connection._open, []
+    opened, attempts = zmq.asyncio.Context.socket, []
 
-    def open_late(self: Connection) -> zmq.asyncio.Socket:
-        attempts.append(self)
-        if len(attempts) < 3:
-            raise zmq.ZMQError(zmq.EMFILE)
-        return opened(self)
+    def open_late(context: zmq.asyncio.Context, kind: int, **options: Any) -> zmq.asyncio.Socket:
+        if kind == zmq.DEALER:
+            attempts.append(context)
+            if len(attempts) < 3:
+                raise zmq.ZMQError(zmq.EMFILE)
+        return opened(context, kind, **options)
 
-    monkeypatch.setattr(Connection, "_open", open_late)
+    monkeypatch.setattr(zmq.asyncio.Context, "socket", open_late)
     client = await connect("gateway-a")
     await until(lambda: num_running(client) == 0)
+    assert len(attempts) == 3
 
 
 async def test_the_last_words_of_an_engine_are_heard_however_late_the_gateway_looks(
@@ -271,20 +275,15 @@ async def test_an_engine_that_waits_for_a_requests_blocks_says_nothing_until_the
     try:
         client = await connect("gateway-a", record)
         await until(lambda: num_running(client) == 0)
-        heard: list[int | str | None] = []  # how many requests run, by each message; and outputs
-        take, dispatch = Connection._take, Connection._dispatch
+        heard: list[int | str] = []  # how many requests run, by each status; and outputs
+        decode = Codec.decode_from_engine
 
-        def taken(connection: Connection, frame: bytes) -> str:
-            kind = take(connection, frame)
-            heard.append(num_running(client))
-            return kind
+        def decode_and_note(codec: Codec, frame: bytes) -> EngineMessage:
+            message = decode(codec, frame)
+            heard.append(message.stats.num_requests_running if isinstance(message, Status) else "output")
+            return message
 
-        def dispatched(connection: Connection, output: EngineOutput) -> None:
-            heard.append("output")
-            dispatch(connection, output)
-
-        monkeypatch.setattr(Connection, "_take", taken)
-        monkeypatch.setattr(Connection, "_dispatch", dispatched)
+        monkeypatch.setattr(Codec, "decode_from_engine", decode_and_note)
         stream = client.submit(record, make_request("a", max_tokens=2))
         await until(engine.waits.is_set)
         engine.arrived.set()

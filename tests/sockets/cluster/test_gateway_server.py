@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.ingress.gateway_server import GatewayLaunch, GatewayServer, MustRestart
 from baton.cluster.ingress.http_server import HttpServer
+from baton.cluster.spec import FleetSpec
 
 from ... import ROOT
 from ...helpers.fakes import make_gateway
@@ -38,11 +39,11 @@ class Running(GatewayServer):
         self._changing = asyncio.Lock()
         self.record = make_gateway("g")
         client: Any = SimpleNamespace(engines=list, listed=lambda: DirectorySnapshot(1, [], []), queue=None)
-        self._client = client
+        self._client = self.client = client
         self._metrics = GatewayMetrics("m", list)
         settings = self._spec.gateway.settings("g")
         self._app = create_app(client, ServedModel.from_folder(DEMO), settings, metrics=self._metrics)
-        self._http = HttpServer(self._app, Drain(), drain_s=5.0, drain_timeout_s=30.0)
+        self._http = self.http = HttpServer(self._app, Drain(), drain_s=5.0, drain_timeout_s=30.0)
 
     @property
     def holds(self) -> Any:
@@ -62,8 +63,8 @@ async def test_settings_reach_each_part_of_the_process(gateway: Running) -> None
     settings = {"max_inflight_requests": 3, "queue_limits": {"requests": 7}, "drain_s": 1.0, "drain_timeout_s": 2.0}
     await gateway.reconfigure({"gateway": settings, "autoscaling": {"ttft_s": 9.0}})
     assert gateway.holds.max_inflight_requests == 3
-    assert gateway._client.queue == QueueBound(requests=7, tokens=4_000_000)
-    assert (gateway._http._drain_s, gateway._http._server.config.timeout_graceful_shutdown) == (1.0, 2)
+    assert gateway.client.queue == QueueBound(requests=7, tokens=4_000_000)
+    assert (gateway.http.drain_s, gateway.http.drain_timeout_s) == (1.0, 2)
     assert gateway.record.scaling is not None
     assert gateway.record.scaling.ttft_s == 9.0
     await gateway.reconfigure({})
@@ -112,16 +113,16 @@ async def test_the_log_names_what_changed_and_no_key(gateway: Running, caplog: p
 
 async def test_a_change_waits_for_the_one_before(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last word holds, also where the first took longer to check."""
-    check: Callable[[dict[str, Any]], Any] = gateway._launch.spec
+    check = GatewayLaunch.spec
     released = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(user_config: dict[str, Any]) -> Any:
+    def slow(launch: GatewayLaunch, user_config: Mapping[str, Any]) -> FleetSpec:
         if user_config["gateway"]["max_choices"] == 1:
             asyncio.run_coroutine_threadsafe(released.wait(), loop).result(10)
-        return check(user_config)
+        return check(launch, user_config)
 
-    monkeypatch.setattr(GatewayLaunch, "spec", lambda self, user_config: slow(user_config))
+    monkeypatch.setattr(GatewayLaunch, "spec", slow)
     both = [asyncio.create_task(gateway.reconfigure({"gateway": {"max_choices": n}})) for n in (1, 2)]
     await asyncio.sleep(0.05)
     released.set()

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from ray._private import services
 
-from baton.cluster.cli import ray_cluster
-from baton.cluster.cli.ray_cluster import NoRayCluster
+from baton.cluster.cli.ray_cluster import NoRayCluster, find_running
 
 from ...helpers.free_ports import free_port
 
@@ -43,7 +42,7 @@ def test_auto_is_never_a_dead_cluster(monkeypatch: pytest.MonkeyPatch, listening
     alive = listening()
     for named in (None, dead()):
         with clusters_here(monkeypatch, named=named, found=[dead(), dead(), alive]):
-            assert ray_cluster._answering("auto") == alive
+            assert find_running("auto") == alive
 
 
 def test_auto_is_what_ray_start_has_made_known_while_that_lives(
@@ -51,7 +50,7 @@ def test_auto_is_what_ray_start_has_made_known_while_that_lives(
 ) -> None:
     other, named = listening(), listening()
     with clusters_here(monkeypatch, named=named, found=[other, named]):
-        assert ray_cluster._answering("auto") == named
+        assert find_running("auto") == named
 
 
 def test_auto_takes_none_of_several_clusters_and_names_them(
@@ -62,7 +61,7 @@ def test_auto_takes_none_of_several_clusters_and_names_them(
         clusters_here(monkeypatch, named=dead(), found=[dead(), one, other]),
         pytest.raises(NoRayCluster, match=f"2 Ray clusters run on this machine: {one}, {other}; say which"),
     ):
-        ray_cluster._answering("auto")
+        find_running("auto")
 
 
 def test_auto_says_where_no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,4 +70,4 @@ def test_auto_says_where_no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         clusters_here(monkeypatch, named=gone, found=[dead()]),
         pytest.raises(NoRayCluster, match=f"no Ray cluster runs on this machine .*{gone}, does not answer"),
     ):
-        ray_cluster._answering("auto")
+        find_running("auto")

@@ -239,23 +239,26 @@ async def test_gateways_hear_how_transfers_go(source: ListedSource) -> None:
 
 
 async def test_a_gateway_whose_connection_breaks_has_its_requests_aborted(
-    client: ZmqEngineClient, engine: CountingEngine, source: ListedSource, served: tuple[EngineServer, EngineRecord]
+    stranger: zmq.Socket, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    other = ZmqEngineClient(source, KEY, "gateway-b")
-    await other.start()
-    await until(lambda: len(other.engines()) == 1)
     engine.hold.clear()
-    stream = other.submit(served[1], make_request("b", max_tokens=10**9))
+    for message in (Hello(epoch=1), Submit(1, make_request("b", max_tokens=10**9))):
+        stranger.send(Codec().encode(message))
     await until(lambda: "b" in engine.running)
-    for connection in other._connections.values():
-        connection._task.cancel()  # the socket closes as if the process had died: no abort is sent
-    await asyncio.sleep(0)
+    stranger.close(linger=0)  # as if the process had died: no abort is sent
     engine.hold.set()
     served[0].wake()
     await until(lambda: "b" in engine.aborted)
     assert served[0].counters.undeliverable_messages >= 1
-    await other.close()
-    with pytest.raises(EngineGone):
+
+
+async def test_a_gateway_that_ends_ends_the_streams_of_its_requests(
+    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    engine.hold.clear()
+    stream = client.submit(served[1], make_request("a"))
+    await client.close()
+    with pytest.raises(EngineGone, match="the gateway ends"):
         await tokens_of(stream)
 
 
@@ -279,15 +282,15 @@ async def test_an_id_in_use_by_another_gateway_is_refused(
 
 
 async def test_a_gateway_that_says_hello_again_has_forgotten_what_it_asked_for(
-    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+    stranger: zmq.Socket, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
     engine.hold.clear()
-    stream = client.submit(served[1], make_request("a"))
+    for message in (Hello(epoch=1), Submit(1, make_request("a"))):
+        stranger.send(Codec().encode(message))
     await until(lambda: "a" in engine.running)
-    (connection,) = client._connections.values()
-    connection._send(Hello(epoch=1))
+    assert engine.aborted == []
+    stranger.send(Codec().encode(Hello(epoch=1)))
     await until(lambda: engine.aborted == ["a"])
-    await stream.aclose()
 
 
 @pytest.fixture
@@ -391,14 +394,18 @@ async def test_what_a_stranger_says_of_somebodys_request_does_not_end_it(
 
 
 async def test_a_gateway_of_which_a_message_was_lost_takes_its_requests_elsewhere_and_begins_anew(
-    client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+    monkeypatch: pytest.MonkeyPatch,
+    client: ZmqEngineClient,
+    engine: CountingEngine,
+    served: tuple[EngineServer, EngineRecord],
 ) -> None:
     server, record = served
     engine.hold.clear()
     stream = client.submit(record, make_request("a"))
     await until(lambda: "a" in engine.running)
-    (connection,) = client._connections.values()
-    connection._socket.send(b"\xc1 no message")  # type: ignore[union-attr]
+    with monkeypatch.context() as patch:
+        patch.setattr(Codec, "encode", lambda self, message: b"\xc1 no message")
+        client.begin(record, "a", 0, 7)
     with pytest.raises(EngineGone, match="could not read what this gateway sent"):
         await asyncio.wait_for(anext(stream), 20.0)
     assert engine.aborted[0] == "a"
@@ -535,9 +542,9 @@ async def test_news_of_blocks_that_a_gateway_missed_are_asked_for(
     engine.store(HASHES[0])
     server.wake()
     await until(lambda: cached_by(client, HASHES) == 1)
-    server._socket.post(GatewayLost(), b"gateway-a")  # something could not be sent: it hears nothing until it asks
+    server.socket.post(GatewayLost(), b"gateway-a")  # something could not be sent: it hears nothing until it asks
     server.wake()
-    await until(lambda: not server._publisher._gateways)
+    await until(lambda: server.socket.is_empty)
     other = ZmqEngineClient(ListedSource(), KEY, "gateway-b")
     await other.start()
     other.apply(DirectorySnapshot(9, [record], []))

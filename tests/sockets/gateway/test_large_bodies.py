@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -178,18 +179,22 @@ async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) ->
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
-async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(start: Callable[..., Service]) -> None:
-    """A process takes a second or two to start."""
+async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process takes a second or two to start; here the second one takes for ever."""
+    popen, started = subprocess.Popen, []
+
+    def open_slowly(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(["sleep", "600"] if started else command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", open_slowly)
     service = start(Role.UNIFIED, body_processes=2, request_timeout_s=PATIENCE_S)
-    pool = service.bodies.processes
-    await pool.start()
-    first, second = pool._processes
-    started = asyncio.Event()
-    second.started = started.wait  # type: ignore[method-assign]  # a start that takes until the event
+    await service.bodies.processes.start()
     answers = await asyncio.gather(*(service.complete("hello", max_tokens=1, **PAD) for _ in range(3)))
     assert [answer.status_code for answer in answers] == [200] * 3
-    assert not first.has_ended
-    started.set()
+    assert [process.poll() for process in started] == [None, None]
 
 
 async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:

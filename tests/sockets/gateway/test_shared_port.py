@@ -68,7 +68,7 @@ async def gateway(service: Service, model: ServedModel, port: int) -> tuple[Http
         create_app(service.cluster, model, GatewaySettings(), drain), drain, drain_s=0.0, drain_timeout_s=5.0
     )
     server.start(listener)
-    while not server._server.started:
+    while not server.has_started:
         await asyncio.sleep(0.005)
     return server, listener
 

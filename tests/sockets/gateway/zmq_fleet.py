@@ -84,7 +84,7 @@ class WiredEngine:
 
     @property
     def num_unheard(self) -> int:
-        return self.server._socket.num_submitted
+        return self.server.socket.num_submitted
 
     def add(self, request: EngineRequest, came_s: float | None = None) -> None:
         self.taken.append(request)

@@ -136,7 +136,7 @@ def replay_unevenly(member: Member, work: Callable[[], None]) -> None:
         graph.capture_end()
         for replay in range(REPLAYS):
             if replay % 5 == 3 * member.rank:
-                torch.cuda._sleep(50_000)  # cycles: so that ranks come unevenly
+                torch.cuda._sleep(50_000)  # noqa: SLF001  cycles: so that ranks come unevenly
             if replay % 50 == 10 * member.rank:
                 time.sleep(0.002)
             graph.replay()
@@ -147,8 +147,7 @@ def replay_unevenly(member: Member, work: Callable[[], None]) -> None:
 
 def num_left(member: Member, memory: PeerMemory) -> int:
     """How many values were never taken from this rank's memory."""
-    mapping: Any = memory._keeps
-    left = torch.frombuffer(mapping._memory[member.rank].read(0, total_bytes(memory.room_bytes)), dtype=torch.int16)
+    left = torch.frombuffer(memory.read_own(), dtype=torch.int16)
     return int((left != EMPTY).sum())
 
 

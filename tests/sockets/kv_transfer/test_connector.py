@@ -342,10 +342,14 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
 
 
 @contextlib.contextmanager
-def connecting(engine_id: str, settings: TransferSettings = QUICK) -> Iterator[TransferConnector]:
+def connecting(
+    engine_id: str, settings: TransferSettings = QUICK, wake: Callable[[], None] = lambda: None
+) -> Iterator[TransferConnector]:
     memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
     region = CacheRegion.of(ArenaRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
-    connector = TransferConnector(region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings)
+    connector = TransferConnector(
+        region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings, wake=wake
+    )
     try:
         yield connector
     finally:
@@ -369,18 +373,24 @@ def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
     return untimed(found)
 
 
+def transfer_thread() -> int:
+    """Return the id of the one transfer thread of this process."""
+    (thread_id,) = (each.native_id for each in threading.enumerate() if each.name == "baton-transfer")
+    assert thread_id is not None
+    return thread_id
+
+
 def test_the_transfer_thread_runs_where_the_settings_say() -> None:
     allowed = os.sched_getaffinity(0)
     cpu = max(allowed)
-    with connecting("pinned", QUICK.model_copy(update={"cpu_affinity": str(cpu)})) as pinned:
-        assert pinned._thread.native_id is not None
-        assert os.sched_getaffinity(pinned._thread.native_id) == {cpu}
+    with connecting("pinned", QUICK.model_copy(update={"cpu_affinity": str(cpu)})):
+        assert os.sched_getaffinity(transfer_thread()) == {cpu}
     assert os.sched_getaffinity(0) == allowed
 
 
 def test_the_transfer_thread_sleeps_no_longer_than_it_asks_to(connector: TransferConnector) -> None:
     """Linux adds up to 50 us to a sleep, which is what a whole read takes over NVLink."""
-    slack = Path(f"/proc/{connector._thread.native_id}/timerslack_ns").read_text()
+    slack = Path(f"/proc/{transfer_thread()}/timerslack_ns").read_text()
     assert int(slack) == 1
     assert int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text()) > 1
 
@@ -397,15 +407,16 @@ def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_
     with connecting("reader") as reader:
         reader.peers_changed([PeerInfo("alone", 1, connector.address, SMALL.fingerprint)])
         wait_until(lambda: reader.stats().peers_ready == 1)
-        listening, claimed, receive = threading.Event(), threading.Event(), connector._channel.receive
+        listening, claimed, receive = threading.Event(), threading.Event(), ZmqChannel.receive
 
-        def receive_late() -> list[tuple[Route, bytes]]:
-            listening.set()
-            claimed.wait(30.0)
-            time.sleep(0.1)  # the claim arrives
-            return receive()
+        def receive_late(channel: ZmqChannel) -> list[tuple[Route, bytes]]:
+            if channel.address == connector.address:
+                listening.set()
+                claimed.wait(30.0)
+                time.sleep(0.1)  # the claim arrives
+            return receive(channel)
 
-        monkeypatch.setattr(connector._channel, "receive", receive_late)
+        monkeypatch.setattr(ZmqChannel, "receive", receive_late)
         connector.cancel(12345)  # any call: the thread looks up
         assert listening.wait(30.0)
         offer = connector.offer("request", 0, [1], 16)
@@ -454,21 +465,21 @@ def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str
         assert released == BlocksReleased(failed.transfer_id)
 
 
-def test_the_engine_is_woken_once_for_each_event(connector: TransferConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_woken_once_for_each_event() -> None:
     woken: list[int] = []
-    monkeypatch.setattr(connector, "_wake", lambda: woken.append(1))
-    connector.receive("request", 0, b"no ticket", 0, [1])
-    wait_until(lambda: len(woken) == 2)
-    connector.cancel(12345)  # another round, with the events still unread
-    connector.receive("request", 0, b"no ticket", 0, [1])
-    wait_until(lambda: len(woken) >= 4)
-    assert len(woken) == len(connector.poll()) == 4
+    with connecting("alone", wake=lambda: woken.append(1)) as connector:
+        connector.receive("request", 0, b"no ticket", 0, [1])
+        wait_until(lambda: len(woken) == 2)
+        connector.cancel(12345)  # another round, with the events still unread
+        connector.receive("request", 0, b"no ticket", 0, [1])
+        wait_until(lambda: len(woken) >= 4)
+        assert len(woken) == len(connector.poll()) == 4
 
 
 def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[ZmqChannel] = []
     monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
-    monkeypatch.setattr(TransferConnector, "_make_group", lambda self: 1 / 0)
+    monkeypatch.setattr("baton.kv_transfer.connector.open_transport", lambda *_: 1 / 0)
     region = CacheRegion.of(ArenaRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
     with pytest.raises(ZeroDivisionError):
         TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)

@@ -18,7 +18,7 @@ from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.settings import TransferSettings
 from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
-from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport, _decode_metadata
+from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport, decode_metadata
 from baton.kv_transfer.transports.fastest import FastestTransport, open_transport
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def test_handles_of_a_dead_process_are_refused(holder: Holder, reader: CudaIpcTr
 def test_a_peer_on_another_machine_is_refused(holder: Holder, reader: CudaIpcTransport) -> None:
     import msgspec
 
-    elsewhere = msgspec.structs.replace(_decode_metadata(holder.metadata), machine="another boot")
+    elsewhere = msgspec.structs.replace(decode_metadata(holder.metadata), machine="another boot")
     with pytest.raises(TransportError, match="holder is on another machine"):
         reader.add_peer(msgspec.msgpack.encode(elsewhere))
 
@@ -190,7 +190,7 @@ def test_a_peer_on_another_machine_is_refused(holder: Holder, reader: CudaIpcTra
 def test_memory_without_the_peers_number_in_it_is_not_read(holder: Holder, reader: CudaIpcTransport) -> None:
     import msgspec
 
-    forged = msgspec.structs.replace(_decode_metadata(holder.metadata), nonce=bytes(16))
+    forged = msgspec.structs.replace(decode_metadata(holder.metadata), nonce=bytes(16))
     peer = connect(reader, msgspec.msgpack.encode(forged))
     assert reader.peer_state(peer) is PeerState.BROKEN
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from baton.kv_transfer.connector import TransferSettings
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.protocol.messages import DigestMode, Ticket
 from baton.kv_transfer.staging import host_buffer
-from baton.kv_transfer.staging.copy_thread import CopyThread
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
+from baton.kv_transfer.staging.slots import StagingCopier
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.host_buffer_harness import BY_HOST, LAYOUT, PATIENCE_S, SLOTS, Inner, Station, wait_until
@@ -141,14 +140,13 @@ class TestPlaces:
         self, station: Station, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The holder has the blocks no longer, and somebody else may compute the prompt."""
-        now = time.monotonic()
-        monkeypatch.setattr(station.buffer._receives, "_clock", lambda: now)
+        station.now_s = 0.0
         station.buffer.receive("a", 0, b"", 0, range(6))
         waiting = [station.buffer.receive(name, 0, b"", 0, range(8, 12)) for name in "bc"]
-        now += BY_HOST.lease_s - 1.0
+        station.now_s += BY_HOST.lease_s - 1.0
         station.buffer.receive("d", 0, b"", 0, range(12, 16))
         assert station.buffer.poll() == []
-        now += 1.0
+        station.now_s += 1.0
         events = station.events(4)
         assert [event.transfer_id for event in events] == [waiting[0], waiting[0], waiting[1], waiting[1]]
         assert "within 30 s: raise transfer.buffer_bytes" in events[0].reason
@@ -231,13 +229,13 @@ class TestPlaces:
     def test_slots_of_an_ended_offer_are_kept_while_a_copy_writes_them(
         self, station: Station, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        may_copy, copy = threading.Event(), CopyThread._copy
+        may_copy, down = threading.Event(), StagingCopier.down
 
-        def copy_late(copier: CopyThread, copies: Any, job: Any) -> None:
+        def copy_late(copier: StagingCopier, pairs: Any) -> None:
             may_copy.wait(PATIENCE_S)
-            copy(copier, copies, job)
+            down(copier, pairs)
 
-        monkeypatch.setattr(CopyThread, "_copy", copy_late)
+        monkeypatch.setattr(StagingCopier, "down", copy_late)
         offer = station.buffer.offer_growing("r", 0, [5, 9], 32)
         station.buffer.advance(offer.transfer_id, 1)
         station.buffer.withdraw(offer.transfer_id)

@@ -65,7 +65,8 @@ class Group:
 
     def join(self, reader: RankReader) -> GroupMember:
         self.member_wire = self.wires.bind(f"member {len(self.members)}")
-        member = read_member(reader, self.member_wire, self.member_wire.connect("rank 0"), self.clock)
+        self.to_leader = self.member_wire.connect("rank 0")
+        member = read_member(reader, self.member_wire, self.to_leader, self.clock)
         self.members.append(member)
         return member
 
@@ -188,7 +189,7 @@ def test_strangers_are_not_heard(group: Group) -> None:
 def test_a_rank_that_ends_or_makes_no_sense_is_lost(message: bytes, complaint: str, group: Group) -> None:
     reads = group.together()
     assert group.member_wire is not None
-    group.member_wire.send(group.members[0]._leader, message)
+    group.member_wire.send(group.to_leader, message)
     with pytest.raises(RankLost, match=complaint):
         group.pass_time(reads, 0.5)
 
@@ -328,10 +329,17 @@ def test_a_connector_is_ready_when_all_ranks_are_and_ends_when_one_cannot_go_on(
 ) -> None:
     key = ClusterKey.generate()
     socket = GroupSocket(2, "127.0.0.1", key)
-    with a_member(memory, socket, key) as member:
+    fails, pump = threading.Event(), GroupMember.pump
+
+    def pump_until_it_fails(member: GroupMember) -> float:
+        if fails.is_set():
+            raise ZeroDivisionError
+        return min(pump(member), 0.01)
+
+    monkeypatch.setattr(GroupMember, "pump", pump_until_it_fails)
+    with a_member(memory, socket, key):
         connector = a_leader(memory, socket, key)
-        monkeypatch.setattr(GroupMember, "pump", lambda self: 1 / 0)
-        member._channel.wake()
+        fails.set()
         with pytest.raises(TransferThreadDied, match="rank 1 cannot go on: ZeroDivisionError"):
             poll_until_it_raises(connector)
         connector.close()

@@ -124,10 +124,12 @@ def crash_in(end: Any) -> Crash:
     if isinstance(end, NixlTransport):
         from nixl import _bindings
 
-        end._agent = Crash(end._agent, "get_new_notifs", _bindings.nixlBackendError("NIXL_ERR_BACKEND"))
-        return end._agent
-    end._worker = Crash(end._worker, "progress_once", end._ucxx.UCXError("Endpoint timeout"))
-    return end._worker
+        end.agent = Crash(end.agent, "get_new_notifs", _bindings.nixlBackendError("NIXL_ERR_BACKEND"))
+        return end.agent
+    from ucxx._lib.libucxx import UCXError
+
+    end.worker = Crash(end.worker, "progress_once", UCXError("Endpoint timeout"))
+    return end.worker
 
 
 @pytest.mark.parametrize("whose", [0, 1], ids=["holder", "reader"])
@@ -160,7 +162,7 @@ def test_a_read_that_failed_is_not_released_before_its_siblings_had_time_to_end(
 
     (holder, _), (reader, _) = ends
     peer = connect(holder, reader)
-    reader._agent = crash = Crash(reader._agent, "transfer", _bindings.nixlRemoteDisconnectError("gone"))
+    reader.agent = crash = Crash(reader.agent, "transfer", _bindings.nixlRemoteDisconnectError("gone"))
     crash.is_on = True
     monkeypatch.setattr(nixl, "SETTLE_S", 3600.0)
     read = reader.read(peer, [ByteRange(0, 0, 16)])

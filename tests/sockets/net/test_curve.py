@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 import zmq.asyncio
+from zmq.auth.base import Authenticator
 
-from baton.engine.net import curve
 from baton.engine.net.curve import ClusterKey, InvalidClusterKey
 
 SILENCE_MS = 400  # long enough for a handshake on a busy machine, short enough for a test
@@ -89,11 +89,10 @@ def test_knowing_the_public_key_is_not_enough(context: zmq.Context) -> None:
 def test_where_nobody_answers_for_a_key_any_more_nobody_new_comes_in(
     context: zmq.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Ended:
-        def admit(self, domain: str, public: bytes) -> None:
-            """Nobody hears it."""
+    def bind_nothing(authenticator: Authenticator) -> None:
+        authenticator.zap_socket = authenticator.context.socket(zmq.REP)
 
-    monkeypatch.setattr(curve, "_zap_handler_of", lambda context: Ended())
+    monkeypatch.setattr(Authenticator, "start", bind_nothing)
     key = ClusterKey.generate()
     server, address = server_of(context, key)
     with server, a_stranger_with(key, context, address) as client:
@@ -142,15 +141,23 @@ def test_contexts_end_at_once_though_they_had_servers() -> None:
             server.close()
 
 
-def test_a_context_that_is_collected_while_another_is_secured_ends() -> None:
+def test_a_context_that_is_collected_while_another_is_secured_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the collector may do in the very thread that secures, inside of what it does there."""
     context = zmq.Context()
     server, _address = server_of(context, ClusterKey.generate())
     server.close()
     collecting = threading.Thread(target=context.term, daemon=True)
-    with curve._zap_handlers_lock:
+    start = Authenticator.start
+
+    def collect_and_start(authenticator: Authenticator) -> None:
         collecting.start()
         collecting.join(30)
+        start(authenticator)
+
+    monkeypatch.setattr(Authenticator, "start", collect_and_start)
+    with zmq.Context() as other:
+        server, _address = server_of(other, ClusterKey.generate())
+        server.close()
         assert not collecting.is_alive()
 
 

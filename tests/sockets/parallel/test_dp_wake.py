@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import struct
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from baton.engine.core.step import Runner, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel import GroupFailed, Member, ParallelGroups
+from baton.engine.parallel.mesh import Mesh
 from baton.engine.parallel.rank_group import DPWake, RankGroup
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
@@ -83,14 +85,10 @@ def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def go_without_a_word(end: End) -> None:
-    end.waves._mesh.close(well=False, receiver=end.waves._thread)
-
-
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
     with ends(2, apart=apart) as (first, second):
-        go_without_a_word(second)
+        second.waves.close(well=False)
         assert first.group.closed.wait(SOON_S)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             first.waves.wake_others(3)
@@ -116,7 +114,7 @@ class Device:
 def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
     def runner(end: End, closed: threading.Event) -> Runner:
         rank_group = RankGroup(Member(), timeout_s=SOON_S)
-        rank_group._dp_wake = end.waves
+        rank_group.dp_wake = end.waves
         return rank_group.leading(Device(closed))
 
     with ends(2) as (first, second):
@@ -124,7 +122,7 @@ def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
         done.set()
         assert runner(first, done).launch(StepPlan(4, [], [], [])).result().step == 4
         step = runner(first, first.group.closed).launch(StepPlan(5, [], [], []))
-        go_without_a_word(second)
+        second.waves.close(well=False)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             step.result()
 
@@ -133,17 +131,25 @@ def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
     """The others may wait for it in a collective."""
     with ends(2) as (first, second):
         rank_group = RankGroup(Member(), timeout_s=SOON_S)
-        rank_group._dp_wake = second.waves
+        rank_group.dp_wake = second.waves
         with pytest.raises(ValueError, match="it does not fit"), rank_group.reporting_failure():
             raise ValueError("it does not fit")
         assert first.group.closed.wait(SOON_S)
 
 
 def test_what_is_no_wave_is_dropped() -> None:
-    with ends(2) as (first, second):
-        first.waves._mesh.send(b"nonsense and more")
-        first.waves.wake_others(5)
-        assert second.heard.get(timeout=SOON_S) == 5
+    rendezvous = Rendezvous()
+    receiving, group = End(0, rendezvous.address, {"data_parallel_size": 2}), Closing()
+    meeting = RendezvousClient(rendezvous.address, 1, timeout_s=SOON_S)
+    sending = Member(rank=1, rendezvous=rendezvous.address, start_timeout_s=SOON_S, data_parallel_size=2)
+    meeting.put("here/1", sending.host)
+    connect = lambda: Mesh("waves", sending, meeting, ParallelGroups(dp=group), [0])  # noqa: E731
+    _, mesh = run_threads([receiving.connect, connect], lambda: None)
+    mesh.send(b"nonsense and more")
+    mesh.send(struct.pack("<q", 5))
+    assert receiving.heard.get(timeout=SOON_S) == 5
+    receiving.waves.close()
+    mesh.close(well=True)
 
 
 def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

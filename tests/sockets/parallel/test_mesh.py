@@ -40,8 +40,7 @@ class Ends:
         self.links, self.groups = found, groups
 
     def ports(self) -> list[tuple[str, int]]:
-        addresses = [end._pull.getsockopt_string(zmq.LAST_ENDPOINT) for end in self.links]
-        return [split_endpoint(address.removeprefix("tcp://")) for address in addresses]
+        return [split_endpoint(end.address.removeprefix("tcp://")) for end in self.links]
 
     def talk(self) -> None:
         """Everything that each says comes to all others, and nothing else."""
@@ -121,7 +120,7 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
 def test_strangers_at_the_port_of_a_rank_are_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
     with ends(3) as found:
         stranger = zmq.Context.instance().socket(zmq.PUSH)
-        stranger.connect(found.links[0]._pull.getsockopt_string(zmq.LAST_ENDPOINT))
+        stranger.connect(found.links[0].address)
         for message in ([b""], [b"word", b"plan"], [b"a", b"b", b"c"]):
             stranger.send_multipart(message)
         stranger.close(linger=5_000)

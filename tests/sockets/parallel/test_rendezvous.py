@@ -102,10 +102,10 @@ class Pair:
     def step(self, late_s: float = 0.0) -> None:
         """A plan goes out, and both ranks add up; the second comes late."""
         leader, follower = self.ends
-        assert leader._sender is not None
-        assert follower._receiver is not None
-        leader._sender.send(StepPlan(7, [], [], []))
-        assert follower._receiver.receive() == StepPlan(7, [], [], [])
+        assert leader.sender is not None
+        assert follower.receiver is not None
+        leader.sender.send(StepPlan(7, [], [], []))
+        assert follower.receiver.receive() == StepPlan(7, [], [], [])
 
         def add(end: RankGroup) -> list[float]:
             time.sleep(late_s if end is follower else 0.0)

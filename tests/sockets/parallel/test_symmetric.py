@@ -53,46 +53,48 @@ class Recorder(Group):
 
 
 @pytest.fixture
-def group() -> SymmetricGroup:
-    return SymmetricGroup(Recorder(), PeerMemory(1, [0, 0], CPU, room_bytes=1 << 16))
+def recorder() -> Recorder:
+    return Recorder()
 
 
-def calls(group: SymmetricGroup) -> list[str]:
-    assert isinstance(group._group, Recorder)
-    return group._group.calls
+@pytest.fixture
+def group(recorder: Recorder) -> SymmetricGroup:
+    return SymmetricGroup(recorder, PeerMemory(1, [0, 0], CPU, room_bytes=1 << 16))
 
 
-def test_what_peers_memory_does_not_serve_goes_the_groups_own_way(group: SymmetricGroup) -> None:
+def test_what_peers_memory_does_not_serve_goes_the_groups_own_way(group: SymmetricGroup, recorder: Recorder) -> None:
     x = torch.ones(4)
     assert group.all_reduce(x) is group.all_gather(x) is group.reduce_scatter(x) is group.all_to_all(x, [1, 3], [2, 2])
     assert group.agree([3]) == [3]
-    assert calls(group) == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all [1, 3] [2, 2]", "agree"]
+    assert recorder.calls == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all [1, 3] [2, 2]", "agree"]
     assert (group.rank, group.size) == (1, 2)
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
-def test_what_it_serves_does_not(group: SymmetricGroup, op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_serves_does_not(
+    group: SymmetricGroup, recorder: Recorder, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
     supports = lambda asked, x, memory: asked is op and memory is group.memory  # noqa: E731
     monkeypatch.setattr(symmetric.p2p, "supports", supports)
     monkeypatch.setattr(symmetric.p2p, op.value, lambda x, memory: x.mul_(2))
     for each in COLLECTIVES:
         result = getattr(group, each.value)(torch.ones(2))
         assert result.tolist() == ([2, 2] if each is op else [1, 1])
-    assert calls(group) == [each.value for each in COLLECTIVES if each is not op]
+    assert recorder.calls == [each.value for each in COLLECTIVES if each is not op]
 
 
-def test_a_group_that_closes_ends_kernels_that_wait_before_it_leaves(group: SymmetricGroup) -> None:
+def test_a_group_that_closes_ends_kernels_that_wait_before_it_leaves(group: SymmetricGroup, recorder: Recorder) -> None:
     group.close()
     assert group.memory.ended.item() == 1
-    assert calls(group) == ["close"]
+    assert recorder.calls == ["close"]
 
 
-def test_its_stub_launches_the_same_kernels_and_waits_for_nobody(group: SymmetricGroup) -> None:
+def test_its_stub_launches_the_same_kernels_and_waits_for_nobody(group: SymmetricGroup, recorder: Recorder) -> None:
     stub = ParallelGroups(tp=group).stubs()[0].tp
     assert isinstance(stub, SymmetricGroup)
     assert (stub.rank, stub.size, stub.memory.ended.item()) == (0, 2, 1)
     assert stub.all_gather(torch.ones(3, 2)).shape == (6, 2)
-    assert not calls(group)
+    assert not recorder.calls
 
 
 def share_over_rendezvous(member: Member) -> Any:
@@ -163,7 +165,7 @@ def test_groups_of_gpus_that_sum_or_gather_take_their_members_memory(
         return group
 
     monkeypatch.setattr(collectives, "with_peer_memory", take)
-    monkeypatch.setattr(collectives._Connector, "connect", lambda *_: Recorder())
+    monkeypatch.setattr(collectives.GroupConnector, "connect", lambda *_: Recorder())
     member = Member(tensor_parallel_size=tp, data_parallel_size=dp)
     meeting: Any = Here()
     groups = collectives.connect_groups(

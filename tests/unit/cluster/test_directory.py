@@ -132,11 +132,11 @@ def test_a_group_that_drains_is_listed_as_one_that_drains_until_it_has_left(memb
     assert not any(engine.draining for engine in members.snapshot().engines)
 
 
-def test_a_group_that_registers_again_says_whether_it_drains(members: Membership) -> None:
+def test_a_group_that_registers_again_says_whether_it_drains(members: Membership, clock: Clock) -> None:
     group = members.add_group(alone("a"))
     members.add_group(group.with_draining(True))
     assert members.snapshot().engines[0].draining
-    fresh = Membership(members._clock, first_version=1)
+    fresh = Membership(clock, first_version=1)
     assert fresh.add_group(group.with_draining(True)).draining, "so that a restarted directory knows it, too"
 
 

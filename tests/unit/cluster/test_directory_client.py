@@ -111,5 +111,5 @@ def test_the_process_that_asks_for_another_waits_no_longer_than_that_one(monkeyp
         ray, "get_actor", lambda *_: SimpleNamespace(watch=SimpleNamespace(remote=lambda version: version))
     )
     with pytest.raises(ray.exceptions.GetTimeoutError):
-        directory_client._call_by_proxy._function("app", 7.0, "watch", (1,))
+        directory_client.call_directory("app", 7.0, "watch", (1,))
     assert waited == [7.0]

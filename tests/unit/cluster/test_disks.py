@@ -42,8 +42,8 @@ def test_a_rank_that_died_where_the_disk_is_full_is_told_with_the_disk(monkeypat
     """Ray's own words are that it died unexpectedly."""
     monkeypatch.setattr(group, "full_disks", lambda _: [DiskUsage(Path("/tmp/ray"), 100, 1)])
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_temp_dir=lambda: "/tmp/ray"))
-    told = group._describe_end(ray.exceptions.ActorDiedError())
+    told = group.describe_end(ray.exceptions.ActorDiedError())
     assert told.startswith("died: The actor died unexpectedly")
     assert "the disk of /tmp/ray is 99.0% full" in told
     failure = ray.exceptions.RayTaskError("lead", "Traceback ...\nOSError: no such model", OSError("no such model"))
-    assert "disk" not in group._describe_end(failure), "it says itself what it failed of"
+    assert "disk" not in group.describe_end(failure), "it says itself what it failed of"

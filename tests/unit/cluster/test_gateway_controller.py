@@ -21,6 +21,7 @@ from baton.cluster.ingress.gateway_controller import (
     decide_action,
 )
 from baton.cluster.ingress.gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
+from baton.cluster.spec import GatewaySpec
 
 from ...helpers.fakes import make_gateway, make_record
 
@@ -137,7 +138,15 @@ class Controller(gateway_controller.GatewayController):
 
     async def give(self, user_config: dict[str, Any]) -> None:
         await self.reconfigure(user_config)
+        await self.look_again()
+
+    async def look_again(self) -> None:
         await self._reconcile(self.placement, needed=True)
+
+    @property
+    def settings(self) -> GatewaySpec:
+        """Those that gateways start with."""
+        return self._gateway
 
     async def has_gateway(self) -> None:
         await self.reconfigure({})
@@ -186,8 +195,8 @@ async def test_wrong_settings_reach_no_gateway_but_to_be_refused_there() -> None
     await controller.give({"gateway": {"max_inflight_requests": 0}})
     assert controller.told == [LESS, {"gateway": {"max_inflight_requests": 0}}]
     controller.told.clear()
-    await controller._reconcile(controller.placement, needed=True)
-    assert (controller.told, controller._gateway.max_inflight_requests) == ([], 7)
+    await controller.look_again()
+    assert (controller.told, controller.settings.max_inflight_requests) == ([], 7)
 
 
 @pytest.mark.parametrize("setting", [{"port": 9000}, {"host": "127.0.0.1"}, {"num_cpus": 1}, {"body_processes": 1}])

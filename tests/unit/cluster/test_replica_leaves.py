@@ -76,9 +76,10 @@ class Directory:
 class Replica(EngineReplica):
     """A replica whose group has started, and the tasks that it would run, one by one."""
 
-    def __init__(self, *, drain_timeout_s: float) -> None:
+    def __init__(self, *, drain_timeout_s: float, directory: DirectoryClient | None = None) -> None:
         self.directory, self.workers = Directory(), Workers()
-        self._directory, self._workers = self.directory, self.workers  # type: ignore[assignment]
+        self._directory = directory or self.directory  # type: ignore[assignment]
+        self._workers = self.workers  # type: ignore[assignment]
         self._fleet = SimpleNamespace(drain_timeout_s=drain_timeout_s)  # type: ignore[assignment]
         self._group = EngineGroup(group_id="g", first_rank=0, engines=[make_record(engine_id="g")])
         self._end, self._is_ended_by_serve, self._leaving = "", False, None
@@ -230,9 +231,9 @@ async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directo
     handle = SimpleNamespace(heartbeat=SimpleNamespace(remote=answered), leave=SimpleNamespace(remote=lost))
     monkeypatch.setattr(directory_client, "get_directory", lambda _: handle)
     monkeypatch.setattr(directory_client, "ANSWER_S", 0.05)
-    replica = Replica(drain_timeout_s=PATIENCE_S)
-    replica._directory = DirectoryClient("app")
-    await replica._directory.call("heartbeat", "g", 1)
+    directory = DirectoryClient("app")
+    replica = Replica(drain_timeout_s=PATIENCE_S, directory=directory)
+    await directory.call("heartbeat", "g", 1)
     ending = asyncio.create_task(replica.stands_still())
     await until(lambda: replica.workers.has_ended)
     await ending

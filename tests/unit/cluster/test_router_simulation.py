@@ -69,7 +69,7 @@ def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: Simu
     for engine in replay.engines:
         assert engine.stats.num_blocks_free == engine.stats.num_blocks
         known, snapshot = engine.view(0).cached, CachedBlocks(fleets.num_blocks, fleets.num_tier_blocks)
-        snapshot.apply(engine._log.snapshot())
+        snapshot.apply(engine.block_log.snapshot())
         assert known.places == snapshot.places
 
 
@@ -155,7 +155,7 @@ class ClosedLoop(RouterSimulation):
         super().__init__(fleets, "exact", Speed(step_s=0.01, prefill_tokens_per_s=1000.0, kv_tokens_per_s=310.0))
         self._prompts, rng = list(enumerate(prompts)), random.Random(seed)
         for engine in self.engines:
-            engine._slow = SimpleNamespace(factor=lambda now_s: rng.uniform(1.0, 2.0))
+            engine.slow = SimpleNamespace(factor=lambda now_s: rng.uniform(1.0, 2.0))
         for _ in range(2):
             self._ask()
         self._time.run()

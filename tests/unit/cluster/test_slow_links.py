@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton.cluster.simulation.router_simulation import RouterSimulation, SimulatedFleets
+from baton.cluster.simulation.router_simulation import RouterSimulation, SimulatedFleets, SimulationReport
 from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, shared, unshared
 from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
 
@@ -26,10 +26,9 @@ SLOW, FAST = link(0.4), link(131)
 
 def run(
     fleets: SimulatedFleets, arrivals: list[RequestArrival], speed: Speed, policy: str = "exact"
-) -> RouterSimulation:
+) -> tuple[SimulationReport, RouterSimulation]:
     simulation = RouterSimulation(fleets, policy, speed)
-    simulation.run(arrivals)
-    return simulation
+    return simulation.run(arrivals), simulation
 
 
 def drawn(traffic: str, seed: int = 0) -> list[RequestArrival]:
@@ -48,7 +47,7 @@ def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:
     """
 
     def clients(fleets: SimulatedFleets) -> dict[str, list[float]]:
-        simulations = [run(fleets, drawn(traffic, seed), SLOW) for seed in range(SEEDS)]
+        simulations = [run(fleets, drawn(traffic, seed), SLOW)[1] for seed in range(SEEDS)]
         served = [each for simulation in simulations for each in simulation.served.values()]
         return {
             "first token": sorted(each.first_s - each.arrival.at_s for each in served),
@@ -64,15 +63,16 @@ def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:
 
 
 def test_hand_offs_over_a_slow_link_are_what_would_have_cost_the_clients() -> None:
-    always = run(DIVIDED, drawn("unshared"), SLOW, "power-of-two")._report()
-    measured = run(DIVIDED, drawn("unshared"), SLOW)._report()
+    always, _ = run(DIVIDED, drawn("unshared"), SLOW, "power-of-two")
+    measured, _ = run(DIVIDED, drawn("unshared"), SLOW)
     assert (always.handed_off, measured.handed_off) == (1.0, 0.0)
     assert always.latency_p50_ms > 10 * measured.latency_p50_ms
 
 
 @pytest.mark.parametrize("gb_per_s", [25.0])
 def test_over_a_fast_link_every_prompt_is_handed_over(gb_per_s: float) -> None:
-    assert run(DIVIDED, drawn("unshared"), link(gb_per_s))._report().handed_off == 1.0
+    report, _ = run(DIVIDED, drawn("unshared"), link(gb_per_s))
+    assert report.handed_off == 1.0
 
 
 def changing(arrivals: list[RequestArrival], first: Speed, at_s: float, then: Speed) -> RouterSimulation:
@@ -81,7 +81,7 @@ def changing(arrivals: list[RequestArrival], first: Speed, at_s: float, then: Sp
     def change() -> None:
         simulation.network.speed = then
 
-    simulation._time.after(at_s, change)
+    simulation.network.time.after(at_s, change)
     simulation.run(arrivals)
     return simulation
 
@@ -119,5 +119,5 @@ def test_a_link_that_recovers_is_found_out_by_trials_that_cost_little() -> None:
 
 def test_trials_cost_all_clients_together_hardly_anything() -> None:
     arrivals = mixed(300)
-    unified, divided = (sum(latencies_s(run(fleets, arrivals, SLOW))) for fleets in (UNIFIED, DIVIDED))
+    unified, divided = (sum(latencies_s(run(fleets, arrivals, SLOW)[1])) for fleets in (UNIFIED, DIVIDED))
     assert divided < WORSE * unified

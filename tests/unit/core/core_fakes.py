@@ -393,7 +393,7 @@ class FakeConnector(GrowingConnector):
         self._arenas = Arenas(runner.config, runner)
         self._fetch = fetch
         self._next_id = 0
-        self._events: list[ConnectorEvent] = []
+        self.events: list[ConnectorEvent] = []
         self.offers: dict[TransferId, OpenOffer] = {}
         self.pulls: dict[TransferId, Pull] = {}
 
@@ -439,7 +439,7 @@ class FakeConnector(GrowingConnector):
             self.pulls[transfer_id].cancelled = True
 
     def poll(self) -> list[ConnectorEvent]:
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     # ---- what the test makes happen
@@ -447,7 +447,7 @@ class FakeConnector(GrowingConnector):
     def end_offer(self, transfer_id: TransferId, outcome: OfferOutcome = OfferOutcome.FINISHED) -> None:
         self.check_offers()
         del self.offers[transfer_id]
-        self._events.append(OfferEnded(transfer_id, outcome))
+        self.events.append(OfferEnded(transfer_id, outcome))
 
     def complete(self, transfer_id: TransferId) -> None:
         pull = self.pulls.pop(transfer_id)
@@ -457,11 +457,11 @@ class FakeConnector(GrowingConnector):
         wanted = self._arenas.handed_over(len(values))[pull.first_block :]
         for block, (start, end) in zip(pull.blocks, wanted, strict=True):  # exactly the missing ones are asked for
             self._arenas.write(block, values[start:end])
-        self._events.append(Received(transfer_id))
+        self.events.append(Received(transfer_id))
 
     def fail(self, transfer_id: TransferId, reason: str = "the peer is gone", *, offer_ended: bool = False) -> None:
         self.pulls[transfer_id].failed = True
-        self._events.append(ReceiveFailed(transfer_id, reason, offer_ended))
+        self.events.append(ReceiveFailed(transfer_id, reason, offer_ended))
 
     def scribble(self, transfer_id: TransferId) -> None:
         for block in self.pulls[transfer_id].blocks:
@@ -470,7 +470,7 @@ class FakeConnector(GrowingConnector):
     def release(self, transfer_id: TransferId) -> None:
         assert self.pulls[transfer_id].failed
         del self.pulls[transfer_id]
-        self._events.append(BlocksReleased(transfer_id))
+        self.events.append(BlocksReleased(transfer_id))
 
     def check_offers(self) -> None:
         """What was promised is still there."""

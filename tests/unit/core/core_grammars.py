@@ -6,7 +6,8 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
+from typing import Any
 
 from baton.engine.core.grammar import GrammarRefused, GrammarStats
 from baton.engine.core.sampling import StructuredOutputsParams
@@ -67,15 +68,15 @@ class FakeGrammars:
         return GrammarStats(num_compiled=len(self.opened))
 
 
-class LateThreads:
+class LateThreads(Executor):
     """In place of the threads of `Constraints`."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Future[object], Callable[[], object]]] = []
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
 
-    def submit(self, work: Callable[..., object], *args: object) -> Future[object]:
-        future: Future[object] = Future()
-        self.waiting.append((future, functools.partial(work, *args)))
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, functools.partial(work, *args, **kwargs)))
         return future
 
     def work(self, index: int = 0) -> None:

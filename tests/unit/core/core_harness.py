@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -61,6 +62,12 @@ def request(request_id: str, prompt: int | list[int], **changes: object) -> Engi
     return EngineRequest(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, **own)  # type: ignore[arg-type]
 
 
+def num_remembered(kind: type) -> int:
+    """Count the objects of a class that something still refers to."""
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
 class HandClock:
     """Time that stands still until a test moves it."""
 
@@ -81,11 +88,12 @@ class Harness:
         grammars: GrammarSource | None = None,
         offers_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        fetch: Callable[[bytes], Sequence[int]] = fetch_from_ticket,
     ) -> None:
-        """With tiers where `min_restored_tokens` is given."""
+        """With tiers where `min_restored_tokens` is given. `fetch`: what lies behind the ticket of another engine."""
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
-        self.connector = FakeConnector(self.runner, fetch_from_ticket, offers_early=offers_early)
+        self.connector = FakeConnector(self.runner, fetch, offers_early=offers_early)
         self.unbegun: dict[tuple[str, int], int] = {}  # the first tokens that nobody has told yet
         self.tiers = None
         if min_restored_tokens is not None:
@@ -100,7 +108,7 @@ class Harness:
 
     @property
     def scheduler(self) -> Scheduler:
-        return self.core._scheduler
+        return self.core.scheduler
 
     def add(self, *requests: EngineRequest) -> None:
         for each in requests:
@@ -116,7 +124,7 @@ class Harness:
 
     def think_late(self) -> None:
         """From now on grammars are opened, and masks made, when somebody says so, or nothing else is left to do."""
-        self.scheduler.constraints._openers = self.scheduler.constraints._maskers = self.threads  # type: ignore[assignment]
+        self.scheduler.constraints.openers = self.scheduler.constraints.maskers = self.threads
 
     def begin(self, request_id: str, generation: int = 0) -> None:
         self.core.begin(request_id, generation, self.unbegun.pop((request_id, generation)))
@@ -251,8 +259,7 @@ def check_references(scheduler: Scheduler, number: int) -> None:
     pool, fence = scheduler.groups[number].pool, scheduler.fence
     owned = {each: each.owned_blocks()[number] for each in scheduler.requests.values() if each.has_blocks}
     tables = list(owned.values())
-    tables += [blocks[number] for retired in fence._retired.values() for _, blocks in retired if blocks]
-    tables += [blocks for behind in fence._behind.values() for group, blocks in behind if group == number]
+    tables += fence.owned_blocks(number)
     tables += lent_blocks(scheduler, number)
     owners = Counter(block for table in tables for block in table)
     for block in range(pool.num_blocks):
@@ -267,36 +274,36 @@ def check_references(scheduler: Scheduler, number: int) -> None:
 def lent_blocks(scheduler: Scheduler, number: int) -> list[list[int]]:
     """What transfers and tiers hold of a group."""
     transfers = scheduler.transfers
-    tables = [held.blocks for held in transfers.held._offers.values()]
-    tables += list(transfers.quarantine._blocks.values())
-    held = {block for each in transfers.held._offers.values() for block in each.blocks}
-    assert transfers.held.num_blocks == len(held)
-    assert transfers.quarantine.num_blocks == sum(len(blocks) for blocks in transfers.quarantine._blocks.values())
+    held, quarantined = transfers.held.owned_blocks(), transfers.quarantine.owned_blocks()
+    assert transfers.held.num_blocks == len({block for blocks in held for block in blocks})
+    assert transfers.quarantine.num_blocks == sum(map(len, quarantined))
     first = sum(group.pool.num_blocks for group in scheduler.groups[:number])
     last = first + scheduler.groups[number].pool.num_blocks
-    tables = [[block - first for block in blocks if first <= block < last] for blocks in tables]
+    tables = [[block - first for block in blocks if first <= block < last] for blocks in held + quarantined]
     if number == 0:
-        tables += [*scheduler.tier_copies.quarantine._blocks.values(), *scheduler.tier_copies._lent.values()]
+        tables += scheduler.tier_copies.owned_blocks()
     return tables
 
 
 def check_rows(scheduler: Scheduler) -> None:
     owned = [request.row for request in scheduler.requests.values() if request.row != NO_ROW]
-    owned += [row for retired in scheduler.fence._retired.values() for row, _ in retired if row != NO_ROW]
-    assert sorted(owned + scheduler.rows._free) == list(range(scheduler.config.max_num_seqs))
+    owned += scheduler.fence.owned_rows()
+    assert len(set(owned)) == len(owned), "a row of two requests"
+    assert set(owned) <= set(range(scheduler.config.max_num_seqs))
+    assert scheduler.rows.num_free == scheduler.config.max_num_seqs - len(owned)
 
 
 def check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly the one place that fits its status, and its counts are in order."""
-    pulling = {request for request, _ in scheduler.transfers._pulling.values()} | set(scheduler.tier_copies._copy_of)
+    transfers, copies = scheduler.transfers, scheduler.tier_copies
     assert list(scheduler.running) == sorted(scheduler.running, key=lambda each: each.rank)
     for request in scheduler.requests.values():
         places = {
             RequestStatus.RUNNING: request in scheduler.running,
-            RequestStatus.WAITING_FOR_KV: request in pulling,
-            RequestStatus.PREEMPTED: request in scheduler.waiting._members,
-            RequestStatus.WAITING_FOR_GRAMMAR: request in scheduler.constraints._tasks,
-            RequestStatus.WAITING: request in scheduler.waiting._members or request in scheduler.loading.ready,
+            RequestStatus.WAITING_FOR_KV: transfers.pulls(request) or copies.restores(request),
+            RequestStatus.PREEMPTED: request in scheduler.waiting,
+            RequestStatus.WAITING_FOR_GRAMMAR: scheduler.constraints.awaits_mask(request),
+            RequestStatus.WAITING: request in scheduler.waiting or request in scheduler.loading.ready,
         }
         assert places[request.status], f"{request.request_id} is {request.status}"
         assert 0 <= request.num_computed < request.num_tokens + request.awaits_token
@@ -305,16 +312,17 @@ def check_places(scheduler: Scheduler) -> None:
         assert request.num_computed <= request.capacity
     filled = len(scheduler.loading.ready)
     queued = len(scheduler.waiting) + filled + scheduler.constraints.num_opening
-    count = len(scheduler.running) + len(pulling) + queued
+    count = len(scheduler.running) + transfers.num_pulling + copies.num_restoring + queued
     assert count == len(scheduler.requests), "somebody is in two places, or over and still somewhere"
 
 
 def check_unread(scheduler: Scheduler) -> None:
     """What is counted of the queue step by step is what one finds there."""
-    counted, size = scheduler.backlog._waiting, scheduler.config.block_size
-    queue = [each for each in scheduler.waiting._members if not each.awaits_transfer]
-    assert set(queue) == set(counted)
-    assert all(blocks * size + behind == each.num_tokens for each, (blocks, behind) in counted.items())
-    names = {name for each, (blocks, _) in counted.items() for name in each.block_hashes[:blocks]}
-    missing = sum(not scheduler.groups[0].pool.has(name) for name in names)
-    assert scheduler.backlog.num_tokens == missing * size + sum(behind for _, behind in counted.values())
+    size, backlog = scheduler.config.block_size, scheduler.backlog
+    counted = {each: backlog.num_full_blocks(each) for each in scheduler.waiting if not each.awaits_transfer}
+    for each, num_full in counted.items():  # the result of a step in flight may have filled one since
+        assert num_full <= len(scheduler.memory.skippable_hashes(each)) <= num_full + 1
+    hashes = {block_hash for each, num_full in counted.items() for block_hash in each.block_hashes[:num_full]}
+    missing = sum(not scheduler.groups[0].pool.has(block_hash) for block_hash in hashes)
+    behind = sum(each.num_tokens - num_full * size for each, num_full in counted.items())
+    assert backlog.num_tokens == missing * size + behind

@@ -25,7 +25,7 @@ class FakeTiers:
         self.copy_s = {Tier.HOST: 1.0, Tier.DISK: 10.0}  # of a block, as the copies say: only their proportion counts
         self._memory = memory
         self._next_id = 0
-        self._events: list[TierEvent] = []
+        self.events: list[TierEvent] = []
         self.kept: dict[BlockHash, list[int]] = {}
         self.on_disk: set[BlockHash] = set()  # of what is kept; the rest is in the host's memory
         self.watchers: list[TierWatcher] = []
@@ -65,7 +65,7 @@ class FakeTiers:
         return self._begin(self.restores, Copy(list(hashes), list(block_ids), [self.kept[name] for name in hashes]))
 
     def poll(self) -> list[TierEvent]:
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     def stats(self) -> TierStats:
@@ -95,7 +95,7 @@ class FakeTiers:
         copy = self.stores.pop(copy_id)
         if kept:
             self.keep(dict(zip(copy.hashes, copy.content, strict=True)))
-        self._events.append(Stored(copy_id))
+        self.events.append(Stored(copy_id))
 
     def finish_restore(self, copy_id: CopyId, num_good: int | None = None) -> None:
         """What is not good is overwritten all the same."""
@@ -105,7 +105,7 @@ class FakeTiers:
             self._memory.blocks[block] = list(content) if number < good else [GARBAGE] * len(content)
         counts = Counter(tier for block_hash in copy.hashes if (tier := self.tier_of(block_hash)) is not None)
         reads = tuple(TierRead(tier, count, count * self.copy_s[tier]) for tier, count in counts.items())
-        self._events.append(Restored(copy_id, good, reads))
+        self.events.append(Restored(copy_id, good, reads))
 
     def scribble(self, copy_id: CopyId) -> None:
         """A restore that is on its way writes whatever it likes."""

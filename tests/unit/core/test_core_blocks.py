@@ -144,10 +144,10 @@ class TestBlockPool:
     @pytest.mark.parametrize(
         ("damage", "rule_name"),
         [
-            (lambda pool: pool._refs.__setitem__(0, 1), "free and referenced"),
+            (lambda pool: pool._refs.__setitem__(0, 1), "free and referenced"),  # noqa: SLF001  as a bug would leave it
             (lambda pool: setattr(pool, "num_free", 3), "count of free blocks"),
-            (lambda pool: pool._next.__setitem__(1, 3), "list is broken"),
-            (lambda pool: pool._block_of.__setitem__(b"x", 1), "one to one"),
+            (lambda pool: pool._next.__setitem__(1, 3), "list is broken"),  # noqa: SLF001  as a bug would leave it
+            (lambda pool: pool._block_of.__setitem__(b"x", 1), "one to one"),  # noqa: SLF001  as a bug would leave it
             (lambda pool: pool.register(0, b"x"), "worthless blocks go first"),
         ],
     )

@@ -65,9 +65,9 @@ class TestWindows:
         pool = engine.scheduler.groups[1].pool
         engine.step()  # one step is planned, none has given its result
         engine.step()  # two planned, one settled
-        behind = [each for given_back in engine.scheduler.fence._behind.values() for each in given_back]
-        assert [number for number, _ in behind] == [1]
-        assert all(pool.references(block) == 1 for _, blocks in behind for block in blocks)
+        assert engine.scheduler.fence.owned_blocks(0) == []
+        (behind,) = engine.scheduler.fence.owned_blocks(1)
+        assert all(pool.references(block) == 1 for block in behind)
         engine.run_to_the_end()
 
     def test_every_layer_may_have_a_window(self) -> None:

@@ -252,7 +252,7 @@ def test_who_waits_behind_slow_grammars_is_not_told_that_its_own_is(grammars: Fa
 def test_a_grammar_that_is_known_waits_for_no_compiler(grammars: FakeGrammars) -> None:
     harness = harness_with(grammars)
     openers = LateThreads()
-    harness.scheduler.constraints._openers = openers  # type: ignore[assignment]
+    harness.scheduler.constraints.openers = openers
     harness.add(*(constrained(f"new{i}", 5, max_tokens=2) for i in range(8)))
     grammars.known.append(ANY)
     harness.add(constrained("known", 6, max_tokens=2))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.requests.request import Request
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.waiting import SPARE_ENTRIES
 from baton.engine.core.step import StepPlan
 
 from .core_fakes import expected_answer
-from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_harness import BLOCK_SIZE, Harness, config, num_remembered, request
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -75,11 +76,12 @@ class TestOneRule:
         engine = Harness(config(max_num_seqs=1))
         engine.add(request("runs", 3, max_tokens=50), request("next", 3, max_tokens=2))
         engine.step()
+        before = num_remembered(Request)
         for number in range(3 * SPARE_ENTRIES):
             engine.add(request(f"r{number}", 3, priority=1))
             engine.core.abort(f"r{number}")
         engine.add(request("last", 3, priority=2, max_tokens=2))
-        assert len(engine.scheduler.waiting._heap) <= SPARE_ENTRIES + 4
+        assert num_remembered(Request) <= before + SPARE_ENTRIES + 4
         engine.run_to_the_end()
         assert len(engine.answer("last").token_ids) == 2
 

@@ -412,6 +412,6 @@ class TestUp:
 def test_an_event_of_a_copy_that_nobody_asked_for_is_a_bug_that_shows() -> None:
     engine = with_tiers()
     assert engine.tiers is not None
-    engine.tiers._events.append(Stored(99))
+    engine.tiers.events.append(Stored(99))
     with pytest.raises(KeyError):
         engine.scheduler.poll_transfers()

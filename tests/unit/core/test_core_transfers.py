@@ -10,7 +10,7 @@ from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, K
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
 
-from .core_fakes import FakeConnector, expected_answer, kv_of, ticket_for
+from .core_fakes import expected_answer, kv_of, ticket_for
 from .core_harness import BLOCK_SIZE, Harness, config, request
 
 
@@ -356,7 +356,7 @@ class TestStrayEvents:
         self, event: object, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = Harness(config())
-        engine.connector._events.append(event)  # type: ignore[arg-type]
+        engine.connector.events.append(event)  # type: ignore[arg-type]
         engine.step()
         engine.check_all_given_back()
         assert "transfer_id=77" in caplog.text
@@ -367,11 +367,11 @@ class TestTwoEngines:
     @pytest.mark.parametrize("lazy", [True, False])
     def test_prefill_here_and_decode_there_is_token_for_token_one_engine(self, depth: int, lazy: bool) -> None:
         prefill = Harness(config(depth=depth, max_num_batched_tokens=8), lazy=lazy)
-        decode = Harness(config(depth=depth, num_blocks=20), lazy=lazy)
-        whole = [request(f"r{index}", 9 + 3 * index, max_tokens=12, seed=index) for index in range(5)]
         offers = prefill.connector.offers
-        decode.connector = FakeConnector(decode.runner, lambda ticket: offers[int(ticket)].content)
-        decode.scheduler.transfers._connector = decode.connector
+        decode = Harness(
+            config(depth=depth, num_blocks=20), lazy=lazy, fetch=lambda ticket: offers[int(ticket)].content
+        )
+        whole = [request(f"r{index}", 9 + 3 * index, max_tokens=12, seed=index) for index in range(5)]
 
         prefill.add(*(msgspec.structs.replace(each, keep_kv=True) for each in whole))
         prefill.run()

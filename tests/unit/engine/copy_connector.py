@@ -56,7 +56,7 @@ class CopyConnector:
         return Offer(transfer_id, msgspec.msgpack.encode(Ticket(self.name, transfer_id)))
 
     def withdraw(self, transfer_id: TransferId) -> None:
-        self._end(transfer_id, OfferOutcome.WITHDRAWN)
+        self.end(transfer_id, OfferOutcome.WITHDRAWN)
 
     def receive(
         self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
@@ -70,7 +70,7 @@ class CopyConnector:
         assert self.region.fingerprint == peer.region.fingerprint
         for source, target in zip(peer.offered[wanted.transfer_id][first_block:], block_ids, strict=True):
             self.copy(peer, source, target)
-        peer._end(wanted.transfer_id, OfferOutcome.FINISHED)
+        peer.end(wanted.transfer_id, OfferOutcome.FINISHED)
         self.events.append(Received(transfer_id))
         return transfer_id
 
@@ -92,7 +92,7 @@ class CopyConnector:
         events, self.events = self.events, []
         return events
 
-    def _end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
+    def end(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
         if self.offered.pop(transfer_id, None) is not None:
             self.events.append(OfferEnded(transfer_id, outcome))
 

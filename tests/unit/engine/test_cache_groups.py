@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,24 +13,18 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import CacheKind
-from baton.engine.core.messages import EngineOutput
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, load_model
 from baton.engine.startup.arenas import needs_of
 from baton.engine.startup.build import build_engine
-from baton.engine.worker.backends import Backend
-from baton.engine.worker.backends.cpu import CpuBackend
-from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
-from baton.engine.worker.warmup import ProfileRun, warm_up
 
 from ...helpers.checkpoints import write_checkpoint
-from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
-from .random_workload import live, random_requests, same
+from .random_workload import live, same
+from .small_engines import LIMITS, answers, backend_of, warmed_up_arenas
 
-LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
+CAPTURED_TOKENS = 32  # of the largest mixed step with a graph
 VARIANTS = {"gpt_oss": "gpt_oss", "gemma3": "gemma3_text", "mistral": "mistral"}  # in the last, all layers are windowed
 
 
@@ -51,17 +44,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return write
 
 
-def backend_of(kind: str) -> Backend:
-    if kind == "cpu":
-        return CpuBackend(CpuShapes(LIMITS))
-    return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32), torch.float32)
-
-
 def engine_of(config: ModelConfig, num_blocks: int, kind: str = "cpu", *, captured: bool = False) -> EngineCore:
     """An engine with so many blocks in each arena, which start full of a number that shows where it has any weight."""
     groups = config.caches.groups
     arenas = [allocate_kv(group.blocks, num_blocks).fill_(1000.0) for group in groups]
-    runner = ModelRunner(load_model(config), arenas, backend_of(kind), LIMITS, config.vocab_size)
+    runner = ModelRunner(
+        load_model(config), arenas, backend_of(kind, captured_tokens=CAPTURED_TOKENS), LIMITS, config.vocab_size
+    )
     if captured:
         runner.capture()
     core_config = EngineCoreConfig(
@@ -74,21 +63,6 @@ def engine_of(config: ModelConfig, num_blocks: int, kind: str = "cpu", *, captur
         eos_token_ids=[2],
     )
     return EngineCore(core_config, runner)
-
-
-def answers(core: EngineCore, seed: int) -> dict[str, tuple[list[int], object]]:
-    """The tokens and the end of each of many random requests."""
-    tokens: dict[str, list[int]] = {}
-    ends: dict[str, object] = {}
-    core_outputs: list[EngineOutput] = []
-    for request in random_requests(random.Random(seed), 14):
-        core.add(request)
-    while core.has_work():
-        core_outputs += core.step()
-    for output in core_outputs:
-        tokens.setdefault(output.request_id, []).extend(output.token_ids)
-        ends[output.request_id] = output.finish_reason
-    return {name: (tokens[name], ends[name]) for name in tokens}
 
 
 def test_layers_are_grouped_by_what_they_keep(folders: Callable[[str], Path]) -> None:
@@ -134,17 +108,7 @@ def test_small_arenas_preempt_and_change_no_answer(folders: Callable[[str], Path
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_an_engine_with_groups_warms_up(folders: Callable[[str], Path], kind: str) -> None:
     config = in_groups(load_config(folders("gpt_oss"), dtype="float32"))
-    model = load_model(config)
-    arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
-
-    def make_runner() -> ModelRunner:
-        return ModelRunner(model, arenas, backend_of(kind), LIMITS, config.vocab_size)
-
-    if kind == "cpu":
-        warm_up(make_runner(), LIMITS, 4, len(arenas))
-    else:
-        sizes = list(CudaShapes(LIMITS, max_tokens=32).in_capture_order())
-        ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()
+    arenas = warmed_up_arenas(config, kind, captured_tokens=CAPTURED_TOKENS)
     assert all(bool(torch.isfinite(arena).all()) for arena in arenas)
     assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
 

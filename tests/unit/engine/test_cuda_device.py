@@ -160,7 +160,7 @@ def test_a_steady_decode_step_is_one_replay_and_writes_nothing(
     make: Callable[..., LLM], tmp_path: Path, config: dict[str, Any]
 ) -> None:
     llm = make(tmp_path, config)
-    runner: Any = llm.engine.core._runner
+    runner: Any = llm.engine.core.runner
     tokens(llm, [16, 16, 16], max_tokens=2)
     writes, eager = runner.writes.num_flushes, runner.captured.num_eager
     tokens(llm, [16, 16, 16], max_tokens=100)

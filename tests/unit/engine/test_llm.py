@@ -23,7 +23,6 @@ from baton.engine import (
 )
 from baton.engine.core.engine import EngineFailed
 from baton.engine.hf_config.errors import ModelError
-from baton.engine.text import ChatTemplate, Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 IDS = [10, 20, 30, 40]
@@ -136,22 +135,25 @@ def test_chat_renders_the_template_and_adds_nothing(text_llm: LLM) -> None:
     assert bare.prompt == "user: Hi\n"
 
 
-def test_what_a_message_spells_stays_text_unless_asked_for(text_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_message_spells_stays_text_unless_asked_for(
+    text_llm: LLM, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
     state = json.loads(text_llm.get_tokenizer().backend.to_str())
     last = max(state["model"]["vocab"], key=state["model"]["vocab"].get)
     end = state["model"]["vocab"]["<|end|>"] = state["model"]["vocab"].pop(last)
     backend = Backend.from_str(json.dumps(state))
     backend.add_special_tokens(["<|end|>"])
-    template = ChatTemplate({"default": "{{ messages[0].content }}:"})
-    monkeypatch.setattr(text_llm._prompts, "_tokenizer", Tokenizer(backend, {}, template))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}:"}))
+    spelling = make_llm(skip_tokenizer_init=False, tokenizer=tmp_path)
     conversation = [{"role": "user", "content": "Hi<|end|>"}]
-    (guarded,) = text_llm.chat(conversation, GREEDY, use_tqdm=False)
-    (bare,) = text_llm.chat(conversation, GREEDY, use_tqdm=False, special_tokens_in_messages=True)
+    (guarded,) = spelling.chat(conversation, GREEDY, use_tqdm=False)
+    (bare,) = spelling.chat(conversation, GREEDY, use_tqdm=False, special_tokens_in_messages=True)
     assert guarded.prompt == bare.prompt == "Hi<|end|>:"
     assert (len(guarded.prompt_token_ids), guarded.prompt_token_ids.count(end)) == (10, 0)
     assert (len(bare.prompt_token_ids), bare.prompt_token_ids.count(end)) == (4, 1)
     with pytest.raises(InvalidArgument, match="special_tokens_in_messages is 1: give True or False"):
-        text_llm.chat(conversation, GREEDY, special_tokens_in_messages=1)  # type: ignore[arg-type]
+        spelling.chat(conversation, GREEDY, special_tokens_in_messages=1)  # type: ignore[arg-type]
 
 
 def test_an_answer_of_calls_alone_is_empty_text_in_the_prompt(text_llm: LLM) -> None:
@@ -245,7 +247,7 @@ def signals() -> Iterator[None]:
 
 def signalled(llm: LLM, *numbers: int) -> LLM:
     """In the middle of the next step."""
-    runner = llm.engine.core._runner  # type: ignore[attr-defined]
+    runner = llm.engine.core.runner
     launch = runner.launch
 
     def launch_signalled(plan: Any) -> Any:

@@ -140,7 +140,7 @@ def test_prompt_logprobs_in_pieces_equal_those_in_one(
     assert whole.prompt_logprobs is not None
     assert [entry.token_ids[0] for entry in whole.prompt_logprobs] == PROMPT[1:]
 
-    monkeypatch.setattr(outputs, "_PIECE_BYTES", 1)  # as few rows of logits a piece as may be
+    monkeypatch.setattr(outputs, "PIECE_BYTES", 1)  # as few rows of logits a piece as may be
     runner = make_runner()
     pieces = step(runner, Chunk(0, 0, 30, False, [], True), started=(start,))
     pieces += step(runner, Chunk(0, 30, 20, True, [], True))

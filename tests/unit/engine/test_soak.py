@@ -33,7 +33,7 @@ def test_blocks_that_stay_away_are_told(monkeypatch: pytest.MonkeyPatch) -> None
 def _leaking(build):  # type: ignore[no-untyped-def]
     def build_with_leak(config):  # type: ignore[no-untyped-def]
         engine = build(config)
-        scheduler = engine.core._scheduler
+        scheduler = engine.core.scheduler
         scheduler.groups[0].pool.allocate(1)
         scheduler.check_idle = lambda: None
         return engine

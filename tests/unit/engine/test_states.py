@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,21 +21,15 @@ from baton.engine.models import load_config, load_model
 from baton.engine.offline.llm import LLM
 from baton.engine.startup.build import build_engine
 from baton.engine.startup.weight_counts import weights_of_rank
-from baton.engine.worker.backends import Backend
-from baton.engine.worker.backends.cpu import CpuBackend
-from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
-from baton.engine.worker.warmup import ProfileRun, warm_up
 from baton.kernels.state_batch import LEAST_CUT
 
 from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
-from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens, reference_greedy
-from .random_workload import random_requests
+from .small_engines import LIMITS, answers, backend_of, warmed_up_arenas
 
-LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
+CAPTURED_TOKENS = 0  # of the largest mixed step with a graph
 CHECKPOINTS = 32  # tokens apart, so that short sequences have several
 
 
@@ -48,12 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: write_checkpoint(tmp_path_factory.mktemp("states") / name, name))
-
-
-def backend_of(kind: str) -> Backend:
-    if kind == "cpu":
-        return CpuBackend(CpuShapes(LIMITS))
-    return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=0), torch.float32)
 
 
 def engine_of(
@@ -73,7 +60,12 @@ def engine_of(
         allocate_kv(states.blocks, num_slots).fill_(0xFF),
     ]
     runner = ModelRunner(
-        load_model(config), arenas, backend_of(kind), LIMITS, config.vocab_size, checkpoint_tokens=CHECKPOINTS
+        load_model(config),
+        arenas,
+        backend_of(kind, captured_tokens=CAPTURED_TOKENS),
+        LIMITS,
+        config.vocab_size,
+        checkpoint_tokens=CHECKPOINTS,
     )
     if captured:
         runner.capture()
@@ -91,19 +83,6 @@ def engine_of(
         enable_prefix_caching=caching,
     )
     return EngineCore(core_config, runner)
-
-
-def answers(core: EngineCore, seed: int) -> dict[str, tuple[list[int], object]]:
-    """The tokens and the end of each of many random requests."""
-    tokens: dict[str, list[int]] = {}
-    ends: dict[str, object] = {}
-    for request in random_requests(random.Random(seed), 14):
-        core.add(request)
-    while core.has_work():
-        for output in core.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            ends[output.request_id] = output.finish_reason
-    return {name: (tokens[name], ends[name]) for name in tokens}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -142,17 +121,7 @@ def test_small_arenas_change_no_answer(folder: Path, num_blocks: int, num_slots:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_an_engine_with_states_warms_up(folder: Path, kind: str) -> None:
     config = load_config(folder, dtype="float32")
-    model = load_model(config)
-    arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
-
-    def make_runner() -> ModelRunner:
-        return ModelRunner(model, arenas, backend_of(kind), LIMITS, config.vocab_size)
-
-    if kind == "cpu":
-        warm_up(make_runner(), LIMITS, 4, len(arenas))
-    else:
-        sizes = list(CudaShapes(LIMITS, max_tokens=0).in_capture_order())
-        ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()
+    arenas = warmed_up_arenas(config, kind, captured_tokens=CAPTURED_TOKENS)
     assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
 
 

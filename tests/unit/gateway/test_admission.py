@@ -55,7 +55,7 @@ def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) 
         assert (error.status, error.code) == (429, "key_limit")
     with admission.admit(b"a"):
         pass
-    assert not admission._num_by_key, "nothing is kept of keys that ask for nothing"
+    assert admission.num_keys == 0, "nothing is kept of keys that ask for nothing"
 
 
 def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late(clock: Clock) -> None:

@@ -97,7 +97,7 @@ async def test_an_offer_that_ended_in_mid_growth_is_made_anew_and_the_early_leg_
     """As after a preemption, or a read that failed."""
     answer, prefill, decode = await in_mid_prefill(service)
     ((_, offer),) = service.cluster.wire.offers.items()
-    prefill.connector._end(offer.transfer_id, OfferOutcome.WITHDRAWN)
+    prefill.connector.end(offer.transfer_id, OfferOutcome.WITHDRAWN)
     prefill.running.set()
     response = await answer
     assert response.json()["choices"][0]["text"] == expected

@@ -238,9 +238,9 @@ def test_what_is_known_of_engines_is_bounded_by_those_seen_lately(fleets: list[l
     for ranks in fleets:
         gateway.route([engine(rank) for rank in ranks])
         gateway.clock.now_s += STALE_S + RENEWED_S
-    gateway.route([engine(rank) for rank in fleets[-1]])
-    for known in (gateway.rates._steps, gateway.rates._nodes, gateway.rates._lanes):
-        assert len(known) <= len(fleets[-1])
+    newest = [engine(rank) for rank in fleets[-1]]
+    gateway.route(newest)
+    assert gateway.rates.known <= {each.record.engine_id for each in newest}
 
 
 def test_a_request_that_names_its_engine_makes_others_neither_forgotten_nor_younger() -> None:

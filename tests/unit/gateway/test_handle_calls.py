@@ -94,7 +94,7 @@ async def test_serves_proxy_is_answered_as_the_gateways_own_port_is(
     """Serve asks for what answers before the gateway has started, names its routes, and adds its prefix."""
     behind = replica.app_behind_proxy()
     service = start(Role.UNIFIED)
-    monkeypatch.setattr(replica, "_app", service.app)
+    monkeypatch.setattr(replica, "app", service.app)
     scope = {"type": "http", "path": "/v1/models", "method": "GET", "root_path": ""}
     assert get_asgi_route_name(behind, scope) == "", "all count for the application's prefix"
     for root in ("", "/prefix"):

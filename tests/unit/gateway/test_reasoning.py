@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.cluster.cli.http_client import _show_answer
+from baton.cluster.cli.http_client import show_answer
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
 from baton.engine.structured import XGrammarBackend
@@ -169,6 +169,6 @@ async def test_models_that_were_not_taught_to_think_keep_their_words(service: Se
 def test_the_command_line_shows_them_apart_and_sends_back_the_answer_alone() -> None:
     console = Console(file=StringIO(), force_terminal=True, color_system="standard")
     deltas = [{"role": "assistant"}, {"reasoning_content": "the "}, {"reasoning_content": "fox?"}, {"content": "dog"}]
-    assert _show_answer(console, iter(deltas)) == "dog"
+    assert show_answer(console, iter(deltas)) == "dog"
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.index("\x1b[2mfox?") < shown.index("\n\ndog")

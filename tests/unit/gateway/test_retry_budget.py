@@ -32,7 +32,7 @@ def test_a_window_counts_what_happened_within_it(steps: list[tuple[int, int, flo
             newer = sum(n for at, k, n in past if k == each and at > clock.now_s - seconds * (1 - 1 / PARTS))
             older = sum(n for at, k, n in past if k == each and at >= clock.now_s - seconds)
             assert newer <= window.count(each) <= older
-        assert len(window._parts) <= PARTS
+        assert window.num_parts <= PARTS
 
 
 def test_a_window_is_empty_after_it_was_cleared() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView, Role
 from baton.cluster.gateway.routing.cost import UNTRIED, Cost, Load
-from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
+from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S, engine_key
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
 from baton.engine.core.layout import BLOCK_SIZE
@@ -107,7 +107,7 @@ def test_the_engine_that_takes_the_place_of_another_is_not_taken_for_it() -> Non
     loads = router().loads
     assert loads.of(view(0, num_waiting_tokens=500)).queued_tokens == 500
     assert loads.of(view(0)).queued_tokens == 0
-    assert len(loads._reports) == 1
+    assert loads.num_reports == 1
 
 
 def test_a_cached_prefix_wins_until_the_queue_costs_more() -> None:
@@ -252,8 +252,10 @@ class TestTiers:
     """Engines that could restore the prompt, and one that has to compute it."""
 
     def cost_s(self, engine: EngineView, tokens: list[int] = PROMPT) -> float:
-        (option,) = router()._options([engine], wanted(tokens), ())
-        return option.cost_s
+        query, cost = wanted(tokens), Cost(LearntRates(RATES, Clock()))
+        found = router().prefixes.find(engine.cached, engine_key(engine.record), query.names)
+        work = cost.prefill_work(engine, query.num_tokens, found)
+        return cost.whole_s(engine, router().loads.of(engine), work)
 
     def test_a_prefix_in_a_tier_costs_less_than_none_and_more_than_one_in_the_pool(self) -> None:
         costs = [

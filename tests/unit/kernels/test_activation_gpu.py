@@ -76,7 +76,7 @@ def test_loads_are_wide(activation: Activation) -> None:
     types = {"gate_up": "*bf16", "out": "*bf16", "stride": "i32:16"}
     for columns, num_warps in ((512, 2), (2048, 4)):
         constants = {"WIDTH": 12288, "COLUMNS": columns, "ACTIVATION": activation.value}
-        compiled = compile_for_h200(gpu._activation_and_mul_kernel, types, constants, num_warps=num_warps)
+        compiled = compile_for_h200(gpu.activation_and_mul_kernel, types, constants, num_warps=num_warps)
         assert compiled.widest_load_bytes == 16
 
 
@@ -123,7 +123,7 @@ def test_squares_of_extreme_values(triton_device: torch.device) -> None:
 
 def test_loads_of_squares_are_wide() -> None:
     constants = {"WIDTH": 21_504, "COLUMNS": 2048, "ACTIVATION": "relu2"}
-    compiled = compile_for_h200(gpu._activate_each_kernel, {"x": "*bf16", "stride": "i32:16"}, constants, num_warps=4)
+    compiled = compile_for_h200(gpu.activate_each_kernel, {"x": "*bf16", "stride": "i32:16"}, constants, num_warps=4)
     assert compiled.widest_load_bytes == 16
 
 
@@ -165,7 +165,7 @@ def test_extreme_logits_become_the_cap(triton_device: torch.device) -> None:
 
 def test_loads_of_logits_are_wide() -> None:
     types = {"x": "*bf16", "stride": "i32:16", "cap": "fp32"}
-    compiled = compile_for_h200(gpu._soft_cap_kernel, types, {"WIDTH": 256_000, "COLUMNS": 2048}, num_warps=4)
+    compiled = compile_for_h200(gpu.soft_cap_kernel, types, {"WIDTH": 256_000, "COLUMNS": 2048}, num_warps=4)
     assert compiled.widest_load_bytes == 16
 
 

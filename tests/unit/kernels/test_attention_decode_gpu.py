@@ -321,7 +321,7 @@ def test_many_parts_are_loaded_at_once_where_they_are_added_apart() -> None:
     signature |= dict.fromkeys(("words", "seq_lens"), "*i32")
     signature |= dict.fromkeys(("num_seqs", "num_shares", "window", "num_heads"), "i32")
     constants = {"SEQS": 8, "DIM": 128, "PADDED_DIM": 128, "UNIT": 64, "PARTS": decode_combine.PARTS_AT_ONCE}
-    compiled = compile_for_h200(decode_combine._add_parts, signature, constants, num_warps=4)
+    compiled = compile_for_h200(decode_combine.add_parts_kernel, signature, constants, num_warps=4)
     assert compiled.widest_load_bytes == 16
     assert compiled.registers <= 128
 

@@ -113,7 +113,7 @@ def test_loads_are_wide() -> None:
     types = {"source": "*i32", "target": "*i32", "source_ids": "*i32"}
     types |= {f"{side}_{name}": "i32:16" for side in ("source", "target") for name in ("stride", "offset")}
     constants = {"target_ids": None, "NUM_WORDS": 36 * 8192, "WORDS": ops.WORDS}
-    compiled = compile_for_h200(ops._copy_kernel, types, constants, num_warps=ops.NUM_WARPS)
+    compiled = compile_for_h200(ops.copy_kernel, types, constants, num_warps=ops.NUM_WARPS)
     assert compiled.widest_load_bytes == 16
     assert "st.global.v4" in compiled.ptx
 

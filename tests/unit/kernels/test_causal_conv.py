@@ -121,7 +121,7 @@ def test_tokens_are_loaded_16_bytes_at_a_time() -> None:
         **dict.fromkeys(("x_stride", "state_stride", "out_stride"), "i32:16"),
     }
     constants = {"WIDTH": 4, "SILU": True, "NUM_CHANNELS": 8192}
-    for kernel, options in ((gpu._convolve_chunk, gpu.CHUNKS), (gpu._convolve_decode, gpu.STEP)):
+    for kernel, options in ((gpu.convolve_chunk_kernel, gpu.CHUNKS), (gpu.convolve_decode_kernel, gpu.STEP)):
         words = constants | {name: value for name, value in options.items() if name != "num_warps"}
         known = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         compiled = compile_for_h200(kernel, known, words, num_warps=options["num_warps"])

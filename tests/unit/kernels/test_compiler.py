@@ -97,7 +97,7 @@ assert len([name for name in compiled if name.endswith(".cubin")]) == 5, compile
 jit.mark_starting()
 launch()
 jit.mark_ready()
-assert launched == ["_apply_writes", "_activation_and_mul_kernel", "_every_kind", "write_shares", "attend_share"]
+assert launched == ["_apply_writes", "activation_and_mul_kernel", "_every_kind", "write_shares", "attend_share"]
 assert cached() == compiled, set(cached()) - set(compiled)
 assert jit.compilations() == 5
 jit.mark_starting()
@@ -130,8 +130,8 @@ def test_a_recorded_launch_finds_what_was_compiled_for_it_and_makes_nothing_itse
 KEYS = """
 from triton.runtime.jit import DependenciesFinder, JITCallable
 from baton.kernels import compile_server, pdl
-from baton.kernels.rms_norm.gpu import _rms_norm_kernel as one
-from baton.kernels.activation.gpu import _activation_and_mul_kernel as other
+from baton.kernels.rms_norm.gpu import rms_norm_kernel as one
+from baton.kernels.activation.gpu import activation_and_mul_kernel as other
 
 def ask_before_it_has_looked(finder, callee):  # as Triton 3.6 does
     finder.used_global_vals.update(callee.used_global_vals)
@@ -170,7 +170,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 
 def test_processes_that_end_early_are_survived(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
-    compiler._process.kill()
+    compiler.process.kill()
     for _ in range(2):
         compiler.submit(Variant("no.such.module", "{}"))
         compiler.wait()
@@ -181,10 +181,10 @@ def test_the_processes_end_with_the_one_that_started_them(compiler: Compiler) ->
     """All of them: orders end when this process does, however it does."""
     compiler.submit(Variant("no.such.module", "{}"))
     compiler.wait()
-    others = [*descendants(compiler._process.pid), compiler._process.pid]
+    others = [*descendants(compiler.process.pid), compiler.process.pid]
     assert len(others) > 1
     compiler.close()
-    compiler._process.wait(timeout=30)
+    compiler.process.wait(timeout=30)
     assert not [pid for pid in others if Path(f"/proc/{pid}").exists()]
 
 
@@ -196,10 +196,10 @@ def descendants(pid: int) -> list[int]:
 def test_orders_are_taken_before_the_processes_are_ready_for_them(compiler: Compiler) -> None:
     """Hundreds of variants fit the pipe, so that who records is not held up."""
     variant = Variant("no.such.module", json.dumps({"name": "x" * 3000}))
-    compiler._process.send_signal(signal.SIGSTOP)
+    compiler.process.send_signal(signal.SIGSTOP)
     submitting = threading.Thread(target=lambda: [compiler.submit(variant) for _ in range(200)], daemon=True)
     submitting.start()
     submitting.join(timeout=20)
     stuck = submitting.is_alive()
-    compiler._process.send_signal(signal.SIGCONT)
+    compiler.process.send_signal(signal.SIGCONT)
     assert not stuck

@@ -74,6 +74,8 @@ def test_the_kernel_compiles_for_the_device_without_spills() -> None:
     pointers = {"expert_ids": "*i32", "places": "*i32", "counts": "*i32", "loads": "*i64", "out": "*i32"}
     numbers = ("num_experts", "num_tokens", "ids_stride", "first", "num_places", "counted_from", "counted_to")
     compiled = compile_for_h200(
-        gpu._map_experts, {**pointers, **dict.fromkeys(numbers, "i32")}, {"TOP_K": 8, "REPLICAS": 4, "BLOCK": gpu.BLOCK}
+        gpu.map_experts_kernel,
+        {**pointers, **dict.fromkeys(numbers, "i32")},
+        {"TOP_K": 8, "REPLICAS": 4, "BLOCK": gpu.BLOCK},
     )
     assert compiled.spill_bytes == 0

@@ -97,7 +97,7 @@ def test_no_tokens_give_no_rows(triton_device: torch.device) -> None:
 @pytest.mark.parametrize("options", [*gemm.OPTIONS.values(), {**gemm.OPTIONS[16], "SPLIT": 4}])
 def test_every_default_compiles_to_8_bit_products_without_spills(options: Options, in_blocks: bool) -> None:
     compiled = compile_for_h200(
-        gemm._gemm_kernel,
+        gemm.gemm_kernel,
         {
             "x": "*fp8e4nv",
             "x_scale": "*fp32",

@@ -88,6 +88,6 @@ def test_what_is_read_for_the_roof_is_read(triton_device: torch.device) -> None:
 def test_the_roof_is_read_16_bytes_at_a_time() -> None:
     streaming = pytest.importorskip("baton.kernels.streaming")
     types = {"source": "*fp32", "sums": "*fp32"}
-    compiled = compile_for_h200(streaming._sum_block, types, {"BLOCK": streaming.BLOCK}, num_warps=8)
+    compiled = compile_for_h200(streaming.sum_block_kernel, types, {"BLOCK": streaming.BLOCK}, num_warps=8)
     assert compiled.widest_load_bytes == 16
     assert compiled.registers <= 64  # 1024 threads on a multiprocessor

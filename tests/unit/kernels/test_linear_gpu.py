@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -180,11 +181,12 @@ def test_the_library_serves_what_the_kernels_do_not(triton_device: torch.device)
 
 
 @pytest.fixture
-def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Options are asked for as on the device that the library was tuned for."""
     monkeypatch.setattr(tuned, "device_name", lambda device: "NVIDIA_H200")
-    monkeypatch.setattr(tuned, "_chosen", {})
-    return torch.device("cuda", 0)
+    tuned.forget()
+    yield torch.device("cuda", 0)
+    tuned.forget()
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -217,7 +219,7 @@ def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activatio
     steps = {"BLOCK_K": 1024, "PRELOAD": 2, "PREFETCH": True, "THREAD": 8}
     for tokens in (1, 2, 4):
         constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **of_activation(activation)}
-        compiled = compile_for_h200(gemv._gemv_kernel, types, constants, num_warps=4)
+        compiled = compile_for_h200(gemv.gemv_kernel, types, constants, num_warps=4)
         before, after = compiled.ptx.split("griddepcontrol.wait")
         assert before.count("ld.global.v4") == 2 * 8, "of 8 rows, two steps"
         assert "prefetch.global.L2" in before
@@ -233,7 +235,7 @@ def test_tiles_are_multiplied_on_the_warp_group_instructions(split: int, activat
         sizes = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, "BLOCK_K": 128}
         constants = {**sizes, "SPLIT": split, "PREFETCH": 4, **of_activation(activation)}
         constants["BLOCK_N"] *= 8
-        compiled = compile_for_h200(gemm._gemm_kernel, types, constants, num_warps=4, num_stages=4)
+        compiled = compile_for_h200(gemm.gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert compiled.wgmma
         assert "cp.async" in compiled.ptx
 

@@ -17,7 +17,7 @@ def small_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(gpu, "TILE", 64)
     monkeypatch.setattr(gpu, "MOST_ALTERNATIVES", 16)
-    monkeypatch.setattr(gpu, "_PROGRAMS", 6)
+    monkeypatch.setattr(gpu, "PROGRAMS", 6)
 
 
 def ours(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,11 +88,11 @@ def test_the_kernels_compile_for_an_h200(dtype: str) -> None:
     partial = {"best_ptr": "*fp32", "weight_ptr": "*fp32", "above_ptr": "*i32", "keys_ptr": "*i64"}
     constants = {"SLOTS": gpu.MOST_ALTERNATIVES}
     signature = {**inputs, **numbers, **partial}
-    shares = compile_for_h200(gpu._shares, signature, {**constants, "TILE": gpu.TILE}, num_warps=1)
+    shares = compile_for_h200(gpu.shares_kernel, signature, {**constants, "TILE": gpu.TILE}, num_warps=1)
     assert shares.widest_load_bytes == 16
     outputs = {"chosen_ptr": "*fp32", "normalizer_ptr": "*fp32", "rank_ptr": "*i64", "top_ids_ptr": "*i64"}
     signature |= {**outputs, "top_logprobs_ptr": "*fp32", "shares": "i32"}
-    compile_for_h200(gpu._rows, signature, {**constants, "MOST_SHARES": gpu._MOST_SHARES}, num_warps=4)
+    compile_for_h200(gpu.rows_kernel, signature, {**constants, "MOST_SHARES": gpu.MOST_SHARES}, num_warps=4)
 
 
 @pytest.mark.gpu

@@ -232,7 +232,7 @@ def test_latents_and_rotated_pairs_are_read_and_written_side_by_side() -> None:
     constexprs = {**SIZES, "HEADS": 16}
     types = dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64")
     types |= {"cos_sin_ptr": "*fp32", "layer_offset": "i32:16", "block_stride": "i32:16", "eps": "fp32"}
-    kernel = latent_cache._latent_and_cache
+    kernel = latent_cache.latent_and_cache_kernel
     compiled = compile_for_h200(kernel, signature(kernel, constexprs, **types), constexprs, num_warps=4)
     assert compiled.widest_load_bytes == 16
     narrow = re.findall(r"(?:ld|st)\.global[\w.:]*\.b16 ", compiled.ptx)
@@ -243,8 +243,8 @@ def test_latents_and_rotated_pairs_are_read_and_written_side_by_side() -> None:
 def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use(rows: int, num_stages: int) -> None:
     constexprs = {**SIZES, "ROWS": rows, "HEADS": 16, "TILE": 64}
     compiled = compile_for_h200(
-        absorbed._latent_attention,
-        signature(absorbed._latent_attention, constexprs, layer_offset="i32:16"),
+        absorbed.latent_attention_kernel,
+        signature(absorbed.latent_attention_kernel, constexprs, layer_offset="i32:16"),
         constexprs,
         num_warps=8,
         num_stages=num_stages,
@@ -265,7 +265,10 @@ def test_long_prompts_run_on_warp_groups_with_tiles_fetched_by_the_copy_engine()
     }
     types = {name: f"tensordesc<bf16[{rows}, {columns}]>" for name, (rows, columns) in boxes.items()}
     compiled = compile_for_h200(
-        dense._dense_attention, signature(dense._dense_attention, constexprs, **types), constexprs, **dense.OPTIONS
+        dense.dense_attention_kernel,
+        signature(dense.dense_attention_kernel, constexprs, **types),
+        constexprs,
+        **dense.OPTIONS,
     )
     assert compiled.wgmma
     assert "cp.async.bulk.tensor" in compiled.ptx

@@ -78,7 +78,7 @@ def map_in_threads(size: int, machine_of: Callable[[int], str] | None = None) ->
             barrier.wait()
             return told if machine_of is None or "-" not in told[0][1:] else [f"+{machine_of(r)}" for r in range(size)]
 
-        mapping = memory_module._Mapping(rank, size, 64)
+        mapping = memory_module.PeerMapping(rank, size, 64)
         try:
             mapping.make(exchange)
         except PeerAccessError as error:

@@ -124,9 +124,9 @@ def test_loads_are_wide_and_a_row_stays_in_registers(weight: str) -> None:
     types = {**dict.fromkeys(("x", "residual", "out", "total"), "*bf16"), "weight": weight}
     sizes = {"num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16", "eps": "fp32"}
     for width in (1024, 4096, 16384):
-        _, num_warps = gpu._shape(1, width)
+        _, num_warps = gpu.launch_shape(1, width)
         constants = {"WIDTH": width, "COLUMNS": width, "ROWS": 1}
-        compiled = compile_for_h200(gpu._rms_norm_kernel, {**types, **sizes}, constants, num_warps=num_warps)
+        compiled = compile_for_h200(gpu.rms_norm_kernel, {**types, **sizes}, constants, num_warps=num_warps)
         assert compiled.widest_load_bytes == 16
         assert "griddepcontrol.wait" in compiled.ptx
 
@@ -137,7 +137,7 @@ def test_gated_heads_are_loaded_16_bytes_at_a_time() -> None:
     words = {"HEADS": 32, "WIDTH": 128, "COLUMNS": 128, "ROWS": 32, "SIGMOID": False}
     for of_heads in (False, True):
         order = {"GATE_FIRST": of_heads, "WEIGHT_OF_HEADS": of_heads}
-        compiled = compile_for_h200(gpu._gated_rms_norm_kernel, {**types, **strides}, {**words, **order}, num_warps=4)
+        compiled = compile_for_h200(gpu.gated_rms_norm_kernel, {**types, **strides}, {**words, **order}, num_warps=4)
         assert compiled.widest_load_bytes == 16
 
 

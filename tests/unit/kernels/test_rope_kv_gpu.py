@@ -188,7 +188,7 @@ def test_loads_are_wide(kv_type: str, norm: str, dim: int) -> None:
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": dim, "HALF": dim // 2, "BLOCK_SIZE": 16}
     for heads, num_warps in (gpu.FEW, gpu.MANY):
         constants = {**shape, "HEADS": heads, "KV_HEADS": 8}
-        compiled = compile_for_h200(gpu._rope_and_cache_kernel, types, constants, num_warps=num_warps)
+        compiled = compile_for_h200(gpu.rope_and_cache_kernel, types, constants, num_warps=num_warps)
         assert compiled.widest_load_bytes == 16
 
 

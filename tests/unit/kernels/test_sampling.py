@@ -300,8 +300,8 @@ def test_rows_may_lie_beyond_four_gibibytes() -> None:
 def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, batch = torch.randn(4, 100), batch_of(4, top_p=0.9)
     expected = sampling.sample(logits, batch)
-    monkeypatch.setattr(cpu, "_kernel_of_draws", lambda: None)
-    monkeypatch.setattr(cpu, "_kernel_of_penalties", lambda: None)
+    monkeypatch.setattr(cpu, "kernel_of_draws", lambda: None)
+    monkeypatch.setattr(cpu, "kernel_of_penalties", lambda: None)
     assert sampling.sample(logits, batch).equal(expected)
 
 

@@ -216,8 +216,8 @@ def test_penalties_count_as_in_the_reference(
     from baton.kernels.sampling import gpu
     from baton.kernels.sampling.gpu import logit_edits as kernels
 
-    monkeypatch.setattr(kernels, "_PROGRAMS", 2)
-    monkeypatch.setattr(kernels, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 4)
     generator = torch.Generator().manual_seed(2)
     vocab_size, rows, capacity = 30, 12, 600
     table = torch.randint(-1, vocab_size + 1, (rows + 5, capacity), generator=generator).to(dtype)
@@ -244,7 +244,6 @@ def test_penalties_count_as_in_the_reference(
     before = logits.to(triton_device)
     for _ in range(2):  # counts are taken out again: a second step starts from zero
         assert gpu.edit_logits(before, moved).cpu().equal(expected)
-        assert not kernels._counts(triton_device, vocab_size).any()
     assert before.cpu().equal(logits), "logits stay as they are"
 
 
@@ -328,10 +327,13 @@ def test_the_draw_compiles_for_an_h200_and_rounds_as_it_is_written(dtype: str) -
         "winners_ptr": "*i32",
         "tokens_ptr": "*i64",
     }
-    options = {"num_warps": draw._NUM_WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": draw.NUM_WARPS, "enable_fp_fusion": False}
     signature = {"logits_ptr": f"*{dtype}", **_ROW, **pointers}
     compiled = compile_for_h200(
-        draw._draw_share, signature, {"GROUPS": draw.OPTIONS["groups"], "MOST_SHARES": draw._MOST_SHARES}, **options
+        draw.draw_share_kernel,
+        signature,
+        {"GROUPS": draw.OPTIONS["groups"], "MOST_SHARES": draw.MOST_SHARES},
+        **options,
     )
     assert "fma.rn.f64" not in compiled.ptx
     assert "mul.rn.f64" in compiled.ptx
@@ -345,9 +347,9 @@ def test_truncation_compiles_for_an_h200(dtype: str, zero_bits: int) -> None:
     from baton.kernels.sampling.gpu import draw, truncation
 
     constants = {"ZERO_BITS": zero_bits, "LANES": truncation.LANES, "MEETING_WORDS": draw.MEETING_WORDS}
-    options = {"num_warps": truncation._NUM_WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": truncation.NUM_WARPS, "enable_fp_fusion": False}
     signature = {"logits_ptr": f"*{dtype}", **_ROW, "floors_ptr": "*fp32", "meetings_ptr": "*i32"}
-    compiled = compile_for_h200(truncation._truncate, signature, constants, **options)
+    compiled = compile_for_h200(truncation.truncate_kernel, signature, constants, **options)
     assert compiled.widest_load_bytes >= 8
 
 
@@ -357,7 +359,7 @@ def test_masks_compile_for_an_h200() -> None:
 
     signature = {"rows_ptr": "*i64", "bits_ptr": "*i32", "logits_ptr": "*fp32"}
     numbers = {"num_words": "i32", "logits_stride": "i32:16", "vocab_size": "i32:16"}
-    compiled = compile_for_h200(logit_edits._keep_allowed, {**signature, **numbers}, {})
+    compiled = compile_for_h200(logit_edits.keep_allowed_kernel, {**signature, **numbers}, {})
     assert "ld.global.f32" not in compiled.ptx, "logits are only written"
 
 

@@ -99,11 +99,10 @@ def test_what_is_written_is_what_config_reads(
     assert path.read_text().count("\n") == 4
 
     monkeypatch.setattr(tuned, "LIBRARY", tmp_path)
-    monkeypatch.setattr(tuned, "_chosen", {})
-    tuned.entries.cache_clear()
+    tuned.forget()
     read = [tuned.config("linear", torch.device("cuda", 0), {"rows": rows}, {"BLOCK": 1}) for rows in (2, 300)]
     assert read == [{"BLOCK": 32}, {"BLOCK": 64}]
-    tuned.entries.cache_clear()
+    tuned.forget()
 
 
 def test_an_op_without_problems_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,12 @@ Write = Callable[..., None]
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Writes a file of measurements `(key, BLOCK)` for the op "op", on a machine with an H200 and Triton 3.6."""
     monkeypatch.setattr(tuned, "LIBRARY", tmp_path)
     monkeypatch.setattr(tuned, "device_name", lambda device: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: (3, 6))
-    monkeypatch.setattr(tuned, "_chosen", {})
-    tuned.entries.cache_clear()
+    tuned.forget()
 
     def write_file(*measured: tuple[tuned.Key, int], device: str = "NVIDIA_H200", triton: str = "3.6") -> None:
         path = tmp_path / "op" / "tuned" / f"{device}.triton-{triton}.json"
@@ -34,7 +33,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
             json.dumps([{"key": key, "config": {"BLOCK": block, "num_warps": 8}} for key, block in measured])
         )
 
-    return write_file
+    yield write_file
+    tuned.forget()
 
 
 def block_for(**key: int | str) -> int:

@@ -158,13 +158,13 @@ def test_a_holder_that_is_set_up_otherwise_refuses_and_names_both(other: dict, r
 def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connection() -> None:
     engines = Engines(OURS)
     engines.meet()
-    memory = engines.reader._peers.get(EngineKey("holder", 1)).memory
+    memory = engines.reader.peers.get(EngineKey("holder", 1)).memory
     engines.receive(EngineKey("holder", 1), block=4000)
     engines.pass_time()
     failed, released = engines.events
     assert "is outside the" in failed.reason
     assert released == BlocksReleased(1)
-    assert engines.reader._peers.get(EngineKey("holder", 1)).memory == memory
+    assert engines.reader.peers.get(EngineKey("holder", 1)).memory == memory
 
 
 @pytest.mark.parametrize(
@@ -462,8 +462,8 @@ def test_an_offer_that_nobody_claimed_keeps_nobody_awake() -> None:
 
 def test_bytes_that_are_no_message_are_counted_and_dropped() -> None:
     engines = Engines(OURS)
-    link = engines.reader._channel.connect("tcp://holder")
-    engines.reader._channel.send(link, b"\xc1 nonsense")
+    link = engines.reader_channel.connect("tcp://holder")
+    engines.reader_channel.send(link, b"\xc1 nonsense")
     engines.pass_time(2)
     assert engines.holder.stats().messages_malformed == 1
 

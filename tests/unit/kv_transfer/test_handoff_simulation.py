@@ -153,7 +153,7 @@ class HandoffMachine(RuleBasedStateMachine):
         receive = engine.receive(offering, 0)
         self.world.pump(engine)
         self.world.fabric.faults = faults
-        has_begun = receive in engine.handoff._reads
+        has_begun = receive in engine.handoff.reads
         self.world.pass_time(STALL_S + 1.0)
         if has_begun and receive in engine.receives and self.world.engines[decode] is engine:
             require(engine.receives[receive].failed, "a read of which nothing comes is waited for")

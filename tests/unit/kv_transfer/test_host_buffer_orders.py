@@ -25,7 +25,10 @@ BLOCKS = st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True)
 class Copies:
     """A `CopyThread` whose copies end when the test says so, in order."""
 
+    newest: Copies
+
     def __init__(self, *_: object) -> None:
+        Copies.newest = self
         self.jobs: collections.deque[tuple[Call, Call]] = collections.deque()
         self._done: list[Call] = []
 
@@ -55,9 +58,8 @@ class Orders(RuleBasedStateMachine):
     def begin(self) -> None:
         self.station = Station()
         self.buffer, self.inner = self.station.buffer, self.station.inner
-        self.copies: Copies = self.buffer._copies  # type: ignore[assignment]
-        self.now = 0.0
-        self.buffer._receives._clock = lambda: self.now
+        self.copies = Copies.newest
+        self.station.now_s = 0.0
         self.offers: list[int] = []
         self.receives: list[int] = []
         self.failing: list[int] = []  # below: whose blocks are still written
@@ -123,7 +125,8 @@ class Orders(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((1.0, BY_HOST.lease_s)))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
+        assert self.station.now_s is not None
+        self.station.now_s += seconds
 
     def teardown(self) -> None:
         if hasattr(self, "station"):

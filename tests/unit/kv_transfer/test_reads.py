@@ -229,9 +229,12 @@ def test_reads_that_failed_tell_nothing_and_a_peer_that_is_gone_is_forgotten(rea
     reader.start(2)
     reader.look()
     reader.look(READ_S)
-    assert reader.reads.pace(reader.peer).num_reads == 0
+    pace = reader.reads.pace(reader.peer)
+    assert pace.num_reads == 0
+    reader.reads.forget_paces([reader.peer])
+    assert reader.reads.pace(reader.peer) is pace
     reader.reads.forget_paces([])
-    assert reader.reads._paces == {}
+    assert reader.reads.pace(reader.peer) is not pace
 
 
 def test_it_begins_with_the_rate_that_was_measured_at_pairing(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: 
     attention = load_model(load_config(folder)).model.layers[1].self_attn
     tensors = load_file(plain_folder / "model.safetensors")
     parts = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
-    weight = attention.qkv_proj._weight
+    weight = attention.qkv_proj.packed
     assert isinstance(weight, Fp8LinearWeight)
     assert torch.equal(weight.weight.dequantize(torch.float32), torch.cat(parts))
 

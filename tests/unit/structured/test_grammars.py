@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -24,10 +24,14 @@ from baton.engine.structured import (
     compiler,
     xgrammar_backend,
 )
-from baton.engine.structured.xgrammar_backend import STARTING_THREAD
+from baton.engine.structured.compiler import GrammarCompiler
+from baton.engine.structured.xgrammar_backend import STARTING_THREAD, GrammarCache
 from baton.engine.text import Tokenizer
 
 from ...helpers.structured_cases import CASES, CHOICES
+
+if TYPE_CHECKING:
+    import xgrammar
 
 
 @pytest.fixture(scope="module")
@@ -131,126 +135,119 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_slow_grammar_keeps_no_other_from_being_compiled(
-    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(xgrammar_backend, "QUICK_S", 1)
-    source = XGrammarBackend(vocabulary, CompileLimits(compile_s=60))
-    slow = StructuredOutputsParams(regex=SLOW)
+def test_a_slow_grammar_keeps_no_other_from_being_compiled(vocabulary: GrammarVocabulary) -> None:
+    quick, slow = (GrammarCompiler(vocabulary, CompileLimits(limit_s)) for limit_s in (1, 60))
+    source = XGrammarBackend(vocabulary, quick=quick, slow=slow)
+    asked = StructuredOutputsParams(regex=SLOW)
     is_wanted = threading.Event()
     is_wanted.set()
     with ThreadPoolExecutor(2) as threads:
-        opening = [threads.submit(source.open, slow, is_wanted.is_set) for _ in range(2)]
-        until(lambda: source._slow._turns.num_in_line == 2)
+        opening = [threads.submit(source.open, asked, is_wanted.is_set) for _ in range(2)]
+        until(lambda: slow.num_in_line == 2)
         for choice in ("a", "b"):
             source.open(StructuredOutputsParams(choice=[choice])).advance([])
         assert not any(each.done() for each in opening)
-        until(lambda: source._slow._process is not None)
-        process = source._slow._process
-        assert process is not None
+        until(lambda: slow.process_id is not None)
+        process = Path(f"/proc/{slow.process_id}")
+        assert process.exists()
         is_wanted.clear()
         assert [type(each.exception(60.0)) for each in opening] == [compiler.Abandoned] * 2
-    assert process.poll() is not None, "nobody waits for what it would have compiled"
+    assert not process.exists(), "nobody waits for what it would have compiled"
     assert source.stats()[:2] == (2, 0), "to be abandoned is no refusal"
     assert source.knows(StructuredOutputsParams(choice=["a"]))
-    assert not source.knows(slow)
+    assert not source.knows(asked)
     source.close()
+
+
+class RefusingCompiler(GrammarCompiler):
+    """Compiles nothing: notes the regular expression that it is given, and raises."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, refusal: Exception) -> None:
+        super().__init__(vocabulary)
+        self.asked: list[str] = []
+        self.refusal = refusal
+
+    def compile(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = compiler.always) -> str:
+        self.asked.append(str(asked.regex))
+        raise self.refusal
 
 
 def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = XGrammarBackend(vocabulary)
-    tried: list[str] = []
-
-    def too_slow(lane: str) -> Callable[..., str]:
-        def compile(asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> str:
-            tried.append(lane)
-            raise compiler.CompilesTooSlowly("takes longer")
-
-        return compile
-
-    monkeypatch.setattr(source._quick, "compile", too_slow("quick"))
-    monkeypatch.setattr(source._slow, "compile", too_slow("slow"))
+    quick, slow = (RefusingCompiler(vocabulary, compiler.CompilesTooSlowly("takes longer")) for _ in range(2))
+    source = XGrammarBackend(vocabulary, quick=quick, slow=slow)
     monkeypatch.setattr(xgrammar_backend, "REFUSAL_S", 0.0)
-    for _ in range(2):
+    for times in (1, 2):
         with pytest.raises(GrammarRefused, match="takes longer"):
-            source.open(StructuredOutputsParams(regex=SLOW))
-    assert tried == ["quick", "slow", "slow"]
+            source.open(StructuredOutputsParams(regex="a"))
+        assert (quick.asked, slow.asked) == (["a"], ["a"] * times)
 
 
-def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(
-    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = XGrammarBackend(vocabulary)
-    compiled: list[str] = []
-
-    def compile(asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> str:
-        compiled.append(str(asked.regex))
-        raise GrammarRefused("not today")
-
-    monkeypatch.setattr(source._quick, "compile", compile)
+def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(vocabulary: GrammarVocabulary) -> None:
+    quick = RefusingCompiler(vocabulary, GrammarRefused("not today"))
+    source = XGrammarBackend(vocabulary, quick=quick)
     asked = [StructuredOutputsParams(regex=str(number)) for number in range(16)]
-    with ThreadPoolExecutor(16) as threads, source._quick.turn():
+    with ThreadPoolExecutor(16) as threads, quick.turn():
         for number, each in enumerate(asked):
             wanted = number % 3 != 0
             threads.submit(source.open, each, lambda wanted=wanted: wanted)
-            until(lambda before=number + 1: source._quick._turns.num_in_line == before + 1)
-    assert compiled == [str(number) for number in range(16) if number % 3 != 0]
+            until(lambda before=number + 1: quick.num_in_line == before + 1)
+    assert quick.asked == [str(number) for number in range(16) if number % 3 != 0]
 
 
-def test_what_is_known_is_not_compiled_again(
-    grammars: XGrammarBackend, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = XGrammarBackend(vocabulary)
-    source._quick = grammars._quick  # one that runs
+class FailingOnce(GrammarCompiler):
+    """Refuses the first grammar after `fail_next` was set."""
+
+    fail_next = False
+
+    def compile(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool] = compiler.always) -> str:
+        if self.fail_next:
+            self.fail_next = False
+            raise GrammarRefused("too slow on a busy machine")
+        return super().compile(asked, is_wanted)
+
+
+def test_what_is_known_is_not_compiled_again(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = FailingOnce(vocabulary)
+    source = XGrammarBackend(vocabulary, quick=quick)
     good, bad = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(regex="(")
     with ThreadPoolExecutor(4) as threads:  # as with n = 4
         (mask,) = {matcher.advance([]) for matcher in threads.map(source.open, [good] * 4)}
     with pytest.raises(GrammarRefused) as first:
         source.open(bad)
     assert source.stats()[:3] == (1, 1, 3)
-    assert source.stats().compile_s > 0
-    with monkeypatch.context() as patch:
-        patch.setattr(source, "_compile", None)
-        assert source.open(StructuredOutputsParams(choice=["a"])).advance([]) == mask
-        with pytest.raises(GrammarRefused, match="Regex") as second:
-            source.open(bad)
+    compile_s = source.stats().compile_s
+    assert compile_s > 0
+    assert source.open(StructuredOutputsParams(choice=["a"])).advance([]) == mask
+    with pytest.raises(GrammarRefused, match="Regex") as second:
+        source.open(bad)
     assert str(first.value) == str(second.value)
-    assert source.stats()[:3] == (1, 1, 5)
+    assert source.stats() == GrammarStats(1, 1, 5, compile_s), "nothing was compiled"
     monkeypatch.setattr(xgrammar_backend, "REFUSAL_S", 0.0)
-    source._cache.put_refusal(msgspec.msgpack.encode(good), "too slow on a busy machine")
-    assert source.open(good).advance([]) == mask, "not for ever"
-
-
-def test_the_cache_is_bounded(
-    grammars: XGrammarBackend, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = XGrammarBackend(vocabulary)
-    source._quick = grammars._quick
-    source.open(StructuredOutputsParams(choice=["a"]))
-    monkeypatch.setattr(xgrammar_backend, "CACHE_BYTES", source._cache._num_bytes * 3)
-    monkeypatch.setattr(xgrammar_backend, "MOST_REFUSALS", 3)
-    for number in range(10):
-        source.open(StructuredOutputsParams(choice=[f"a{number}"]))
-        with pytest.raises(GrammarRefused):
-            source.open(StructuredOutputsParams(regex=f"{number}("))
-    kept = source._cache._compiled
-    assert 1 < len(kept) < 10
-    assert source._cache._num_bytes == sum(each.memory_size_bytes for each in kept.values())
-    assert len(source._cache._refused) == 3
-
-
-def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(vocabulary: GrammarVocabulary) -> None:
-    source = XGrammarBackend(vocabulary)
-    source.open(StructuredOutputsParams(choice=["a"]))
-    process = source._quick._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()  # as when this process dies
-    assert process.wait(60.0) == 0
-    source.open(StructuredOutputsParams(choice=["b"]))
+    unlucky, quick.fail_next = StructuredOutputsParams(choice=["b"]), True
+    with pytest.raises(GrammarRefused, match="busy machine"):
+        source.open(unlucky)
+    assert source.open(unlucky).advance([]) != mask, "a refusal does not hold for ever"
     source.close()
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar_backend, "CACHE_BYTES", 100)
+    monkeypatch.setattr(xgrammar_backend, "MOST_REFUSALS", 3)
+    cache = GrammarCache()
+    sizes = {f"grammar {size}".encode(): size for size in (20, 30, 10, 40, 25, 35, 15)}
+    for key, size in sizes.items():
+        cache.put(key, cast("xgrammar.CompiledGrammar", SimpleNamespace(memory_size_bytes=size)))
+        cache.put_refusal(b"no " + key, GrammarRefused("no"))
+    keys = list(sizes)
+    assert [key for key in keys if cache.knows(key)] == keys[4:], "25 + 35 + 15 of 100: 40 more do not fit"
+    assert [key for key in keys if cache.knows(b"no " + key)] == keys[4:], "the last three"
+    cache.put(b"all", cast("xgrammar.CompiledGrammar", SimpleNamespace(memory_size_bytes=100)))
+    assert not any(cache.knows(key) for key in keys)
+    assert cache.knows(b"all")
+    cache.put(b"more than all", cast("xgrammar.CompiledGrammar", SimpleNamespace(memory_size_bytes=101)))
+    assert not cache.knows(b"more than all")
 
 
 class HeldStart:
@@ -272,6 +269,21 @@ class HeldStart:
 @pytest.fixture
 def held_start(monkeypatch: pytest.MonkeyPatch) -> HeldStart:
     return HeldStart(monkeypatch)
+
+
+def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(
+    vocabulary: GrammarVocabulary, held_start: HeldStart
+) -> None:
+    held_start.go_on.set()
+    source = XGrammarBackend(vocabulary)
+    source.open(StructuredOutputsParams(choice=["a"]))
+    (process,) = held_start.processes
+    assert process.stdin is not None
+    process.stdin.close()  # as when this process dies
+    assert process.wait(60.0) == 0
+    source.open(StructuredOutputsParams(choice=["b"]))
+    assert len(held_start.processes) == 2
+    source.close()
 
 
 def test_a_compiler_that_is_being_started_when_its_engine_ends_does_not_outlive_it(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.text.chat import _to_json
+from baton.engine.text.chat import to_json
 from baton.engine.text.client_text import ClientText, Tags, concatenated, plain
 
 TAGS = Tags(["<|end|>", "</think>", "<｜User｜>"])
@@ -101,10 +101,10 @@ def test_what_is_joined_to_a_clients_text_has_no_tags(text: str) -> None:
 @given(text=TEXT)
 def test_json_is_that_of_the_plain_text(options: dict[str, Any], text: str) -> None:
     value = {text: [text, 1], "b<|": {"a": text}}
-    shown = _to_json({tagged(key): each for key, each in value.items()} | {"b<|": {"a": tagged(text)}}, **options)
+    shown = to_json({tagged(key): each for key, each in value.items()} | {"b<|": {"a": tagged(text)}}, **options)
     assert json.loads(TAGS.untag(shown)) == value
     plain_json = json.dumps(value, **{"ensure_ascii": False, **options})
-    assert _to_json(value, **options) == plain_json
+    assert to_json(value, **options) == plain_json
     assert list(json.loads(TAGS.untag(shown))) == list(json.loads(plain_json))
 
 

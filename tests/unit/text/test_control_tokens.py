@@ -259,7 +259,7 @@ def test_a_template_that_looks_into_a_text_sees_it_as_it_is(said: list[str]) -> 
     text = tokenizer.render_chat(messages)
     prompt = tokenizer.guard_chat(text, messages)
     if prompt.tagged is not None:
-        assert tokenizer._control.untag(prompt.tagged) == text
+        assert tokenizer.control_tokens.untag(prompt.tagged) == text
     ids = tokenizer.encode_chat(prompt)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert control(tokenizer, ids).count("<|im_start|>") == control(tokenizer, ids).count("<|im_end|>")

@@ -165,7 +165,7 @@ def test_a_model_has_exactly_the_tensors_that_transformers_saves(architecture: s
 
 def parameters(layer: Layer) -> list[Tensor]:
     """Those that are still there after packing: norms, biases, the embedding."""
-    own = [parameter._data for _, parameter in layer.parameters() if parameter._data is not None]
+    own = [parameter.data for _, parameter in layer.parameters() if parameter.has_data]
     return own + [tensor for _, child in layer.children() for tensor in parameters(child)]
 
 

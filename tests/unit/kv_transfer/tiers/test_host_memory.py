@@ -60,7 +60,7 @@ def test_a_copy_does_not_wait_for_the_stream_of_the_steps() -> None:
     copies = open_block_copier(region, memory := HostMemory(1, region.block_bytes, "cuda:0"))
     steps: Any = torch.cuda.Stream("cuda:0")
     with torch.cuda.stream(steps):
-        torch.cuda._sleep(2_000_000_000)
+        torch.cuda._sleep(2_000_000_000)  # noqa: SLF001  cycles
     copies.down([(3, 0)])
     assert not steps.query(), "the step still runs"
     assert bytes(memory.view(0)[:1]) == b"\3"

@@ -260,7 +260,7 @@ def test_no_restore_ever_brings_another_block_than_the_one_that_was_asked_for() 
 
 
 def _first_of_all(shelf: SlotLru) -> Iterator[bytes]:
-    return (block_hash for block_hash, entry in shelf._entries.items() if entry.state.value == "kept")
+    return (block_hash for block_hash, entry in shelf._entries.items() if entry.state.value == "kept")  # noqa: SLF001
 
 
 class TestPlantedBugs:
