@@ -392,7 +392,7 @@ def test_ray_takes_its_cluster_files(file: Path) -> None:
         assert (resource in text) == asked
 
 
-def test_layers_with_a_window_have_an_arena_of_their_own_without_tiers(tmp_path: Path) -> None:
+def test_layers_with_a_window_have_an_arena_of_their_own_with_tiers_too(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss", sliding_window=24, max_position_embeddings=4096)
 
     def arenas_of(fleets: dict[str, Any], role: str) -> list[tuple[str, int]]:
@@ -402,14 +402,14 @@ def test_layers_with_a_window_have_an_arena_of_their_own_without_tiers(tmp_path:
         (fleet,) = (fleet for fleet in plan.fleets if fleet.role == role)
         return [(arena.group.kind, arena.num_blocks) for arena in fleet.arenas]
 
-    apart, together = [("full", 16 * 256), ("window", 256 + 15 * 4)], [("full", 16 * 256)]
+    apart = [("full", 16 * 256), ("window", 256 + 15 * 4)]
     assert arenas_of({"unified": {}}, "unified") == apart
     both = {"prefill": {}, "decode": {}}
     assert arenas_of(both, "prefill") == arenas_of(both, "decode") == apart
     tiers = {"kv_tiers": {"host_bytes": 10**9}}
-    assert arenas_of({"unified": tiers}, "unified") == together
+    assert arenas_of({"unified": tiers}, "unified") == apart
     one_has_tiers = {"prefill": tiers, "decode": {}}
-    assert arenas_of(one_has_tiers, "prefill") == arenas_of(one_has_tiers, "decode") == together, "both keep the same"
+    assert arenas_of(one_has_tiers, "prefill") == arenas_of(one_has_tiers, "decode") == apart
     done = baton("plan", str(CONFIGS / "serve/unified.yaml"), "--model", str(model))
     assert "KV memory of each worker by cache group" in done.stdout
     assert "the last 24 tokens" in done.stdout

@@ -17,7 +17,7 @@ from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
-from baton.engine.core.regions import ArenaRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import TierStats
 from baton.engine.startup.build import Engine, build_engine
 from baton.kv_transfer.settings import TierSettings
@@ -43,7 +43,7 @@ class TieredEngine:
         self.store: TierStore | None = None
         self._news = threading.Event()
 
-        def open_tiers(region: ArenaRegion) -> TierStore:
+        def open_tiers(region: CacheRegion) -> TierStore:
             assert settings is not None
             self.block_bytes = region.block_bytes
             self.store = TierStore(
