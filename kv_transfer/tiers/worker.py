@@ -163,9 +163,9 @@ KeptBlock = tuple[BlockHash, int]  # on the disk, with its slot
 class TierMover(Protocol):
     """Carries out moves: of one rank's share of each block, or of all ranks'. One thread makes, uses and closes it."""
 
-    num_host_slots: Sequence[int]  # of each group
-    num_disk_slots: Sequence[int]
-    kept: Sequence[list[KeptBlock]]  # of each group: blocks of earlier processes, the least recently used first
+    num_host_slots: list[int]  # of each group
+    num_disk_slots: list[int]
+    kept: list[list[KeptBlock]]  # of each group: blocks of earlier processes, the least recently used first
     disk_full: str  # why there is no disk tier, although the settings ask for one
 
     @property
@@ -188,7 +188,7 @@ class TierWorker:
     def __init__(self, division: TierDivision, name: str, space: DiskSpace) -> None:
         self.disk_full = space.disk_full
         self._division = division
-        files = space.files or [None] * len(division.groups)
+        files: Sequence[DiskFiles | None] = space.files or [None] * len(division.groups)
         self._groups = [
             _GroupWorker(group, f"{name}:{group.name}" if group.name else name, own)
             for group, own in zip(division.groups, files, strict=True)
