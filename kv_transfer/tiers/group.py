@@ -78,7 +78,7 @@ TIERS = Service.of(TierOrder, TierReport)
 
 
 class _RankTiers(NamedTuple):
-    """What another rank has of one group."""
+    """The tiers of one group on another rank."""
 
     num_host_slots: int
     num_disk_slots: int

@@ -43,7 +43,7 @@ class MissingBlock(NamedTuple):
 
 
 class RestorePlan(NamedTuple):
-    """What the tiers can add to the prefix hits of a request."""
+    """A restore that adds to the prefix hits of a request."""
 
     prefix: PrefixLookup  # as it will be: as deep as all groups have in pool and tiers what the next token reads
     missing: Sequence[MissingBlock]  # blocks to restore, group by group, none that is not read
