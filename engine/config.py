@@ -64,8 +64,7 @@ class EngineArguments(StrictModel):
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
     num_gpu_blocks_override: int | None = Field(None, ge=1)
     block_size: int = BLOCK_SIZE
-    # Keep what lies behind the windows of a model's layers, too. None: where blocks go to tiers.
-    disable_hybrid_kv_cache_manager: bool | None = None
+    disable_hybrid_kv_cache_manager: bool = False  # keep what lies behind the windows of a model's layers, too
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None  # plan the next step before the results of this one are in; None: on a GPU
@@ -151,16 +150,6 @@ class EngineConfig(EngineArguments):
                 )
         self.refuse(problems)
         return self
-
-    def with_tiers(self) -> Self:
-        """Return the config of an engine that keeps blocks in tiers, which store whole sequences.
-
-        Raises `InvalidEngineConfig` where `disable_hybrid_kv_cache_manager` is false.
-        """
-        name = "disable_hybrid_kv_cache_manager"
-        if self.disable_hybrid_kv_cache_manager is False:
-            raise InvalidEngineConfig(name, "is false, must be true or left out: tiers need what lies behind windows")
-        return self.model_copy(update={name: True})
 
     @property
     def expert_spread(self) -> ExpertSpread | None:

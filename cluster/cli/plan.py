@@ -16,6 +16,7 @@ from baton.cluster.planning.plan import GB, THROUGH_TCP, Plan, RankPlan
 from baton.cluster.planning.sizing import HostNeeds
 from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import FleetSpec, has_model, is_ray_cluster, load_ray_cluster, load_specs, read_mapping
+from baton.engine.core.layout import GroupLayout
 from baton.engine.hf_config.checkpoint import has_weights
 
 
@@ -35,6 +36,8 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
         console.print(_memory(plan))
     if any(len(fleet.arenas) > 1 for fleet in plan.fleets):
         console.print(_arenas(plan))
+    if any(spec.fleets.present[fleet.role].kv_tiers is not None for fleet in plan.fleets):
+        console.print(_tiers(plan))
     if any(needs.memory or needs.disk for needs in plan.hosts):
         console.print(_hosts(plan))
     console.print(_gateways(plan), highlight=False)
@@ -83,10 +86,26 @@ def _arenas(plan: Plan) -> Table:
         table.add_column(column, justify="left" if column in ("role", "keeps") else "right")
     for fleet in plan.fleets:
         for arena in fleet.arenas:
-            group = arena.group
-            keeps = group.kind if group.window is None else f"the last {group.window} tokens"
-            counts = (str(len(group.layers)), str(arena.num_blocks))
-            table.add_row(fleet.role, keeps, *counts, f"{arena.num_bytes / GB:.2f}")
+            counts = (str(len(arena.group.layers)), str(arena.num_blocks))
+            table.add_row(fleet.role, _keeps(arena.group), *counts, f"{arena.num_bytes / GB:.2f}")
+    return table
+
+
+def _keeps(group: GroupLayout) -> str:
+    return group.kind if group.window is None else f"the last {group.window} tokens"
+
+
+def _tiers(plan: Plan) -> Table:
+    """Tabulate the blocks of each cache group that a worker's tiers hold."""
+    table = Table(title="Blocks in the KV tiers of each worker by cache group", title_justify="left")
+    for column in ("role", "keeps", "in memory", "on disk"):
+        table.add_column(column, justify="left" if column in ("role", "keeps") else "right")
+    for fleet in plan.fleets:
+        tiers = plan.spec.fleets.present[fleet.role].kv_tiers
+        if tiers is not None:
+            slots = zip(fleet.tier_slots(tiers.host_bytes), fleet.tier_slots(tiers.disk_bytes), strict=True)
+            for arena, (num_host, num_disk) in zip(fleet.arenas, slots, strict=True):
+                table.add_row(fleet.role, _keeps(arena.group), str(num_host), str(num_disk))
     return table
 
 

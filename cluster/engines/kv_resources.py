@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.engine.core.connector import KVConnector
-from baton.engine.core.regions import ArenaRegion, CacheRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
 
@@ -76,7 +76,7 @@ class KVResources:
         )
         return self.connector
 
-    def open_tiers(self, region: ArenaRegion) -> KVTiers:
+    def open_tiers(self, region: CacheRegion) -> KVTiers:
         from baton.kv_transfer.tiers.store import TierStore
 
         assert self._launch.tiers is not None, "called only where the fleet has tiers"
@@ -122,7 +122,7 @@ def follow_leader(
         if leader.tiers:
             assert launch.tiers is not None, "a leader opens a socket only where the fleet has tiers"
             tiers = follow_tiers(
-                region.only,
+                region,
                 launch.tiers,
                 rank=member.tp_rank,
                 num_ranks=member.tensor_parallel_size,

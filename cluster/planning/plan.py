@@ -21,6 +21,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.arenas import arenas_of, divide_memory, longest_sequence, needs_of
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weights_of_rank
+from baton.kv_transfer.tiers.division import divide_bytes, fewest_bytes
 
 from .model_checks import read_model
 from .sizing import (
@@ -106,6 +107,21 @@ class FleetPlan:
     def kv(self) -> int:
         return sum(arena.num_bytes for arena in self.arenas)
 
+    def tier_slots(self, num_bytes: int) -> Sequence[int]:
+        """Return the blocks of each cache group that so many bytes of a tier hold."""
+        return divide_bytes(num_bytes, *self._tier_sizes)
+
+    @property
+    def fewest_tier_bytes(self) -> int:
+        """Return the bytes of a tier that holds a block of each cache group."""
+        return fewest_bytes(*self._tier_sizes)
+
+    @property
+    def _tier_sizes(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the bytes of each arena, and of a block in it."""
+        block_bytes = [arena.group.blocks.block_bytes for arena in self.arenas]
+        return [arena.num_bytes for arena in self.arenas], block_bytes
+
     @property
     def host(self) -> int:
         """Return the bytes that are in the host's memory."""
@@ -161,6 +177,7 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
             plan.fleets.append(_fleet(spec, role, machines, plan.notes))
         except (ModelError, InvalidEngineConfig) as error:
             plan.refusals.append(f"{role}: {error}")
+    plan.refusals += _too_small_tiers(plan)
     plan.hosts = _hosts(plan)
     plan.refusals += find_overcommitted(plan.hosts, machines.memory_bytes, machines.disk_bytes)
     plan.bandwidth = _bandwidth(plan)
@@ -230,6 +247,18 @@ def _too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[str]:
         each = spec.gpus_of(role, cluster_gpus=machines.gpus_per_node)
         if each > machines.gpus_per_node:
             yield f"{role}: a worker needs {each:g} GPUs, a node has {machines.gpus_per_node}"
+
+
+def _too_small_tiers(plan: Plan) -> Iterator[str]:
+    for fleet in plan.fleets:
+        tiers = plan.spec.fleets.present[fleet.role].kv_tiers
+        for name in ("host_bytes", "disk_bytes") if tiers is not None else ():
+            given, fewest = getattr(tiers, name), fleet.fewest_tier_bytes
+            if 0 < given < fewest:
+                yield (
+                    f"{fleet.role}: kv_tiers.{name} is {given}, which has no block for "
+                    f"{'some cache groups' if len(fleet.arenas) > 1 else 'it'}: give at least {fewest}"
+                )
 
 
 def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:

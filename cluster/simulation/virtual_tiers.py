@@ -35,6 +35,7 @@ class VirtualTiers(IndexedTiers):
             Tier.DISK: BLOCK_SIZE / speed.disk_tokens_per_s,
         }
         self._index = TierIndex(num_host_blocks, num_disk_blocks)
+        self._indexes, self._first_blocks, self.block_sizes = [self._index], [0], [1.0]
         self._ids = itertools.count()
         self._restores: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
@@ -42,10 +43,10 @@ class VirtualTiers(IndexedTiers):
         self._events: list[TierEvent] = []
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        return self._begin(self._stores, self._index.store(hashes, block_ids), is_restore=False)
+        return self._begin(self._stores, self._begin_store(hashes, block_ids), is_restore=False)
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        return self._begin(self._restores, self._index.restore(hashes, block_ids), is_restore=True)
+        return self._begin(self._restores, self._begin_restore(hashes, block_ids), is_restore=True)
 
     def poll(self) -> list[TierEvent]:
         events, self._events = self._events, []

@@ -259,11 +259,7 @@ class FleetSpec(StrictModel):
         """Return the arguments of one engine of this role. Raises `ValueError` that names the argument."""
         given = self.engine.model_dump(exclude_unset=True)
         own = self.fleets.present[role].engine.model_dump(exclude_unset=True)
-        # Engines that hand blocks over keep the same of a sequence: all of it where either side has tiers.
-        alike = [role] if role is Role.UNIFIED else [each for each in self.fleets.present if each is not Role.UNIFIED]
-        has_tiers = any(self.fleets.present[each].kv_tiers is not None for each in alike)
         try:
-            config = EngineConfig.from_args({**given, **own, "model": self.model})
-            return config.with_tiers() if has_tiers else config
+            return EngineConfig.from_args({**given, **own, "model": self.model})
         except InvalidEngineConfig as error:
             raise ValueError(f"engine arguments of {role}: {error}") from None

@@ -65,11 +65,6 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.cache_groups or [CacheGroupConfig(num_blocks=self.num_blocks)]
 
     @property
-    def keeps_all_tokens(self) -> bool:
-        """Return whether there is one group, whose blocks are kept as long as their request runs."""
-        return len(self.groups) == 1 and self.groups[0].window is None
-
-    @property
     def max_length(self) -> int:
         """The most tokens, prompt and output together, that a request can reach: the model's length or an arena's.
 

@@ -286,6 +286,11 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     blocks: KVLayout | StateLayout
 
     @property
+    def fingerprint(self) -> str:
+        """Equal exactly where two groups keep the same of the same layers: blocks of two groups may be alike."""
+        return _hash_of(self)
+
+    @property
     def kv(self) -> KVLayout:
         """The blocks of a group that keeps something of each token. Raises `SeveralGroups` for states."""
         if isinstance(self.blocks, StateLayout):

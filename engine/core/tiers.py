@@ -7,6 +7,9 @@
 
 Exactly one event follows each call. There is no failure event: a block that could not be stored is not found later, and
 the engine computes the blocks that could not be restored.
+
+Each cache group has tiers of its own. The pool's blocks are numbered through all arenas (`kv/block_numbers.py`), so a
+number tells the group; names of blocks are the same in every group, and are asked for with the number of the group.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class TierRead(msgspec.Struct, frozen=True):
     """The part of a restore that one tier served."""
 
     tier: Tier
-    num_blocks: int
+    num_blocks: float  # of the first group: blocks of others count by their size
     seconds: float  # of the copies alone, without what they waited for
 
 
@@ -72,7 +75,10 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierWatcher(Protocol):
-    """Called with the blocks that became restorable and those that no longer are. A block is in one tier at most."""
+    """Called with the blocks that became restorable and those that no longer are. A block is in one tier at most.
+
+    Blocks are those of the first group, by which prefixes are found.
+    """
 
     def kept(self, block_hash: BlockHash, tier: Tier) -> None: ...
     def lost(self, block_hash: BlockHash, tier: Tier) -> None: ...
@@ -85,35 +91,38 @@ class KVTiers(Protocol):
     """
 
     min_tokens: int  # a shorter prefix is computed rather than restored
+    block_sizes: Sequence[float]  # of each group, in blocks of the first
 
-    def find(self, hashes: Sequence[BlockHash]) -> int:
+    def find(self, hashes: Sequence[BlockHash], group: int = 0) -> int:
         """Return how many leading blocks of a chain could be restored now."""
         ...
 
-    def tier_of(self, block_hash: BlockHash) -> Tier | None:
+    def tier_of(self, block_hash: BlockHash, group: int = 0) -> Tier | None:
         """Return the tier from which a block could be restored now; None if there is none."""
         ...
 
     def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
-        """Return the blocks that could be restored from a tier now."""
+        """Return the blocks of the first group that could be restored from a tier now."""
         ...
 
     def watch(self, watcher: TierWatcher) -> None:
         """Call `watcher` with every change from now on, in the thread that calls the tiers."""
         ...
 
-    def knows(self, block_hash: BlockHash) -> bool:
+    def knows(self, block_hash: BlockHash, group: int = 0) -> bool:
         """Return whether the block is kept, or is being stored."""
         ...
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
+    def touch(self, hashes: Sequence[BlockHash], group: int = 0) -> None:
         """Note the use of a prefix: its blocks are evicted later, the first one last. Unknown ones are ignored."""
         ...
 
-    def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId: ...
+    def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
+        """Keep blocks of one group."""
+        ...
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        """Fill the pool's blocks with those that `find` has just found."""
+        """Fill the pool's blocks, of any groups, with those that `find` or `tier_of` has just found."""
         ...
 
     def poll(self) -> list[TierEvent]:

@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..core.connector import KVConnector
 from ..core.engine import EngineCore, EngineCoreConfig
 from ..core.layout import BLOCK_SIZE, CacheLayout
-from ..core.regions import ArenaRegion, CacheRegion
+from ..core.regions import CacheRegion
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
@@ -47,7 +47,7 @@ def build_engine(
     connect: Callable[[CacheRegion], KVConnector] | None = None,
     member: Member = ALONE_MEMBER,
     *,
-    open_tiers: Callable[[ArenaRegion], KVTiers] | None = None,
+    open_tiers: Callable[[CacheRegion], KVTiers] | None = None,
 ) -> Engine:
     """Load the model, allocate its KV blocks and run every kind of step once, so that no request is the first.
 
@@ -60,13 +60,11 @@ def build_engine(
     version cannot load, `GroupFailed` where another member of the group does not come or fails.
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
-    if open_tiers is not None:
-        config = config.with_tiers()
     phases = Phases()
     with loaded_member(config, member, phases) as loaded:
         with phases("connect"):
             connector = connect(loaded.region) if connect else None
-            tiers = open_tiers(loaded.region.only) if open_tiers else None
+            tiers = open_tiers(loaded.region) if open_tiers else None
         with phases("warm_up"):
             runner = loaded.make_runner()
         grammars = _grammars(config, loaded.core_config)

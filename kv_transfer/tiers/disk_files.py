@@ -1,4 +1,4 @@
-"""One rank's two files on a disk: blocks in slots, and an index of which block is in which slot.
+"""One rank's two files of one cache group on a disk: blocks in slots, and an index of which block is in which slot.
 
     blocks-3.kv       slot 0 | slot 1 | ...                         each the size of this rank's share of a block
     blocks-3.index    header (4096 bytes) | record 0 | record 1 | ...   64 bytes each
@@ -12,7 +12,8 @@ which block was used last: when a block is used, its record is written again wit
 
 An engine keeps the index of its files locked, and the lock ends with the process. Rank 0 takes the first pair in the
 folder that is not locked and was written for the same blocks, or else creates a new one. A pair belongs to a *set*, one
-pair a rank: the other ranks take, or create, theirs of rank 0's set.
+pair a rank and cache group: the other ranks take, or create, theirs of rank 0's set, and so do further groups, each in
+a folder of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks for which a pair of files was made."""
 
     format: int
-    fingerprint: str  # of the layout: model, type, block size and version
+    fingerprint: str  # of the layout: model, type, block size and version; of several groups also kind and layers
     model: str  # to be read by people
     rank: int
     num_ranks: int
@@ -73,17 +74,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     file_set: str  # the same in the files of all ranks of an engine
 
     @classmethod
-    def of(cls, region: ArenaRegion, rank: int, num_ranks: int, file_set: str) -> Self:
+    def of(cls, region: ArenaRegion, owner: FileOwner) -> Self:
         return cls(
             format=FORMAT,
-            fingerprint=region.layout.fingerprint,
+            fingerprint=owner.fingerprint or region.layout.fingerprint,
             model=region.layout.model,
-            rank=rank,
-            num_ranks=num_ranks,
+            rank=owner.rank,
+            num_ranks=owner.num_ranks,
             first_head=region.first_head,
             num_heads=region.num_heads,
             slot_bytes=region.block_bytes,
-            file_set=file_set,
+            file_set=owner.file_set,
         )
 
     def encode(self) -> bytes:
@@ -95,11 +96,12 @@ OF_ALL_RANKS = ("format", "fingerprint", "model", "num_ranks", "num_heads", "slo
 
 
 class FileOwner(msgspec.Struct, frozen=True):
-    """The rank whose files are wanted."""
+    """The rank and the cache group whose files are wanted."""
 
     rank: int = 0
     num_ranks: int = 1
     file_set: str = ""  # that of rank 0; empty: any that is not locked
+    fingerprint: str = ""  # of the group; empty: that of the layout
 
 
 SINGLE_RANK = FileOwner()
@@ -127,7 +129,8 @@ class DiskFiles:
     def __init__(self, folder: Path, region: ArenaRegion, num_slots: int, owner: FileOwner = SINGLE_RANK) -> None:
         self.slot_bytes = region.block_bytes
         self.num_slots = num_slots
-        wanted = Header.of(region, owner.rank, owner.num_ranks, owner.file_set)
+        self._sizes_before: dict[int, int] = {}  # of the files
+        wanted = Header.of(region, owner)
         self._kept: dict[int, Record] = {}  # by slot
         with contextlib.ExitStack() as failing:
             try:
@@ -170,6 +173,12 @@ class DiskFiles:
         known = self._kept.get(slot)
         return known is not None and digest_of(data) == known.digest
 
+    def give_back(self) -> None:
+        """Close files that will not be used, without the space that was taken for them."""
+        for file, num_bytes in self._sizes_before.items():
+            os.truncate(file, num_bytes)
+        self.close()
+
     def close(self) -> None:
         os.close(self.fd)
         os.close(self._index)
@@ -177,7 +186,7 @@ class DiskFiles:
     def _allocate(self) -> None:
         """Allocate all of the space now: a disk that fills up later does no harm."""
         for file, num_bytes in ((self._index, HEADER_BYTES + self.num_slots * RECORD_BYTES), (self.fd, self.num_bytes)):
-            before = os.fstat(file).st_size
+            before = self._sizes_before[file] = os.fstat(file).st_size
             try:
                 os.posix_fallocate(file, 0, num_bytes)
             except OSError:

@@ -4,7 +4,7 @@
                                                              └── TpCopyGroup ──moves──> TierHandler ── TierWorker
                                                                                                    of rank 1
 
-Only rank 0 has the index. A block is stored, or restored, when it is so on every rank, and lost when it is on any.
+Only rank 0 has the indexes. A block is stored, or restored, when it is so on every rank, and lost when it is on any.
 A block from an earlier process counts where every rank's files have it in the same slot.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from baton.engine.core.prefix import HASH_BYTES, BlockHash
-from baton.engine.core.regions import ArenaRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import Tier
 from baton.engine.net.curve import ClusterKey
 
@@ -30,8 +30,9 @@ from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
 from ..group.tp_copy_group import TpCopyGroup
 from ..settings import TierSettings
 from .disk_files import FileOwner
+from .division import TierDivision
 from .tier_index import Loss, Move
-from .worker import Losses, TierWorker, take_disk_space
+from .worker import KeptBlock, Losses, TierWorker, take_disk_space
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,13 @@ FoundBlock = tuple[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_
 
 
 class FoundBlocks(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Some of the blocks that the files have from earlier processes; `OpenedTiers` follows the last ones."""
+    """Some of the blocks that a group's files have from earlier processes; `OpenedTiers` follows the last ones."""
 
     kept: Annotated[list[FoundBlock], Meta(max_length=MAX_FOUND)]
 
 
 class OpenedTiers(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The answer to `OpenTiers`."""
+    """The answer to `OpenTiers`: one for each cache group, in order."""
 
     num_host_slots: Id
     num_disk_slots: Id
@@ -76,27 +77,59 @@ TierReport = FoundBlocks | OpenedTiers | MovedBlocks
 TIERS = Service.of(TierOrder, TierReport)
 
 
+class _RankTiers(NamedTuple):
+    """The tiers of one group on another rank."""
+
+    num_host_slots: int
+    num_disk_slots: int
+    disk_full: str
+    kept: set[KeptBlock]
+
+
 class TierGroup:
     """The `TierMover` of rank 0 of a group: moves blocks on all ranks.
 
     Raises `TransportError` where a rank does not come or cannot keep its share. Calls raise `RankLost`.
     """
 
-    def __init__(self, region: ArenaRegion, settings: TierSettings, name: str, socket: GroupSocket) -> None:
-        space = take_disk_space(region, settings, FileOwner(0, socket.size))
+    def __init__(
+        self, fingerprint: str, division: TierDivision, settings: TierSettings, name: str, socket: GroupSocket
+    ) -> None:
+        """`fingerprint`: of all that the model keeps."""
+        space = take_disk_space(division, settings, FileOwner(0, socket.size))
+        num_groups = len(division.groups)
         try:
-            self._group = TpCopyGroup(socket, region.layout.fingerprint, TIERS)
-            self._group.order(OpenTiers(space.files.file_set if space.files else ""))
-            self._own = TierWorker(region, settings, name, space)
-            opened = [self._opened(rank) for rank in self._group.ranks]
+            self._group = TpCopyGroup(socket, fingerprint, TIERS)
+            self._group.order(OpenTiers(space.file_set))
+            self._own = TierWorker(division, name, space)
+            opened = [[self._opened(rank) for _ in range(num_groups)] for rank in self._group.ranks]
         except RankLost as error:
             raise TransportError(f"KV tiers: {error}") from error
-        full = [space.disk_full, *(other.disk_full for other, _ in opened)]
+        full = [space.disk_full, *(groups[0].disk_full for groups in opened)]
         self.disk_full = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(full) if reason)
-        self.num_host_slots = min(self._own.num_host_slots, *(other.num_host_slots for other, _ in opened))
-        self.num_disk_slots = min(self._own.num_disk_slots, *(other.num_disk_slots for other, _ in opened))
-        self.kept = [each for each in self._own.kept if all(each in kept for _, kept in opened)]
+        alike = list(zip(*opened, strict=True))  # what the other ranks have of each group
+        self.num_host_slots = [
+            min(own, *(other.num_host_slots for other in others))
+            for own, others in zip(self._own.num_host_slots, alike, strict=True)
+        ]
+        self.num_disk_slots = [
+            min(own, *(other.num_disk_slots for other in others))
+            for own, others in zip(self._own.num_disk_slots, alike, strict=True)
+        ]
+        self._check_numbers(division)
+        self.kept = [
+            [each for each in own if all(each in other.kept for other in others)]
+            for own, others in zip(self._own.kept, alike, strict=True)
+        ]
         self._another_disk_failed = False
+
+    def _check_numbers(self, division: TierDivision) -> None:
+        """Raise `TransportError` where slots of several groups would have other numbers on other ranks."""
+        found = list(zip(self.num_host_slots, self.num_disk_slots, strict=True))
+        asked = [(group.num_host_slots, group.num_disk_slots) for group in division.groups]
+        without_disk = [(group.num_host_slots, 0) for group in division.groups]
+        if len(found) > 1 and found not in (asked, without_disk):
+            raise TransportError(f"KV tiers: ranks have different slots, rank 0 {asked}: give all the same kv_tiers")
 
     @property
     def disk_failed(self) -> bool:
@@ -128,20 +161,22 @@ class TierGroup:
                 logger.error("the disk tier is off until the next start: the disk of rank %d failed", rank)
         return [next((loss for loss in losses if loss is not None), None) for losses in zip(*by_rank, strict=True)]
 
-    def _opened(self, rank: int) -> tuple[OpenedTiers, set[tuple[BlockHash, int]]]:
-        kept: set[tuple[BlockHash, int]] = set()
+    def _opened(self, rank: int) -> _RankTiers:
+        """Return what a rank has of the next group."""
+        kept: set[KeptBlock] = set()
         while isinstance(report := self._group.next_report(rank), FoundBlocks):
             kept.update(report.kept)
         if not isinstance(report, OpenedTiers):
             raise RankLost(f"rank {rank} sends {type(report).__name__} instead of OpenedTiers")
-        return report, kept
+        return _RankTiers(report.num_host_slots, report.num_disk_slots, report.disk_full, kept)
 
 
 class TierHandler:
     """Opens another rank's tiers and moves its share of blocks when rank 0 orders it to."""
 
-    def __init__(self, region: ArenaRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
+    def __init__(self, region: CacheRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
         self._region, self._settings, self._name = region, settings, name
+        self._division = TierDivision(region, settings)
         self._rank, self._num_ranks = rank, num_ranks
         self._worker: TierWorker | None = None
 
@@ -168,31 +203,34 @@ class TierHandler:
         settings = self._settings
         if not file_set:  # rank 0 has no files
             settings = settings.model_copy(update={"disk_bytes": 0})
-        space = take_disk_space(self._region, settings, FileOwner(self._rank, self._num_ranks, file_set))
-        self._worker = TierWorker(self._region, settings, self._name, space)
-        kept = self._worker.kept
-        for start in range(0, len(kept), MAX_FOUND):
-            yield FoundBlocks(kept[start : start + MAX_FOUND])
+        self._division = TierDivision(self._region, settings)
+        space = take_disk_space(self._division, settings, FileOwner(self._rank, self._num_ranks, file_set))
+        self._worker = worker = TierWorker(self._division, self._name, space)
         full = space.disk_full[:MAX_REASON_CHARS]
-        yield OpenedTiers(self._worker.num_host_slots, self._worker.num_disk_slots, full)
+        for num_host, num_disk, kept in zip(worker.num_host_slots, worker.num_disk_slots, worker.kept, strict=True):
+            for start in range(0, len(kept), MAX_FOUND):
+                yield FoundBlocks(kept[start : start + MAX_FOUND])
+            yield OpenedTiers(num_host, num_disk, full)
 
     def _checked(self, moves: Sequence[Move]) -> TierWorker:
-        """Raises `MalformedMessage` for slots that do not exist."""
+        """Raises `MalformedMessage` for slots that do not exist, or are not of one group."""
         if self._worker is None:
             raise MalformedMessage("moves come before anything is open")
         num_slots = {
             Tier.POOL: self._region.num_blocks,
-            Tier.HOST: self._worker.num_host_slots,
-            Tier.DISK: self._worker.num_disk_slots,
+            Tier.HOST: sum(self._worker.num_host_slots),
+            Tier.DISK: sum(self._worker.num_disk_slots),
         }
         for move in moves:
             if not (0 <= move.source_slot < num_slots[move.source] and 0 <= move.target_slot < num_slots[move.target]):
                 raise MalformedMessage(f"{move} is outside of {num_slots}")
+            if self._division.joins_groups(move):
+                raise MalformedMessage(f"{move} goes from one cache group to another")
         return self._worker
 
 
 def follow_tiers(
-    region: ArenaRegion,
+    region: CacheRegion,
     settings: TierSettings,
     *,
     rank: int,
@@ -209,7 +247,7 @@ def follow_tiers(
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(cpu_affinity, region.device)
-        handler, fingerprint = TierHandler(region, settings, name, rank, num_ranks), region.layout.fingerprint
+        handler, fingerprint = TierHandler(region, settings, name, rank, num_ranks), region.fingerprint
         return GroupMember(handler, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-tiers").start()

@@ -41,7 +41,13 @@ class SlotLru:
     """The slots of one tier. `watcher` is called when a block becomes readable, and when it no longer is."""
 
     def __init__(
-        self, tier: Tier, num_slots: int, watcher: TierWatcher, kept: Iterable[tuple[BlockHash, int]] = ()
+        self,
+        tier: Tier,
+        num_slots: int,
+        watcher: TierWatcher,
+        kept: Iterable[tuple[BlockHash, int]] = (),
+        *,
+        first_slot: int = 0,
     ) -> None:
         """`kept` is what an earlier process left, least recently used first; no block and no slot twice."""
         self.num_slots = num_slots
@@ -50,7 +56,8 @@ class SlotLru:
         self._entries = OrderedDict((block_hash, _Entry(slot, SlotState.KEPT)) for block_hash, slot in kept)
         self.num_kept = len(self._entries)
         taken = {entry.slot for entry in self._entries.values()}
-        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
+        self._slots = range(first_slot, first_slot + num_slots)
+        self._free = [slot for slot in reversed(self._slots) if slot not in taken]
         self._open = num_slots > 0
 
     def __contains__(self, block_hash: BlockHash) -> bool:
@@ -153,7 +160,7 @@ class SlotLru:
     def check(self) -> None:
         """Assert that every slot is free or holds one block. Walks everything; for tests."""
         used = [entry.slot for entry in self._entries.values()]
-        assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot is lost or in use twice"
+        assert sorted([*used, *self._free]) == list(self._slots), "a slot is lost or in use twice"
         kept = sum(entry.state is SlotState.KEPT for entry in self._entries.values())
         assert kept == self.num_kept, "the count of kept blocks is wrong"
 

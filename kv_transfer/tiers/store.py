@@ -1,7 +1,7 @@
 """An engine's `KVTiers`: blocks in the host's memory and on a disk.
 
 step loop ──store, restore──> TierIndex ──moves──> queues ──> tier thread: TierMover  ──losses──> poll()
-                                                                                      └──> wake()
+                              of each group                                           └──> wake()
 
 Restores overtake stores: a request waits for them. The mover is that of one rank (`worker.py`) or of all ranks of a
 group (`group.py`); the index is the same.
@@ -19,15 +19,15 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from baton.engine.core.prefix import BlockHash
-from baton.engine.core.regions import ArenaRegion
-from baton.engine.core.tiers import CopyId, Restored, Stored, TierEvent, TierRead, TierStats
+from baton.engine.core.regions import CacheRegion
+from baton.engine.core.tiers import CopyId, Restored, Stored, Tier, TierEvent, TierRead, TierStats
 
 from ..affinity import pin_thread
 from ..errors import RankLost, TransferError
 from ..group.rpc import GroupSocket
 from ..settings import SAVE_S, TierSettings
 from ..threads import OwnerThread
-from .disk_files import TierRefused
+from .division import TierDivision, check_sizes
 from .group import TierGroup
 from .tier_index import IndexedTiers, Loss, Move, TierIndex
 from .worker import Losses, TierMover, TierWorker, take_disk_space
@@ -65,13 +65,13 @@ class TierStore(IndexedTiers):
 
     `name` must be unique in this process. The other ranks of a group, of which this is rank 0, join at `group_socket`;
     it is closed with the store, and stays open where this raises. Raises `TierRefused` for a folder that cannot be used
-    and for sizes that hold no block, `TransportError` where NIXL cannot read and write files, or another rank does not
-    come or cannot keep its share.
+    and for sizes that hold no block of some cache group, `TransportError` where NIXL cannot read and write files, or
+    another rank does not come or cannot keep its share.
     """
 
     def __init__(
         self,
-        region: ArenaRegion,
+        region: CacheRegion,
         settings: TierSettings,
         *,
         name: str,
@@ -79,11 +79,13 @@ class TierStore(IndexedTiers):
         wake: Callable[[], None] = lambda: None,
         group_socket: GroupSocket | None = None,
     ) -> None:
-        _check_sizes(region, settings)
+        check_sizes(region, settings)
         self._region, self._settings, self._name = region, settings, name
+        self._division = TierDivision(region, settings)
+        self.block_sizes = self._division.block_sizes
+        self._first_blocks = region.first_blocks
         self._cpu_affinity, self._group_socket = cpu_affinity, group_socket
         self.min_tokens = settings.min_tokens
-        self._block_bytes = region.block_bytes
         self._wake = wake
         self._ids = itertools.count(1)
         self._work = threading.Condition()
@@ -93,16 +95,16 @@ class TierStore(IndexedTiers):
         self._finished: collections.deque[tuple[_Job, _Done]] = collections.deque()
         self._failure: Exception | None = None
         self._disk_failed = False
-        self._num_written = 0
+        self._written_bytes = 0
         self._record_uses_at = time.monotonic() + RECORD_USES_EVERY_S
         self._thread = OwnerThread("baton-tiers", self._run)
         self._thread.open()
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        return self._enqueue(self._stores, self._index.store(hashes, block_ids), is_restore=False)
+        return self._enqueue(self._stores, self._begin_store(hashes, block_ids), is_restore=False)
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        return self._enqueue(self._restores, self._index.restore(hashes, block_ids), is_restore=True)
+        return self._enqueue(self._restores, self._begin_restore(hashes, block_ids), is_restore=True)
 
     def poll(self) -> list[TierEvent]:
         """Return the copies that have ended. Raises `TierThreadDied` once nothing more can happen."""
@@ -111,20 +113,25 @@ class TierStore(IndexedTiers):
         while self._finished:
             events.append(self._settle(*self._finished.popleft()))
         if self._disk_failed:
-            self._index.close_disk()
+            for index in self._indexes:
+                index.close_disk()
         if not events and failure is not None:
             raise TierThreadDied(f"the KV tiers stopped: {failure}") from failure
-        if self._index.any_used and time.monotonic() >= self._record_uses_at:
+        if any(index.any_used for index in self._indexes) and time.monotonic() >= self._record_uses_at:
             self._record_uses_at = time.monotonic() + RECORD_USES_EVERY_S
-            self._put(self._stores, _Uses(self._index.take_used()))
+            self._put(self._stores, _Uses(self._take_used()))
         return events
 
     def stats(self) -> TierStats:
+        blocks, losses = collections.Counter[str](), collections.Counter[Loss]()
+        for index in self._indexes:
+            blocks.update(index.num_kept())
+            losses.update(index.losses)
         return TierStats(
-            blocks=self._index.num_kept(),
-            written_bytes=self._num_written * self._block_bytes,
-            evictions=self._index.evictions,
-            failures={loss.value: count for loss, count in self._index.losses.items() if count},
+            blocks=dict(blocks),
+            written_bytes=self._written_bytes,
+            evictions=sum(index.evictions for index in self._indexes),
+            failures={loss.value: count for loss, count in losses.items() if count},
         )
 
     def close(self) -> None:
@@ -150,19 +157,23 @@ class TierStore(IndexedTiers):
         losses = done.losses
         if not job.is_restore:
             for move, loss in zip(job.moves, losses, strict=True):
-                self._index.stored(move, loss)
-                self._num_written += loss is None
+                group = self._division.group_of(move)
+                self._indexes[group].stored(move, loss)
+                self._written_bytes += self._region.arenas[group].block_bytes if loss is None else 0
             return Stored(job.copy_id)
         for move, loss in zip(job.moves, losses, strict=True):
-            self._index.restored(move, loss)
+            self._indexes[self._division.group_of(move)].restored(move, loss)
         lost = (number for number, loss in enumerate(losses) if loss is not None)
         return Restored(job.copy_id, next(lost, len(losses)), done.reads)
+
+    def _take_used(self) -> list[tuple[int, BlockHash]]:
+        return [use for index in self._indexes for use in index.take_used()]
 
     # ------------------------------------------------------------------ in the tier thread
 
     def _run(self, ready: Callable[[], None]) -> None:
         mover = self._open_mover()
-        self._index = _open_index(mover)  # used by the step loop from here on, until `close`
+        self._indexes = _open_indexes(mover, self._division)  # used by the step loop from here on, until `close`
         ready()
         try:
             while (job := self._next_job()) is not None:
@@ -179,18 +190,30 @@ class TierStore(IndexedTiers):
     def _open_mover(self) -> TierMover:
         pin_thread(self._cpu_affinity, self._region.device)
         if self._group_socket is not None:
-            return TierGroup(self._region, self._settings, self._name, self._group_socket)
-        space = take_disk_space(self._region, self._settings)
-        return TierWorker(self._region, self._settings, self._name, space)
+            fingerprint = self._region.fingerprint
+            return TierGroup(fingerprint, self._division, self._settings, self._name, self._group_socket)
+        return TierWorker(self._division, self._name, take_disk_space(self._division, self._settings))
 
     def _do(self, mover: TierMover, job: _Job | _Uses) -> None:
         if isinstance(job, _Uses):
             mover.note_use(job.used)
             return
-        done = _read(mover, job.moves) if job.is_restore else _Done(mover.move(job.moves))
+        done = self._read(mover, job.moves) if job.is_restore else _Done(mover.move(job.moves))
         self._disk_failed = mover.disk_failed
         self._finished.append((job, done))
         self._wake()
+
+    def _read(self, mover: TierMover, moves: Sequence[Move]) -> _Done:
+        """Carry out restores, and measure how long each tier took."""
+        losses: Losses = []
+        reads = []
+        for tier, group in itertools.groupby(moves, key=attrgetter("source")):
+            alike, began_s = list(group), time.perf_counter()
+            losses += mover.move(alike)
+            seconds = time.perf_counter() - began_s
+            num_blocks = sum(self.block_sizes[self._division.group_of(move)] for move in alike)
+            reads.append(TierRead(tier, num_blocks, seconds))
+        return _Done(losses, tuple(reads))
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -206,7 +229,7 @@ class TierStore(IndexedTiers):
         return None
 
     def _save_blocks(self, mover: TierMover) -> None:
-        """Save blocks for the next process. Only this thread uses the index now."""
+        """Save blocks for the next process, of all groups in turn. Only this thread uses the indexes now."""
         deadline = time.monotonic() + SAVE_S
         while self._stores and time.monotonic() < deadline:
             self._do(mover, self._stores.popleft())
@@ -214,42 +237,34 @@ class TierStore(IndexedTiers):
             self._settle(*self._finished.popleft())
         if mover.disk_failed:
             return
-        while time.monotonic() < deadline and (moves := self._index.save(SAVE_BLOCKS)):
-            self._settle(_Job(next(self._ids), moves, is_restore=False), _Done(mover.move(moves)))
-        self._index.saved()
-        mover.note_use(self._index.take_used())
+        unsaved = list(self._indexes)
+        while unsaved and time.monotonic() < deadline:
+            index = unsaved.pop(0)
+            if moves := index.save(SAVE_BLOCKS):
+                self._settle(_Job(next(self._ids), moves, is_restore=False), _Done(mover.move(moves)))
+                unsaved.append(index)
+        for index in self._indexes:
+            index.saved()
+        mover.note_use(self._take_used())
 
 
-def _open_index(mover: TierMover) -> TierIndex:
-    index = TierIndex(mover.num_host_slots, mover.num_disk_slots, mover.kept)
+def _open_indexes(mover: TierMover, division: TierDivision) -> list[TierIndex]:
+    """Return the index of each group."""
+    first_host, first_disk = division.firsts(Tier.HOST), division.firsts(Tier.DISK)
+    indexes = []
+    for number, group in enumerate(division.groups):
+        num_host, num_disk, kept = mover.num_host_slots[number], mover.num_disk_slots[number], mover.kept[number]
+        indexes.append(
+            TierIndex(num_host, num_disk, kept, first_host_slot=first_host[number], first_disk_slot=first_disk[number])
+        )
+        logger.info(
+            "KV tiers%s: %d blocks in memory, %d on disk, of which %d are there from before",
+            f" of {group.name}" if group.name else "",
+            num_host,
+            num_disk,
+            len(kept),
+        )
     if mover.disk_full:
-        index.losses[Loss.DISK_FULL] += 1
+        indexes[0].losses[Loss.DISK_FULL] += 1
         logger.warning("there is no disk tier until the next start: %s", mover.disk_full)
-    logger.info(
-        "KV tiers: %d blocks in memory, %d on disk, of which %d are there from before",
-        mover.num_host_slots,
-        mover.num_disk_slots,
-        len(mover.kept),
-    )
-    return index
-
-
-def _read(mover: TierMover, moves: Sequence[Move]) -> _Done:
-    """Carry out restores, and measure how long each tier took."""
-    losses: Losses = []
-    reads = []
-    for tier, group in itertools.groupby(moves, key=attrgetter("source")):
-        alike, began_s = list(group), time.perf_counter()
-        losses += mover.move(alike)
-        reads.append(TierRead(tier, len(alike), time.perf_counter() - began_s))
-    return _Done(losses, tuple(reads))
-
-
-def _check_sizes(region: ArenaRegion, settings: TierSettings) -> None:
-    for name in ("host_bytes", "disk_bytes"):
-        given = getattr(settings, name)
-        if 0 < given < region.block_bytes:
-            raise TierRefused(
-                f"kv_tiers.{name} is {given}, and a block of this engine has {region.block_bytes} bytes:"
-                " give a multiple of that"
-            )
+    return indexes

@@ -1,4 +1,6 @@
-"""The index of tiers: which block is in which slot of which tier, and what moves when one more comes. No I/O.
+"""The index of one cache group's tiers: which block is in which slot of which tier, and what moves when one more comes.
+
+No I/O. Slots are numbered through all groups, from the group's first one on.
 
     store      pool ──> host                                 where there is a host tier
                         host ──> disk                        first, for the block that had the slot
@@ -12,7 +14,9 @@ overtake: their slots are pinned.
 
 from __future__ import annotations
 
+import bisect
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -59,12 +63,20 @@ class _Watchers(TierWatcher):
 class TierIndex:
     """The slots of all tiers. Moves begin in `store`, `restore` and `save`, and end in `stored` and `restored`."""
 
-    def __init__(self, num_host_slots: int, num_disk_slots: int, on_disk: Iterable[tuple[BlockHash, int]] = ()) -> None:
+    def __init__(
+        self,
+        num_host_slots: int,
+        num_disk_slots: int,
+        on_disk: Iterable[tuple[BlockHash, int]] = (),
+        *,
+        first_host_slot: int = 0,
+        first_disk_slot: int = 0,
+    ) -> None:
         """`on_disk` are blocks and slots of an earlier process, the least recently used first."""
         self._watchers = _Watchers()
         self._tiers = {
-            Tier.HOST: SlotLru(Tier.HOST, num_host_slots, self._watchers),
-            Tier.DISK: SlotLru(Tier.DISK, num_disk_slots, self._watchers, on_disk),
+            Tier.HOST: SlotLru(Tier.HOST, num_host_slots, self._watchers, first_slot=first_host_slot),
+            Tier.DISK: SlotLru(Tier.DISK, num_disk_slots, self._watchers, on_disk, first_slot=first_disk_slot),
         }
         self._used: dict[BlockHash, None] = {}  # on the disk, since `take_used`; the last one used comes last
         self._saved: list[BlockHash] = []  # the last one used comes first
@@ -210,29 +222,56 @@ class TierIndex:
 
 
 class IndexedTiers:
-    """The questions of a `KVTiers` that its index answers. Subclasses add the copies."""
+    """The questions of a `KVTiers` that its indexes answer, one of each cache group. Subclasses add the copies.
 
-    _index: TierIndex
+    Blocks and slots are numbered through all groups, so a number tells which group it is of.
+    """
+
+    block_sizes: Sequence[float]
+    _indexes: Sequence[TierIndex]
+    _first_blocks: Sequence[int]  # of each group's arena
 
     @property
     def num_slots(self) -> int:
-        """Number of blocks that fit into all tiers."""
-        return self._index.num_slots
+        """Number of blocks of the first group, by which prefixes are found, that fit into all tiers."""
+        return self._indexes[0].num_slots
 
-    def find(self, hashes: Sequence[BlockHash]) -> int:
-        return self._index.find(hashes)
+    def find(self, hashes: Sequence[BlockHash], group: int = 0) -> int:
+        return self._indexes[group].find(hashes)
 
-    def tier_of(self, block_hash: BlockHash) -> Tier | None:
-        return self._index.tier_of(block_hash)
+    def tier_of(self, block_hash: BlockHash, group: int = 0) -> Tier | None:
+        return self._indexes[group].tier_of(block_hash)
 
     def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
-        return self._index.kept_in(tier)
+        return self._indexes[0].kept_in(tier)
 
     def watch(self, watcher: TierWatcher) -> None:
-        self._index.watch(watcher)
+        self._indexes[0].watch(watcher)
 
-    def knows(self, block_hash: BlockHash) -> bool:
-        return self._index.knows(block_hash)
+    def knows(self, block_hash: BlockHash, group: int = 0) -> bool:
+        return self._indexes[group].knows(block_hash)
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        self._index.touch(hashes)
+    def touch(self, hashes: Sequence[BlockHash], group: int = 0) -> None:
+        self._indexes[group].touch(hashes)
+
+    def _begin_store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> list[Move]:
+        """Begin to store blocks of one group. Returns what to move."""
+        return self._index_of(block_ids[0]).store(hashes, block_ids)
+
+    def _begin_restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> list[Move]:
+        """Begin to restore blocks, group by group. Returns what to move, a move a block."""
+        moves: list[Move] = []
+        pairs = zip(hashes, block_ids, strict=True)
+        for index, some in itertools.groupby(pairs, key=lambda pair: self._index_of(pair[1])):
+            of_group = list(some)
+            moves += index.restore([block_hash for block_hash, _ in of_group], [block for _, block in of_group])
+        return moves
+
+    def _index_of(self, block: int) -> TierIndex:
+        """Return the index of the group that a block of the pool is of."""
+        return self._indexes[group_of(block, self._first_blocks)]
+
+
+def group_of(number: int, firsts: Sequence[int]) -> int:
+    """Return the group of a block or slot, given the first number of each group."""
+    return bisect.bisect_right(firsts, number) - 1 if len(firsts) > 1 else 0

@@ -3,11 +3,13 @@
     pool <──copies──> host                          slots of the host tier, then a few bounce slots
                       host <──FileTransport──> disk
 
-A block from a disk is checked against its digest before it is copied to the pool.
+A block from a disk is checked against its digest before it is copied to the pool. Each cache group has memory and files
+of its own, and moves stay within a group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -15,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from baton.engine.core.prefix import BlockHash
-from baton.engine.core.regions import ArenaRegion
 from baton.engine.core.tiers import Tier
 
 from ..block_copies import HostMemory, open_block_copier
@@ -26,7 +29,8 @@ from ..settings import TierSettings
 from ..transports import ByteRange, FileTransport, ReadState
 from ..transports.nixl_file import NixlFile
 from .disk_files import SINGLE_RANK, DiskFiles, DiskFull, FileOwner, Record
-from .tier_index import Loss, Move
+from .division import GroupTiers, TierDivision
+from .tier_index import Loss, Move, group_of
 
 logger = logging.getLogger(__name__)
 
@@ -124,34 +128,45 @@ class Disk:
 class DiskSpace(NamedTuple):
     """A rank's files on the disk."""
 
-    files: DiskFiles | None
+    files: Sequence[DiskFiles]  # of each group; empty: there are none
     disk_full: str = ""  # why there are none, although the settings ask for them
 
+    @property
+    def file_set(self) -> str:
+        return self.files[0].file_set if self.files else ""
 
-def take_disk_space(region: ArenaRegion, settings: TierSettings, owner: FileOwner = SINGLE_RANK) -> DiskSpace:
-    """Open or create a rank's files, if the settings ask for a disk tier. Raises `TierRefused`."""
-    num_slots = settings.disk_bytes // region.block_bytes
-    if not num_slots:
-        return DiskSpace(None)
-    try:
-        return DiskSpace(DiskFiles(Path(settings.disk_path), region, num_slots, owner))
-    except DiskFull as error:
-        return DiskSpace(None, str(error))
+
+def take_disk_space(division: TierDivision, settings: TierSettings, owner: FileOwner = SINGLE_RANK) -> DiskSpace:
+    """Open or create a rank's files of all groups, if the settings ask for a disk tier. Raises `TierRefused`.
+
+    Files of one group alone are of no use: where the disk has no room for all of them, there are none.
+    """
+    if not all(group.num_disk_slots for group in division.groups):
+        return DiskSpace(())
+    files: list[DiskFiles] = []
+    with contextlib.ExitStack() as failing:
+        for group in division.groups:
+            file_set = files[0].file_set if files else owner.file_set
+            own = msgspec.structs.replace(owner, file_set=file_set, fingerprint=group.fingerprint)
+            try:
+                files.append(DiskFiles(Path(settings.disk_path) / group.name, group.arena, group.num_disk_slots, own))
+            except DiskFull as error:
+                return DiskSpace((), str(error))
+            failing.callback(files[-1].give_back)
+        failing.pop_all()
+    return DiskSpace(files)
+
+
+KeptBlock = tuple[BlockHash, int]  # on the disk, with its slot
 
 
 class TierMover(Protocol):
     """Carries out moves: of one rank's share of each block, or of all ranks'. One thread makes, uses and closes it."""
 
-    num_host_slots: int
+    num_host_slots: list[int]  # of each group
+    num_disk_slots: list[int]
+    kept: list[list[KeptBlock]]  # of each group: blocks of earlier processes, the least recently used first
     disk_full: str  # why there is no disk tier, although the settings ask for one
-
-    @property
-    def num_disk_slots(self) -> int: ...
-
-    @property
-    def kept(self) -> list[tuple[BlockHash, int]]:
-        """Blocks on the disk from earlier processes, and their slots, the least recently used first."""
-        ...
 
     @property
     def disk_failed(self) -> bool: ...
@@ -170,10 +185,50 @@ class TierMover(Protocol):
 class TierWorker:
     """The `TierMover` of one rank. Raises `TransportError`."""
 
-    def __init__(self, region: ArenaRegion, settings: TierSettings, name: str, space: DiskSpace) -> None:
-        self.num_host_slots = settings.host_bytes // region.block_bytes
+    def __init__(self, division: TierDivision, name: str, space: DiskSpace) -> None:
         self.disk_full = space.disk_full
-        files = space.files
+        self._division = division
+        files: Sequence[DiskFiles | None] = space.files or [None] * len(division.groups)
+        self._groups = [
+            _GroupWorker(group, f"{name}:{group.name}" if group.name else name, own)
+            for group, own in zip(division.groups, files, strict=True)
+        ]
+        self.num_host_slots = [group.num_host_slots for group in division.groups]
+        self.num_disk_slots = [worker.num_disk_slots for worker in self._groups]
+        firsts = division.firsts(Tier.DISK)
+        self.kept = [
+            [(record.block_hash, first + record.slot) for record in worker.records]
+            for first, worker in zip(firsts, self._groups, strict=True)
+        ]
+
+    @property
+    def disk_failed(self) -> bool:
+        return any(worker.disk_failed for worker in self._groups)
+
+    def move(self, moves: Sequence[Move]) -> Losses:
+        if len(self._groups) == 1:
+            return self._groups[0].move(moves)
+        losses: Losses = []
+        for group, some in itertools.groupby(moves, key=self._division.group_of):
+            losses += self._groups[group].move([self._division.in_group(move, group) for move in some])
+        return losses
+
+    def note_use(self, used: Sequence[tuple[int, BlockHash]]) -> None:
+        firsts = self._division.firsts(Tier.DISK)
+        for group, some in itertools.groupby(used, key=lambda use: group_of(use[0], firsts)):
+            self._groups[group].note_use([(slot - firsts[group], block_hash) for slot, block_hash in some])
+
+    def close(self) -> None:
+        for worker in self._groups:
+            worker.close()
+
+
+class _GroupWorker:
+    """Moves blocks of one group between its arena, its memory and its files."""
+
+    def __init__(self, group: GroupTiers, name: str, files: DiskFiles | None) -> None:
+        region = group.arena
+        self.num_host_slots = group.num_host_slots
         num_bounce = min(BOUNCE_SLOTS, max(1, BOUNCE_BYTES // region.block_bytes)) if files else 0
         self._bounce_slots = range(self.num_host_slots, self.num_host_slots + num_bounce)
         memory = HostMemory(max(1, self.num_host_slots + num_bounce), region.block_bytes, region.device)
@@ -189,8 +244,9 @@ class TierWorker:
         return self._disk.num_slots if self._disk else 0
 
     @property
-    def kept(self) -> list[tuple[BlockHash, int]]:
-        return [(record.block_hash, record.slot) for record in self._disk.records] if self._disk else []
+    def records(self) -> Sequence[Record]:
+        """The blocks that earlier processes have left, the least recently used first."""
+        return self._disk.records if self._disk else ()
 
     @property
     def disk_failed(self) -> bool:

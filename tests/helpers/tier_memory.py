@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from baton.engine.core.layout import KVLayout
-from baton.engine.core.regions import ArenaRegion
+from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.core.tiers import Restored, TierEvent
 from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.store import TierStore
@@ -40,10 +40,10 @@ class Pool:
         self.blocks = np.zeros((num_blocks, len(self.heads) * layout.head_bytes), dtype=np.uint8)
 
     @property
-    def region(self) -> ArenaRegion:
-        return ArenaRegion(
-            self.blocks.ctypes.data, len(self.blocks), "cpu", self.layout, self.heads.start, len(self.heads)
-        )
+    def region(self) -> CacheRegion:
+        heads = self.heads
+        address = self.blocks.ctypes.data
+        return CacheRegion.of(ArenaRegion(address, len(self.blocks), "cpu", self.layout, heads.start, len(heads)))
 
     def content(self, number: int) -> np.ndarray:
         """What a block called `number` holds, of the heads that are here."""

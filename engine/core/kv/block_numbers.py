@@ -68,6 +68,9 @@ class BlockNumbers:
             if isinstance(group, StateGroup)
         ]
 
+    def number_of(self, group: int, block: int) -> int:
+        return self._firsts[group] + block
+
     def of_groups(self, blocks: Sequence[Sequence[int]]) -> list[int]:
         """Return the numbers of some blocks of each group."""
         if len(self._groups) == 1:

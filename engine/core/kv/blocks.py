@@ -154,6 +154,10 @@ class BlockPool:
     def has(self, block_hash: BlockHash) -> bool:
         return block_hash in self._block_of
 
+    def is_cached(self, block: int) -> bool:
+        """Return whether lookups find this block."""
+        return self._hashes[block] is not None
+
     @property
     def findable(self) -> Collection[BlockHash]:
         """A live view of the hashes in the prefix cache."""

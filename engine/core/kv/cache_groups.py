@@ -24,9 +24,11 @@ from collections.abc import Sequence
 from ..config import CacheGroupConfig
 from ..layout import NOT_KEPT
 from ..prefix import BlockHash
+from ..tiers import KVTiers
 from .blocks import BlockPool
 
 NOT_CACHED = NOT_KEPT
+IN_TIERS = NOT_CACHED - 1  # not in the pool, and can be restored
 FIRST_CHECKPOINT_TOKENS = 8  # a step keeps no state behind fewer of a chunk's tokens (`kernels.state_batch`)
 
 
@@ -41,6 +43,17 @@ class CacheGroup(abc.ABC):
     def find(self, hashes: Sequence[BlockHash]) -> Sequence[int]:
         """Return the cached blocks of a chain of hashes that a hit may use, one an entry, `NOT_CACHED` in between."""
 
+    def find_in_tiers(
+        self, found: Sequence[int], hashes: Sequence[BlockHash], tiers: KVTiers, number: int
+    ) -> Sequence[int]:
+        """Return what `find` has found, with `IN_TIERS` for what the tiers of this group, `number`, have beyond it."""
+        return [
+            IN_TIERS
+            if block == NOT_CACHED and tiers.tier_of(hashes[self.last_block(entry)], number) is not None
+            else block
+            for entry, block in enumerate(found)
+        ]
+
     @abc.abstractmethod
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
         """Return the most blocks, at most `num_blocks`, behind which a request may go on with what `find` found."""
@@ -52,6 +65,10 @@ class CacheGroup(abc.ABC):
     def num_entries(self, num_blocks: int) -> int:
         """Return how many entries the tokens of `num_blocks` blocks fill."""
         return num_blocks
+
+    def last_block(self, entry: int) -> int:
+        """Return the block of a sequence with which an entry ends: it has that block's hash."""
+        return entry
 
     def entries_at_start(self, num_blocks: int, num_hits: int) -> int:
         """Return how many entries a request for `num_blocks` blocks starts with, the first `num_hits` of them computed.
@@ -79,6 +96,11 @@ class FullGroup(CacheGroup):
 
     def find(self, hashes: Sequence[BlockHash]) -> Sequence[int]:
         return self.pool.find_prefix(hashes)
+
+    def find_in_tiers(
+        self, found: Sequence[int], hashes: Sequence[BlockHash], tiers: KVTiers, number: int
+    ) -> Sequence[int]:
+        return [*found, *[IN_TIERS] * tiers.find(hashes[len(found) :], number)]
 
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
         return min(num_blocks, len(found))
@@ -142,10 +164,13 @@ class StateGroup(CacheGroup):
     def register(self, table: Sequence[int], first_kept: int, hashes: Sequence[BlockHash], blocks: range) -> None:
         for entry in range(max(blocks.start // self._span, first_kept), blocks.stop // self._span):
             if table[entry] != NOT_CACHED:
-                self.pool.register(table[entry], hashes[(entry + 1) * self._span - 1])
+                self.pool.register(table[entry], hashes[self.last_block(entry)])
 
     def num_entries(self, num_blocks: int) -> int:
         return num_blocks // self._span
+
+    def last_block(self, entry: int) -> int:
+        return (entry + 1) * self._span - 1
 
     def entries_at_start(self, num_blocks: int, num_hits: int) -> int:
         return num_hits // self._span + 1

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
+from ..tiers import KVTiers
 from .blocks import BlockPool
-from .cache_groups import CacheGroup, FullGroup, StateGroup
+from .cache_groups import IN_TIERS, CacheGroup, FullGroup, StateGroup
 
 MOST_KNOWN = 16  # lookups that are kept: as many requests as are looked at near the head of the queue
 
@@ -21,7 +22,7 @@ class GroupHit(NamedTuple):
     """The cached blocks in one group that a request may go on with."""
 
     first: int  # the table entry of the first of them: what lies before it is not read any more
-    blocks: Sequence[int]
+    blocks: Sequence[int]  # in a `RestorePlan`: IN_TIERS for those to be restored
 
 
 class PrefixLookup(NamedTuple):
@@ -32,18 +33,33 @@ class PrefixLookup(NamedTuple):
     hits: Sequence[GroupHit]  # in each group
     num_seen: int  # blocks that the first group has: others have computed this much of its prompt
 
-    @property
-    def missing(self) -> Sequence[BlockHash]:
-        """The hashes of full blocks behind the prefix hits."""
-        return self.hashes[self.num_blocks :]
+
+class MissingBlock(NamedTuple):
+    """A block that the tiers have and the pool has not."""
+
+    group: int
+    entry: int  # of the group's table
+    block_hash: BlockHash
+
+
+class RestorePlan(NamedTuple):
+    """A restore that adds to the prefix hits of a request."""
+
+    prefix: PrefixLookup  # as it will be: as deep as all groups have in pool and tiers what the next token reads
+    missing: Sequence[MissingBlock]  # blocks to restore, group by group, none that is not read
+    num_tokens: int  # that need not be computed then, beyond the hits in the pool
 
 
 class _TableStart(NamedTuple):
     """The table of one group with which a request starts."""
 
     first: int  # the first entry that it owns
-    hits: Sequence[int]  # cached blocks, from that entry on
+    hits: Sequence[int]  # cached blocks, from that entry on; IN_TIERS: a new one, to be filled
     num_entries: int
+
+    @property
+    def cached(self) -> Sequence[int]:
+        return [block for block in self.hits if block != IN_TIERS] if IN_TIERS in self.hits else self.hits
 
 
 class _CachedLookup(NamedTuple):
@@ -69,6 +85,7 @@ class RequestMemory:
         self._states = [(number, group) for number, group in numbered if isinstance(group, StateGroup)]
         self.gives_back = bool(self._given_back)  # requests may give back blocks while they run
         self.has_states = bool(self._states)
+        self.keeps_all = len(groups) == 1 and not self._given_back  # one group, whose layers read all tokens
         self._block_size = block_size
         self._caching = enable_prefix_caching
         self._known: dict[Request, _CachedLookup] = {}  # of requests that have no blocks yet, the oldest lookup first
@@ -106,6 +123,27 @@ class RequestMemory:
             for group, first, blocks in zip(self._groups, firsts, found, strict=True)
         ]
         return PrefixLookup(hashes, num_blocks, hits, len(found[0]))
+
+    def find_restore(self, request: Request, tiers: KVTiers) -> RestorePlan:
+        """Find what the tiers have of the request's prefix beyond its hits in the pool."""
+        known = self.lookup(request)
+        hashes = known.hashes
+        found = [known.hits[0].blocks] if self.keeps_all else [group.find(hashes) for group in self._groups]
+        with_tiers = [
+            group.find_in_tiers(blocks, hashes, tiers, number)
+            for number, (group, blocks) in enumerate(zip(self._groups, found, strict=True))
+        ]
+        prefix = self._deepest(hashes, with_tiers)
+        missing = [
+            MissingBlock(number, entry, hashes[group.last_block(entry)])
+            for number, (group, hit) in enumerate(self._with(prefix.hits))
+            for entry in _entries_in_tiers(hit)
+        ]
+        return RestorePlan(prefix, missing, (prefix.num_blocks - known.num_blocks) * self._block_size)
+
+    def fits_restored(self, request: Request, plan: RestorePlan) -> bool:
+        """Return whether it could be given its blocks now, those to be restored among them."""
+        return self._fit(self._starts(request, plan.prefix))
 
     def stored(self, block_hash: BlockHash) -> None:
         self._forget_lookups(block_hash)
@@ -154,19 +192,21 @@ class RequestMemory:
     def _with(self, hits: Sequence[GroupHit]) -> Iterator[tuple[CacheGroup, GroupHit]]:
         return zip(self._groups, hits, strict=True)
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: Request, plan: RestorePlan | None = None) -> bool:
         """Give a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
 
         All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
+        With a `plan`, tables have new blocks where it restores any, and begin with what is read behind its end: until
+        that is there, what counts as computed are the hits in the pool.
         """
         prefix = self.lookup(request)
-        starts = self._starts(request, prefix)
+        in_reach = prefix if plan is None else plan.prefix
+        starts = self._starts(request, in_reach)
         if not self._fit(starts):
             return False
         self._known.pop(request, None)
         tables = [
-            [0] * start.first + group.pool.take(start.hits, start.num_entries - start.first)
-            for group, start in zip(self._groups, starts, strict=True)
+            [0] * start.first + _take(group.pool, start) for group, start in zip(self._groups, starts, strict=True)
         ]
         request.take_blocks(
             tables,
@@ -174,7 +214,7 @@ class RequestMemory:
             self._capacity(tables),
             num_computed=prefix.num_blocks * self._block_size,
         )
-        request.num_seen_blocks = prefix.num_seen
+        request.num_seen_blocks = in_reach.num_seen
         if self._caching:
             self._set_registered(request, prefix.num_blocks)
             if not request.stages.has_started and request.may_skip_computed_prefix:
@@ -312,4 +352,21 @@ def _fits(pool: BlockPool, start: _TableStart, without: Sequence[Sequence[int]])
     given_back = Counter(block for blocks in without for block in blocks)
     num_freed = sum(pool.references(block) == count for block, count in given_back.items())
     num_freed -= sum(pool.references(block) == given_back[block] for block in start.hits if block in given_back)
-    return pool.fits(start.hits, start.num_entries - start.first - num_freed)
+    return pool.fits(start.cached, start.num_entries - start.first - num_freed)
+
+
+def _take(pool: BlockPool, start: _TableStart) -> list[int]:
+    """Return the blocks with which a table starts: hits, new ones between them, and new ones behind."""
+    cached = start.cached
+    blocks = pool.take(cached, start.num_entries - start.first)
+    if len(cached) == len(start.hits):
+        return blocks
+    new = iter(blocks[len(cached) :])
+    return [*(next(new) if block == IN_TIERS else block for block in start.hits), *new]
+
+
+def _entries_in_tiers(hit: GroupHit) -> Iterator[int]:
+    if IN_TIERS in hit.blocks:
+        for index in range(hit.blocks.index(IN_TIERS), len(hit.blocks)):
+            if hit.blocks[index] == IN_TIERS:
+                yield hit.first + index

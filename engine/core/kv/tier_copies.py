@@ -7,14 +7,18 @@
 A block goes down as soon as it is full, not when it is evicted: so eviction never has to wait for a copy, and a process
 that is killed leaves its blocks behind. Few blocks are being stored at a time (`STORING_SHARE`); one that has to wait
 for its turn may be evicted meanwhile, and is then not stored.
+
+Each cache group stores what is full and registered in it. A restore brings what all groups lack up to one place. Where
+one of several groups does not get all of it, that place is worth nothing to the request: what came is left in the
+prefix cache, and the request goes back to the queue, to be looked up anew.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,20 +27,23 @@ from ..block_log import BlockLog
 from ..prefix import BlockHash
 from ..requests.request import Request
 from ..tiers import CopyId, KVTiers, Restored, Stored, Tier, TierStats
-from .blocks import BlockPool
+from .block_numbers import BlockNumbers
+from .cache_groups import CacheGroup, StateGroup
 from .held_blocks import Quarantine
+from .request_memory import MissingBlock, RequestMemory, RestorePlan
+from .restore_cost import RestoreCost
 
 logger = logging.getLogger(__name__)
 
-STORING_SHARE = 16  # one block in so many may be referenced by stores
-BATCH_BLOCKS = 32  # of one store: a restore waits for no longer than that
+STORING_SHARE = 16  # one block in so many of an arena may be referenced by stores
+BATCH_BLOCKS = 32  # of one store, in blocks of the first group: a restore waits for no longer than that
 PATIENCE_S = 10.0  # a request computes what takes longer; nothing is asked of the tiers until they answer
 
 
 class Restoration(NamedTuple):
     """The end of a restore, which has added `num_tokens` to those that the request had in the pool.
 
-    After one that took too long the request has no blocks at all.
+    The request has no blocks at all after one that took too long, and where one of several groups lacks some.
     """
 
     request: Request
@@ -45,52 +52,67 @@ class Restoration(NamedTuple):
 
 class _Restore(NamedTuple):
     request: Request
-    hashes: list[BlockHash]
-    blocks: Counter[Tier]  # in each
+    plan: RestorePlan
+    sizes: dict[Tier, float]  # of what each tier has of it, in blocks of the first group
     since: float
 
 
-class TierCopies:
-    """The copies between an engine's pool and its tiers. Without tiers nothing is stored and nothing found.
+class _Lent(NamedTuple):
+    """Blocks that a store reads."""
 
-    They move the blocks of one cache group.
-    """
+    group: int
+    blocks: list[int]
+
+
+class TierCopies:
+    """The copies between an engine's pools and its tiers. Without tiers nothing is stored and nothing found."""
 
     def __init__(
         self,
         tiers: KVTiers | None,
-        pool: BlockPool,
+        groups: Sequence[CacheGroup],
+        numbers: BlockNumbers,
+        memory: RequestMemory,
         block_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers = tiers
-        self._pool = pool
+        self._groups = groups
+        self._pools = [group.pool for group in groups]
+        self._numbers = numbers
+        self._memory = memory
         self._block_size = block_size
-        self.quarantine = Quarantine(pool)
-        self._unsettled: deque[tuple[int, int]] = deque()  # step, and how many blocks were full when it was the newest
-        self._num_written = 0  # blocks with lower numbers are no longer written by any step
-        self._lent: dict[CopyId, list[int]] = {}
-        self._num_lent = 0
+        self.quarantine = Quarantine(numbers)
+        # Steps, and how many blocks of each group were full when each was the newest.
+        self._unsettled: deque[tuple[int, Sequence[int]]] = deque()
+        self._num_written: Sequence[int] = [0] * len(groups)  # blocks with lower numbers are no longer written
+        self._lent: dict[CopyId, _Lent] = {}
+        self._num_lent = [0] * len(groups)
         self._restores: dict[CopyId, _Restore] = {}
         self._copy_of: dict[Request, CopyId] = {}
-        self._coming: set[BlockHash] = set()
+        self._coming: set[tuple[int, BlockHash]] = set()  # with their groups
         self._clock = clock
         self._answers = True  # the tiers do, in time
         self._restore_cost = RestoreCost()
         self._log: BlockLog | None = None
-        self._hits = self._misses = self._restored = self._given_up = 0  # blocks
+        self._hits = self._misses = self._given_up = 0  # blocks
+        self._restored_tokens = 0
         if tiers is not None:
-            pool.track_new_blocks()
+            for pool in self._pools:
+                pool.track_new_blocks()
 
     @property
     def exists(self) -> bool:
         return self._tiers is not None
 
     def block_log(self) -> BlockLog:
-        """Return the log of block places. It is kept from the first call on, and is always the same object."""
+        """Return the log of block places, those of the first group.
+
+        It is kept from the first call on, and is always the same object.
+        """
         if self._log is None:
-            self._log = BlockLog(self._pool.findable, self._tiers)
-            self._pool.watch(self._log)
+            self._log = BlockLog(self._pools[0].findable, self._tiers)
+            self._pools[0].watch(self._log)
             if self._tiers is not None:
                 self._tiers.watch(self._log)
         return self._log
@@ -103,11 +125,11 @@ class TierCopies:
     @property
     def any_referenced(self) -> bool:
         """True while stores reference blocks, which may have no other owner."""
-        return self._num_lent > 0
+        return bool(self._lent)
 
-    def owned_blocks(self) -> list[list[int]]:
-        """Return the blocks that each store reads, and those that each cancelled restore may still write."""
-        return [*self._lent.values(), *self.quarantine.owned_blocks()]
+    def lent_blocks(self, group: int) -> list[list[int]]:
+        """Return the blocks of a group that each store reads."""
+        return [lent.blocks for lent in self._lent.values() if lent.group == group]
 
     # ------------------------------------------------------------------ down
 
@@ -122,64 +144,95 @@ class TierCopies:
         Called only in engines with tiers.
         """
         self._restore_cost.settled(step, num_tokens, self._clock())
-        self._unsettled.append((newest_planned, self._pool.num_registered))
+        self._unsettled.append((newest_planned, [pool.num_registered for pool in self._pools]))
         while self._unsettled and self._unsettled[0][0] <= step:
             _, self._num_written = self._unsettled.popleft()
         self._store()
 
     def _store(self) -> None:
-        assert self._tiers is not None
-        most = max(1, self._pool.num_blocks // STORING_SHARE)
-        while (room := min(BATCH_BLOCKS, most - self._num_lent)) > 0 and (batch := self._next_batch(room)):
-            blocks = [block for block, _ in batch]
-            self._lent[self._tiers.store([block_hash for _, block_hash in batch], blocks)] = blocks
-            self._num_lent += len(blocks)
+        for number, group in enumerate(self._groups):
+            self._store_of(number, group)
 
-    def _next_batch(self, most: int) -> list[tuple[int, BlockHash]]:
-        """Return full blocks that are in no tier, each with a reference added."""
+    def _store_of(self, number: int, group: CacheGroup) -> None:
+        """Store full blocks of a group, as many as may be on loan."""
         assert self._tiers is not None
+        most = max(1, group.pool.num_blocks // STORING_SHARE)
+        at_once = max(1, int(BATCH_BLOCKS / self._tiers.block_sizes[number]))
+        while (room := min(at_once, most - self._num_lent[number])) > 0 and (batch := self._next_batch(number, room)):
+            blocks = [block for block, _ in batch]
+            hashes = [block_hash for _, block_hash in batch]
+            copy_id = self._tiers.store(hashes, [self._numbers.number_of(number, block) for block in blocks])
+            self._lent[copy_id] = _Lent(number, blocks)
+            self._num_lent[number] += len(blocks)
+
+    def _next_batch(self, number: int, most: int) -> list[tuple[int, BlockHash]]:
+        """Return full blocks of a group that are in no tier, each with a reference added.
+
+        None of states while no slot is free: a sequence whose slot is read goes on in another one.
+        """
+        assert self._tiers is not None
+        pool, before = self._pools[number], self._num_written[number]
         batch: list[tuple[int, BlockHash]] = []
-        while len(batch) < most and (new_block := self._pool.take_new_block(before=self._num_written)):
+        if isinstance(self._groups[number], StateGroup) and not pool.num_free:
+            return batch
+        while len(batch) < most and (new_block := pool.take_new_block(before)):
             block, block_hash = new_block
-            if not self._tiers.knows(block_hash):
-                self._pool.reference(block)
+            if not self._tiers.knows(block_hash, number):
+                pool.reference(block)
                 batch.append(new_block)
         return batch
 
     # ------------------------------------------------------------------ up
 
-    def pays(self, missing: Sequence[BlockHash]) -> bool:
-        """Return whether enough of a request's missing blocks can be restored, and sooner than computed."""
+    def find(self, request: Request) -> RestorePlan | None:
+        """Return what is to be restored of a request's prefix; None where too little is there, or computing is sooner.
+
+        Called only in engines with tiers.
+        """
         assert self._tiers is not None
         if not self._answers:
-            return False
-        num_blocks = self._tiers.find(missing)
-        if num_blocks * self._block_size < self._tiers.min_tokens:
-            return False
-        blocks = self._count(missing[:num_blocks])
+            return None
+        plan = self._memory.find_restore(request, self._tiers)
+        if plan.num_tokens < self._tiers.min_tokens or not self._pays(plan):
+            return None
+        # With a state to restore it needs a slot more than without.
+        return plan if not self._memory.has_states or self._memory.fits_restored(request, plan) else None
+
+    def _pays(self, plan: RestorePlan) -> bool:
+        sizes = self._sizes(plan.missing)
         for restore in self._restores.values():  # it would wait for them
-            blocks.update(restore.blocks)
-        return self._restore_cost.prefer_restoring(blocks, num_blocks * self._block_size, self._clock())
+            for tier, size in restore.sizes.items():
+                sizes[tier] = sizes.get(tier, 0.0) + size
+        return self._restore_cost.prefer_restoring(sizes, plan.num_tokens, self._clock())
 
-    def _count(self, hashes: Sequence[BlockHash]) -> Counter[Tier]:
-        """Count blocks, which `find` has found just now, by tier."""
+    def _sizes(self, missing: Iterable[MissingBlock]) -> dict[Tier, float]:
+        """Sum up blocks, which have been found just now, by tier."""
         assert self._tiers is not None
-        return Counter(tier for block_hash in hashes if (tier := self._tiers.tier_of(block_hash)) is not None)
+        sizes = dict[Tier, float]()
+        for group, _, block_hash in missing:
+            if (tier := self._tiers.tier_of(block_hash, group)) is not None:
+                sizes[tier] = sizes.get(tier, 0.0) + self._tiers.block_sizes[group]
+        return sizes
 
-    def is_coming(self, block_hash: BlockHash) -> bool:
-        """Return whether a restore of another request will bring this block into the pool."""
-        return block_hash in self._coming
+    def any_coming(self, plan: RestorePlan) -> bool:
+        """Return whether a restore of another request will bring blocks of this one into the pool.
 
-    def restore(self, request: Request, missing: Sequence[BlockHash]) -> None:
-        """Start to fill the request's blocks behind its prefix hits; see `pays`."""
+        Blocks of a group come in order, so the first one of each tells.
+        """
+        firsts = {each.group: each for each in reversed(plan.missing)} if self._coming else {}
+        return any((each.group, each.block_hash) in self._coming for each in firsts.values())
+
+    def restore(self, request: Request, plan: RestorePlan) -> None:
+        """Start to fill the request's blocks, which have been reserved for this plan."""
         assert self._tiers is not None
-        hashes = list(missing[: self._tiers.find(missing)])
-        blocks = self._count(hashes)
-        first = request.num_computed // self._block_size
-        copy_id = self._tiers.restore(hashes, request.block_ids[first : first + len(hashes)])
-        self._restores[copy_id] = _Restore(request, hashes, blocks, self._clock())
+        tables = request.block_tables
+        hashes = [each.block_hash for each in plan.missing]
+        blocks = [self._numbers.number_of(each.group, tables[each.group][each.entry]) for each in plan.missing]
+        sizes = self._sizes(plan.missing)
+        copy_id = self._tiers.restore(hashes, blocks)
+        self._restores[copy_id] = _Restore(request, plan, sizes, self._clock())
         self._copy_of[request] = copy_id
-        self._coming.update(hashes)
+        self._coming.update((each.group, each.block_hash) for each in plan.missing)
         self._hits += len(hashes)
 
     def restores(self, request: Request) -> bool:
@@ -188,17 +241,23 @@ class TierCopies:
     def cancel(self, request: Request) -> None:
         """Separate a request from its blocks, some of which may still be written. No `Restoration` follows."""
         copy_id = self._copy_of.pop(request)
-        first = request.num_computed // self._block_size
-        _, (blocks,) = request.give_up_memory()
-        self._pool.release(blocks[:first])
-        self.quarantine.admit(copy_id, blocks[first:])
+        _, owned = request.give_up_memory()
+        written = []
+        for pool, blocks in zip(self._pools, owned, strict=True):
+            pool.release([block for block in blocks if pool.is_cached(block)])
+            written.append([block for block in blocks if not pool.is_cached(block)])
+        self.quarantine.admit(copy_id, self._numbers.of_groups(written))
 
     def started(self, request: Request) -> None:
         """Count a new request's blocks that are in no tier and not in the pool, and note the use of its prefix."""
-        if self._tiers is not None:
-            num_present = request.num_computed // self._block_size
-            self._misses += max(0, (request.num_prompt - 1) // self._block_size - num_present)
-            self._tiers.touch(request.block_hashes[:num_present])
+        if self._tiers is None:
+            return
+        num_present = request.num_computed // self._block_size
+        self._misses += max(0, (request.num_prompt - 1) // self._block_size - num_present)
+        hashes = request.block_hashes[:num_present]
+        for number, group in enumerate(self._groups):
+            entries = range(group.first_visible(len(hashes) * self._block_size), group.num_entries(len(hashes)))
+            self._tiers.touch([hashes[group.last_block(entry)] for entry in entries], number)
 
     # ------------------------------------------------------------------ events
 
@@ -210,20 +269,40 @@ class TierCopies:
             self._answers = True
             match event:
                 case Stored():
-                    blocks = self._lent.pop(event.copy_id)
-                    self._num_lent -= len(blocks)
-                    self._pool.release(blocks)
+                    group, blocks = self._lent.pop(event.copy_id)
+                    self._num_lent[group] -= len(blocks)
+                    self._pools[group].release(blocks)
                 case Restored():
-                    request, hashes, _, since_s = self._restores.pop(event.copy_id)
-                    self._restore_cost.restored(event, since_s, self._clock())
-                    self._coming.difference_update(hashes)
+                    restore = self._restores.pop(event.copy_id)
+                    self._restore_cost.restored(event, restore.since, self._clock())
+                    self._forget_coming(restore)
                     if self.quarantine.release(event.copy_id):
                         continue
-                    del self._copy_of[request]
-                    self._restored += event.num_blocks
-                    over.append(Restoration(request, event.num_blocks * self._block_size))
+                    del self._copy_of[restore.request]
+                    over.append(self._restored(restore, event.num_blocks))
         self._store()
         return over + self._give_up_overdue()
+
+    def _restored(self, restore: _Restore, num_filled: int) -> Restoration:
+        request, plan = restore.request, restore.plan
+        if num_filled < len(plan.missing) and not self._memory.keeps_all:
+            self._keep_what_came(request, plan.missing[:num_filled])
+            return Restoration(request, 0)
+        complete = num_filled == len(plan.missing)
+        num_tokens = plan.num_tokens if complete else num_filled * self._block_size
+        self._restored_tokens += num_tokens
+        return Restoration(request, num_tokens)
+
+    def _keep_what_came(self, request: Request, filled: Sequence[MissingBlock]) -> None:
+        """Leave blocks that were filled in the prefix cache, and take all of them from the request."""
+        for group, entry, block_hash in filled:
+            self._pools[group].register(request.block_tables[group][entry], block_hash)
+        _, owned = request.give_up_memory()
+        for pool, blocks in zip(self._pools, owned, strict=True):
+            pool.release(blocks)
+
+    def _forget_coming(self, restore: _Restore) -> None:
+        self._coming.difference_update((each.group, each.block_hash) for each in restore.plan.missing)
 
     def _give_up_overdue(self) -> list[Restoration]:
         """Cancel restores that take too long: a disk that hangs must not delay all requests behind one."""
@@ -236,9 +315,9 @@ class TierCopies:
         late = list(self._copy_of)
         logger.warning("the KV tiers have not answered for %g s: %d requests are computed", PATIENCE_S, len(late))
         for request in late:
-            hashes = self._restores[self._copy_of[request]].hashes
-            self._given_up += len(hashes)
-            self._coming.difference_update(hashes)
+            restore = self._restores[self._copy_of[request]]
+            self._given_up += len(restore.plan.missing)
+            self._forget_coming(restore)
             self.cancel(request)
         return [Restoration(request, 0) for request in late]
 
@@ -252,91 +331,10 @@ class TierCopies:
             stats,
             hits=self._hits,
             misses=self._misses,
-            restored_tokens=self._restored * self._block_size,
+            restored_tokens=self._restored_tokens,
             failures={**stats.failures, "slow": self._given_up} if self._given_up else stats.failures,
             min_tokens=self._tiers.min_tokens,
             answers=self._answers,
             restore_s={tier.value: block_s for tier, block_s in self._restore_cost.blocks_s(now_s).items()},
             compute_s=0.0 if token_s is None else token_s * self._block_size,
         )
-
-
-KEPT = 0.8  # of what earlier pieces count for, with each further piece
-FORGOTTEN_S = 30.0  # a pace that was measured longer ago is none
-MIN_MEASURED_TOKENS = 128  # steps of fewer say nothing about what a prompt takes
-
-
-class Rate:
-    """The time per unit of work. Pieces run one after the other, however early they were requested."""
-
-    def __init__(self) -> None:
-        self._seconds = self._units = 0.0
-        self._over_s = self._measured_s = 0.0
-
-    def note(self, asked_s: float, over_s: float, num_units: int) -> None:
-        """Note the end of a piece. One of no units only bounds the start of the next."""
-        began_s, self._over_s = max(asked_s, self._over_s), over_s
-        if num_units:
-            self.add(over_s - began_s, num_units, over_s)
-
-    def add(self, seconds: float, num_units: int, now_s: float) -> None:
-        """Add a measurement made elsewhere: `num_units` took `seconds`."""
-        kept = KEPT if self._is_known(now_s) else 0.0
-        self._seconds = self._seconds * kept + seconds
-        self._units = self._units * kept + num_units
-        self._measured_s = now_s
-
-    def per_unit_s(self, now_s: float) -> float | None:
-        """Return the seconds per unit; None where nothing was measured lately."""
-        return self._seconds / self._units if self._is_known(now_s) else None
-
-    def _is_known(self, now_s: float) -> bool:
-        return self._units > 0 and now_s - self._measured_s <= FORGOTTEN_S
-
-
-class RestoreCost:
-    """Measured times of computing a token and of restoring a block of each tier, by one clock of the caller's."""
-
-    def __init__(self) -> None:
-        self._planned_s: dict[int, float] = {}  # of steps in flight
-        self._computing = Rate()
-        self._restoring: dict[Tier, Rate] = {Tier.HOST: Rate(), Tier.DISK: Rate()}
-        self._restored_until_s = 0.0
-
-    def planned(self, step: int, now_s: float) -> None:
-        self._planned_s[step] = now_s
-
-    def settled(self, step: int, num_tokens: int, now_s: float) -> None:
-        num_measured = num_tokens if num_tokens >= MIN_MEASURED_TOKENS else 0
-        self._computing.note(self._planned_s.pop(step), now_s, num_measured)
-
-    def restored(self, restored: Restored, since_s: float, now_s: float) -> None:
-        """Note a restore. Its time, waiting included, is divided among the tiers in the proportion of their copies."""
-        took_s = now_s - max(since_s, self._restored_until_s)
-        self._restored_until_s = now_s
-        copies_s = sum(read.seconds for read in restored.reads)
-        for read in restored.reads:
-            if read.seconds > 0:
-                self._restoring[read.tier].add(took_s * read.seconds / copies_s, read.num_blocks, now_s)
-
-    def prefer_restoring(self, blocks: Counter[Tier], num_tokens: int, now_s: float) -> bool:
-        """Return whether restoring these blocks is faster than computing `num_tokens`; True while unknown."""
-        token_s = self.token_s(now_s)
-        if token_s is None:
-            return True
-        restore_s = 0.0
-        for tier, count in blocks.items():
-            block_s = self._restoring[tier].per_unit_s(now_s)
-            if block_s is None:
-                return True
-            restore_s += count * block_s
-        return restore_s <= num_tokens * token_s
-
-    def token_s(self, now_s: float) -> float | None:
-        """Return the time to compute one token; None where nothing was measured lately."""
-        return self._computing.per_unit_s(now_s)
-
-    def blocks_s(self, now_s: float) -> dict[Tier, float]:
-        """Return the time to restore one block, for each tier that was measured lately."""
-        rates = {tier: rate.per_unit_s(now_s) for tier, rate in self._restoring.items()}
-        return {tier: block_s for tier, block_s in rates.items() if block_s is not None}

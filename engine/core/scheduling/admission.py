@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..kv.fence import Fence
-from ..kv.request_memory import RequestMemory
+from ..kv.request_memory import RequestMemory, RestorePlan
 from ..kv.tier_copies import Restoration, TierCopies
 from ..kv.transfers import Transfers
 from ..messages import EngineError, ErrorKind
@@ -28,7 +28,7 @@ class KVLoading:
         waiting ── begin ──> WAITING_FOR_KV ── its KV came ──> ready ──> running
            ^                    │      └──── a transfer failed ──> over
            └────────────────────┘
-              a restore took too long: what did not come is computed
+              a restore took too long, or of several groups not all came: it is looked up anew
 
     Loading needs neither row nor budget, so it runs ahead of the rows, by one batch at most.
     """
@@ -63,22 +63,21 @@ class KVLoading:
         self._transfers.receive(request)
         return True
 
-    def is_in_tiers(self, request: Request) -> bool:
-        """Return whether the tiers have enough of the request's prefix to be worth a restore."""
+    def find_restore(self, request: Request) -> RestorePlan | None:
+        """Return what of the request's prefix is to be restored from the tiers; None where computing it is better."""
         if not self._tier_copies.exists or not self._fence.has_passed(request.last_step):
-            return False
-        return self._tier_copies.pays(self._memory.lookup(request).missing)
+            return None
+        return self._tier_copies.find(request)
 
-    def begin_restore(self, request: Request) -> bool:
+    def begin_restore(self, request: Request, plan: RestorePlan) -> bool:
         """Ask the tiers for the request's prefix. Returns False if it has to wait for others first.
 
         One whose blocks are being restored for another request waits to find them in the pool.
         """
-        missing = self._memory.lookup(request).missing
-        if self._tier_copies.is_coming(missing[0]) or not self._may_run_ahead or not self._memory.reserve(request):
+        if self._tier_copies.any_coming(plan) or not self._may_run_ahead or not self._memory.reserve(request, plan):
             return False
         self._wait_for_kv(request)
-        self._tier_copies.restore(request, missing)
+        self._tier_copies.restore(request, plan)
         return True
 
     def poll(self) -> list[tuple[Request, EngineError]]:
@@ -179,7 +178,7 @@ class Admission:
         share, chosen = draft.budget // SHORT_SHARE, list[Request]()
         for request in () if head is None else (head, *self._waiting.behind_head()):
             may_start = request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request)
-            if may_start and not self._loading.is_in_tiers(request):
+            if may_start and self._loading.find_restore(request) is None:
                 share -= request.num_tokens
                 chosen.append(request)
         return chosen
@@ -202,8 +201,8 @@ class Admission:
             return self._loading.begin_transfer(request)
         if not self._memory.fits(request):  # neither to load nor to compute: the tiers need not be asked
             return False
-        if self._loading.is_in_tiers(request):
-            return self._loading.begin_restore(request)
+        if (plan := self._loading.find_restore(request)) is not None:
+            return self._loading.begin_restore(request, plan)
         if draft.budget and self._running.has_room and self._reserve(request, draft):
             self._waiting.remove(request)
             self._start(request, draft)

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from ..config import EngineCoreConfig, InvalidEngineCoreConfig
+from ..config import EngineCoreConfig
 from ..connector import KVConnector
 from ..grammar import GrammarSource
 from ..kv.block_numbers import BlockNumbers
@@ -64,14 +64,13 @@ class Scheduler:
         self.config = config
         block_size = config.block_size
         self.groups = make_groups(config.groups, block_size)
-        if not config.keeps_all_tokens and tiers is not None:
-            raise InvalidEngineCoreConfig("tiers need one cache group, whose layers read all tokens")
         pool = self.groups[0].pool
         self.rows = RowPool(config.max_num_seqs)
         self.fence = Fence(self.rows, self.groups)
         self.memory = RequestMemory(self.groups, block_size, config.enable_prefix_caching)
-        self.transfers = Transfers(connector, BlockNumbers(self.groups))
-        self.tier_copies = TierCopies(tiers, pool, block_size, clock)
+        numbers = BlockNumbers(self.groups)
+        self.transfers = Transfers(connector, numbers)
+        self.tier_copies = TierCopies(tiers, self.groups, numbers, self.memory, block_size, clock)
         self.constraints = Constraints(grammars, clock)
         self.backlog = PromptBacklog(self.memory, pool, block_size)
         self.waiting = WaitingQueue(self.backlog)

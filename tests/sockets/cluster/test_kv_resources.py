@@ -51,7 +51,7 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
     try:
         resources.connect(CacheRegion.of(own))
         with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
-            resources.open_tiers(own)
+            resources.open_tiers(CacheRegion.of(own))
         resources.abandon()
     finally:
         member.close()

@@ -20,7 +20,7 @@ from baton.cluster.gateway.routing.router import Router
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
-from baton.engine.core.regions import ArenaRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
@@ -73,7 +73,7 @@ class TieredEngine:
         )
         self.server.start()
 
-    def _open(self, region: ArenaRegion, rank: int) -> TierStore:
+    def _open(self, region: CacheRegion, rank: int) -> TierStore:
         self.tiers = TierStore(region, TIERS, name=f"of-{rank}", cpu_affinity="any", wake=lambda: self.server.wake())
         return self.tiers
 

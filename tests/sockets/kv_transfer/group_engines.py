@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.engine.core.regions import ArenaRegion, CacheRegion
+from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
 from baton.engine.parallel.member import Member
@@ -71,7 +71,7 @@ class _Leader:
             )
             return self._connector
 
-        def open_tiers(region: ArenaRegion) -> TierStore:
+        def open_tiers(region: CacheRegion) -> TierStore:
             assert job.tiers is not None
             self._store = TierStore(
                 region, job.tiers, name=f"{job.name}:tiers", cpu_affinity="any", group_socket=tier_socket
@@ -159,7 +159,7 @@ def _follow(job: Job, member: Member) -> None:
         if job.tiers is None:
             return [reader]
         keeper = follow_tiers(
-            region.only,
+            region,
             job.tiers,
             rank=member.tp_rank,
             num_ranks=member.tensor_parallel_size,

@@ -337,6 +337,17 @@ class Arenas:
             sum(group.num_blocks for group in config.groups[:number]) for number in range(len(config.groups))
         ]
 
+    @property
+    def num_groups(self) -> int:
+        return len(self._memories)
+
+    def group_of(self, block: int) -> int:
+        return max(number for number, first in enumerate(self._firsts) if first <= block)
+
+    def content(self, block: int) -> list[int]:
+        """All values of a block, or the state in a slot."""
+        return list(self.read(block, self._config.block_size))
+
     def handed_over(self, num_tokens: int) -> list[tuple[int, int]]:
         """Ranges of positions, one for each block of a hand-off: what a later token reads, as it is computed.
 
@@ -375,7 +386,7 @@ class Arenas:
             memory.blocks[own] = [GARBAGE] * memory.block_size
 
     def _at(self, block: int) -> tuple[KVMemory | StateMemory, int]:
-        number = max(number for number, first in enumerate(self._firsts) if first <= block)
+        number = self.group_of(block)
         return self._memories[number], block - self._firsts[number]
 
 

@@ -18,7 +18,7 @@ from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
 
-from .core_fakes import Answer, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+from .core_fakes import Answer, Arenas, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
 from .core_grammars import LateThreads
 from .core_tiers import FakeTiers
 
@@ -97,7 +97,7 @@ class Harness:
         self.unbegun: dict[tuple[str, int], int] = {}  # the first tokens that nobody has told yet
         self.tiers = None
         if min_restored_tokens is not None:
-            self.tiers = FakeTiers(self.runner.memory, min_restored_tokens)
+            self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
         self.core = EngineCore(
             engine_config, self.runner, self.connector, tiers=self.tiers, grammars=grammars, clock=clock
         )
@@ -266,7 +266,11 @@ def check_references(scheduler: Scheduler, number: int) -> None:
         assert pool.references(block) == owners[block], f"block {block} of group {number}"
     for request, blocks in owned.items():
         assert len(set(blocks)) == len(blocks)
-        for block in request.block_tables[number][request.num_computed // scheduler.groups[number].entry_tokens :]:
+        is_restored = scheduler.tier_copies.restores(request)
+        first = max(request.num_computed // scheduler.groups[number].entry_tokens, request.first_kept[number])
+        for block in request.block_tables[number][first:]:
+            if is_restored and pool.is_cached(block):
+                continue  # a hit of this group behind what another group lacks: nobody writes it
             own = 1 + scheduler.transfers.grows(request)  # the offer of what it is about to write is its own
             assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
 
@@ -279,10 +283,9 @@ def lent_blocks(scheduler: Scheduler, number: int) -> list[list[int]]:
     assert transfers.quarantine.num_blocks == sum(map(len, quarantined))
     first = sum(group.pool.num_blocks for group in scheduler.groups[:number])
     last = first + scheduler.groups[number].pool.num_blocks
-    tables = [[block - first for block in blocks if first <= block < last] for blocks in held + quarantined]
-    if number == 0:
-        tables += scheduler.tier_copies.owned_blocks()
-    return tables
+    of_all = held + quarantined + scheduler.tier_copies.quarantine.owned_blocks()
+    tables = [[block - first for block in blocks if first <= block < last] for blocks in of_all]
+    return tables + scheduler.tier_copies.lent_blocks(number)
 
 
 def check_rows(scheduler: Scheduler) -> None:

@@ -15,8 +15,8 @@ from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
 
-from .core_fakes import KVMemory
-from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_fakes import Arenas, FakeRunner
+from .core_harness import Harness, config, request
 from .core_tiers import FakeTiers
 
 HASHES = [bytes([index]) * 16 for index in range(8)]
@@ -63,7 +63,8 @@ class TestMoves:
 
     def setup_method(self) -> None:
         self.pool = BlockPool(2)
-        self.tiers = FakeTiers(KVMemory(2, BLOCK_SIZE))
+        small = config(num_blocks=2)
+        self.tiers = FakeTiers(Arenas(small, FakeRunner(small)))
         self.log = BlockLog(self.pool.findable, self.tiers)
         self.pool.watch(self.log)
         self.tiers.watch(self.log)

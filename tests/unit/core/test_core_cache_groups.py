@@ -156,11 +156,6 @@ class TestHits:
         assert group.deepest(found, most) == max(places)
 
 
-def test_tiers_are_refused_where_windows_give_blocks_back() -> None:
-    with pytest.raises(InvalidEngineCoreConfig, match="one cache group"):
-        Harness(config(groups=[(8, None), (8, WINDOW)]), min_restored_tokens=1)
-
-
 @pytest.mark.parametrize("groups", [[(0, None)], [(4, 0)]])
 def test_an_arena_or_a_window_of_nothing_is_refused(groups: list[tuple[int, int | None]]) -> None:
     with pytest.raises(InvalidEngineCoreConfig, match="at least 1"):
@@ -168,7 +163,7 @@ def test_an_arena_or_a_window_of_nothing_is_refused(groups: list[tuple[int, int 
 
 
 class GroupsMachine(EngineMachine):
-    """An engine with any mix of groups."""
+    """An engine with any mix of groups, with tiers or without."""
 
     @initialize(
         depth=st.sampled_from([1, 2, 2, 3]),
@@ -181,6 +176,7 @@ class GroupsMachine(EngineMachine):
         caching=st.sampled_from([True, True, False]),
         states=st.lists(st.tuples(st.integers(2, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
         offers_early=st.booleans(),
+        min_restored=st.sampled_from([None, 1, 1, 12]),
     )
     def start(
         self,
@@ -192,6 +188,7 @@ class GroupsMachine(EngineMachine):
         caching: bool,
         states: list[tuple[int, int]],
         offers_early: bool,
+        min_restored: int | None,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": 70}
         self.engine = Harness(
@@ -205,6 +202,7 @@ class GroupsMachine(EngineMachine):
             ),
             lazy=lazy,
             offers_early=offers_early,
+            min_restored_tokens=min_restored,
             grammars=FakeGrammars(),
             clock=self.clock,
         )

@@ -75,7 +75,12 @@ def test_a_head_that_does_not_fit_is_looked_up_once_in_the_pool_and_not_in_the_t
     counts = lookups_of(engine, monkeypatch)
     asked_of_tiers: list[int] = []
     find = engine.tiers.find
-    monkeypatch.setattr(engine.tiers, "find", lambda hashes: asked_of_tiers.append(len(hashes)) or find(hashes))
+
+    def counted(hashes: Sequence[BlockHash], group: int = 0) -> int:
+        asked_of_tiers.append(len(hashes))
+        return find(hashes, group)
+
+    monkeypatch.setattr(engine.tiers, "find", counted)
     engine.add(request("head", tokens(2, 18 * BLOCK_SIZE), max_tokens=1))
     registered = engine.scheduler.groups[0].pool.num_registered
     engine.step(3 * BLOCK_SIZE)
@@ -108,20 +113,20 @@ def test_a_lookup_holds_until_a_block_of_its_own_prefix_comes_or_goes(monkeypatc
     looked_up.clear()
     for _ in range(3):
         assert memory.fits(second)
-        assert len(memory.lookup(second).missing) == 2
+        assert memory.lookup(second).num_blocks == 0
     other.loaded(length)
     assert memory.register(other)  # blocks of another prompt become findable
-    assert len(memory.lookup(second).missing) == 2
+    assert memory.lookup(second).num_blocks == 0
     assert looked_up == [2]
     first.loaded(length)
     memory.register(first)  # its two full blocks become findable
     assert memory.lookup(second).hits == [GroupHit(0, first.block_ids[:2])]
-    assert not memory.lookup(second).missing
+    assert memory.lookup(second).num_blocks == 2
     assert looked_up == [2, 2]
     for each in (first, other):
         pool.release(each.give_up_blocks()[0])
     pool.release(pool.allocate(9))  # evicts everything
-    assert len(memory.lookup(second).missing) == 2
+    assert memory.lookup(second).num_blocks == 0
     assert looked_up == [2, 2, 2]
     assert memory.reserve(second)
     assert looked_up == [2, 2, 2]

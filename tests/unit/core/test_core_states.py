@@ -203,11 +203,6 @@ class TestGroup:
             full.pool.forget(table[0])
 
 
-def test_tiers_are_refused() -> None:
-    with pytest.raises(InvalidEngineCoreConfig, match="one cache group"):
-        Harness(config(groups=[(8, None)], states=[(4, EVERY)]), min_restored_tokens=1)
-
-
 def test_checkpoints_lie_between_blocks_and_behind_a_group_of_tokens() -> None:
     with pytest.raises(InvalidEngineCoreConfig, match="whole blocks of 4"):
         config(groups=[(8, None)], states=[(4, 6)])

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from baton.engine.core.kv.tier_copies import FORGOTTEN_S, PATIENCE_S
+from baton.engine.core.kv.restore_cost import FORGOTTEN_S
+from baton.engine.core.kv.tier_copies import PATIENCE_S
 from baton.engine.core.messages import KVSource
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
@@ -241,7 +242,7 @@ class TestUp:
         engine.add(request("a", PROMPT, max_tokens=1))
         engine.run()
         ((_, copy),) = engine.tiers.restores.items()
-        assert copy.hashes == names()[2:]
+        assert copy.names == names()[2:]
         engine.run_to_the_end()
 
     @pytest.mark.parametrize("num_good", [0, 1, 4])

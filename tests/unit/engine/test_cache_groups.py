@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.config import EngineConfig, InvalidEngineConfig
+from baton.engine.config import EngineConfig
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import CacheKind
@@ -116,7 +116,7 @@ def test_an_engine_with_groups_warms_up(folders: Callable[[str], Path], kind: st
 ARGS = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 200, "max_num_seqs": 4}
 
 
-def test_an_engine_gives_back_and_one_with_tiers_keeps_all(folders: Callable[[str], Path]) -> None:
+def test_engines_give_back_with_tiers_too_unless_they_are_to_keep_all(folders: Callable[[str], Path]) -> None:
     args = {**ARGS, "model": str(folders("gpt_oss")), "num_gpu_blocks_override": 60}
     alone = build_engine(EngineConfig.from_args(args))
     assert [group.kind for group in alone.caches.groups] == [CacheKind.FULL, CacheKind.WINDOW]
@@ -125,14 +125,8 @@ def test_an_engine_gives_back_and_one_with_tiers_keeps_all(folders: Callable[[st
     kept = build_engine(EngineConfig.from_args(args | {"disable_hybrid_kv_cache_manager": True}))
     reader = build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]
     tiered = build_engine(EngineConfig.from_args(args), open_tiers=lambda region: None)  # type: ignore[arg-type,return-value]
-    assert kept.caches.only.kind == tiered.caches.only.kind == CacheKind.FULL
-    assert kept.caches.fingerprint == tiered.caches.fingerprint
-    assert alone.caches.fingerprint == reader.caches.fingerprint
+    assert kept.caches.only.kind == CacheKind.FULL
+    assert alone.caches.fingerprint == reader.caches.fingerprint == tiered.caches.fingerprint
+    assert alone.caches.fingerprint != kept.caches.fingerprint
     for engine in (alone, kept, reader, tiered):
         engine.close()
-
-
-def test_giving_back_what_tiers_store_is_refused_by_name(folders: Callable[[str], Path]) -> None:
-    args = {**ARGS, "model": str(folders("gpt_oss")), "disable_hybrid_kv_cache_manager": False}
-    with pytest.raises(InvalidEngineConfig, match="disable_hybrid_kv_cache_manager"):
-        build_engine(EngineConfig.from_args(args), open_tiers=lambda region: None)  # type: ignore[arg-type,return-value]

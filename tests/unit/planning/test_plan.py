@@ -392,7 +392,7 @@ def test_ray_takes_its_cluster_files(file: Path) -> None:
         assert (resource in text) == asked
 
 
-def test_layers_with_a_window_have_an_arena_of_their_own_without_tiers(tmp_path: Path) -> None:
+def test_layers_with_a_window_have_an_arena_of_their_own_with_tiers_too(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss", sliding_window=24, max_position_embeddings=4096)
 
     def arenas_of(fleets: dict[str, Any], role: str) -> list[tuple[str, int]]:
@@ -402,14 +402,24 @@ def test_layers_with_a_window_have_an_arena_of_their_own_without_tiers(tmp_path:
         (fleet,) = (fleet for fleet in plan.fleets if fleet.role == role)
         return [(arena.group.kind, arena.num_blocks) for arena in fleet.arenas]
 
-    apart, together = [("full", 16 * 256), ("window", 256 + 15 * 4)], [("full", 16 * 256)]
+    apart = [("full", 16 * 256), ("window", 256 + 15 * 4)]
     assert arenas_of({"unified": {}}, "unified") == apart
     both = {"prefill": {}, "decode": {}}
     assert arenas_of(both, "prefill") == arenas_of(both, "decode") == apart
     tiers = {"kv_tiers": {"host_bytes": 10**9}}
-    assert arenas_of({"unified": tiers}, "unified") == together
+    assert arenas_of({"unified": tiers}, "unified") == apart
+    small = load_spec({"model": str(model), "fleets": {"unified": {"kv_tiers": {"host_bytes": 5000}}}})
+    (refusal,) = make_plan(small, ONE_NODE, Traffic()).refusals
+    assert "unified: kv_tiers.host_bytes is 5000, which has no block for some cache groups: give at least" in refusal
     one_has_tiers = {"prefill": tiers, "decode": {}}
-    assert arenas_of(one_has_tiers, "prefill") == arenas_of(one_has_tiers, "decode") == together, "both keep the same"
+    assert arenas_of(one_has_tiers, "prefill") == arenas_of(one_has_tiers, "decode") == apart
     done = baton("plan", str(CONFIGS / "serve/unified.yaml"), "--model", str(model))
     assert "KV memory of each worker by cache group" in done.stdout
     assert "the last 24 tokens" in done.stdout
+    fleet = make_plan(load_spec({"model": str(model), "fleets": {"unified": tiers}}), ONE_NODE, Traffic()).fleets[0]
+    in_memory = fleet.tier_slots(10**9)
+    bytes_held = [count * arena.group.blocks.block_bytes for count, arena in zip(in_memory, fleet.arenas, strict=True)]
+    assert sum(bytes_held) == pytest.approx(10**9, rel=1e-3)
+    assert bytes_held[0] / bytes_held[1] == pytest.approx(
+        fleet.arenas[0].num_bytes / fleet.arenas[1].num_bytes, rel=1e-3
+    )

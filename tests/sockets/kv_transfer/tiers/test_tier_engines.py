@@ -2,96 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing.connection
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from baton.engine.config import EngineConfig
 from baton.engine.core.block_log import pack_names, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
-from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import block_hashes
-from baton.engine.core.regions import ArenaRegion
-from baton.engine.core.tiers import TierStats
-from baton.engine.startup.build import Engine, build_engine
 from baton.kv_transfer.settings import TierSettings
-from baton.kv_transfer.tiers.store import TierStore
 
 from ....helpers.checkpoints import write_checkpoint
 from ....helpers.process_context import FORKING
-from .tier_requests import ENGINE_ARGS, FEW_BLOCKS, MANY_BLOCKS, Tokens, a_batch
+from .tier_requests import MANY_BLOCKS, Tokens, a_batch
+from .tiered_engine import engine
 
 pytestmark = pytest.mark.timeout(120)
-
-_names = itertools.count(1)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "deepseek_v2"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), request.param, num_hidden_layers=2)
-
-
-class TieredEngine:
-    def __init__(self, model: Path, settings: TierSettings | None, **arguments: Any) -> None:
-        config = EngineConfig.from_args({"model": str(model), **ENGINE_ARGS, **arguments})
-        self.store: TierStore | None = None
-        self._news = threading.Event()
-
-        def open_tiers(region: ArenaRegion) -> TierStore:
-            assert settings is not None
-            self.block_bytes = region.block_bytes
-            self.store = TierStore(
-                region, settings, name=f"engine-{next(_names)}", cpu_affinity="any", wake=self._news.set
-            )
-            return self.store
-
-        self.engine: Engine = build_engine(config, open_tiers=open_tiers if settings else None)
-
-    def run(self, requests: Sequence[EngineRequest]) -> Tokens:
-        core = self.engine.core
-        tokens: Tokens = {request.request_id: [] for request in requests}
-        for request in requests:
-            core.add(request)
-        unfinished = len(requests)
-        while unfinished:
-            for output in core.step():
-                assert output.error is None
-                tokens[output.request_id] += output.token_ids
-                unfinished -= output.finish_reason is not None
-            if not core.has_work() and unfinished:
-                assert self._news.wait(30), "nothing happens any more"
-                self._news.clear()
-        return tokens
-
-    def quiet(self) -> TierStats:
-        """When all that can be stored is stored."""
-        while self.engine.core.scheduler.tier_copies.any_referenced or self.engine.core.has_work():
-            self.engine.core.step()
-        stats = self.engine.core.stats()
-        assert stats.num_blocks_free == stats.num_blocks
-        assert stats.tiers is not None
-        return stats.tiers
-
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        self.engine.close()
-
-
-@contextlib.contextmanager
-def engine(model: Path, settings: TierSettings | None, **arguments: Any) -> Iterator[TieredEngine]:
-    num_blocks = FEW_BLOCKS if settings else MANY_BLOCKS
-    it = TieredEngine(model, settings, **{"num_gpu_blocks_override": num_blocks, **arguments})
-    try:
-        yield it
-    finally:
-        it.close()
 
 
 @pytest.fixture(scope="module")

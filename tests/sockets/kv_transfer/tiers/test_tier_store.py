@@ -201,7 +201,7 @@ class TestOrderOfUse:
 
     def test_of_several_records_of_a_block_the_newest_counts(self, tmp_path: Path) -> None:
         """It went, and came again into another slot."""
-        region, data = Pool().region, memoryview(Pool().content(1))
+        region, data = Pool().region.only, memoryview(Pool().content(1))
         files = DiskFiles(tmp_path, region, 3)
         for slot in (0, 2, 1):
             files.note(slot, name(1), data)

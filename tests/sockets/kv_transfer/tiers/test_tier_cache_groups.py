@@ -1,0 +1,165 @@
+"""Models of several cache groups with tiers: what is restored of each group gives the tokens that computing gives."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS, CacheKind
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.prefix import BlockHash
+from baton.engine.core.regions import CacheRegion
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.tiers import CopyId, Restored, TierEvent
+from baton.kv_transfer.settings import TierSettings
+from baton.kv_transfer.tiers.disk_files import TierRefused
+from baton.kv_transfer.tiers.store import TierStore
+
+from ....helpers.checkpoints import write_checkpoint
+from .tier_requests import Tokens
+from .tiered_engine import TieredEngine, engine
+
+pytestmark = pytest.mark.timeout(240)
+
+WINDOW = 40
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"sliding_window": WINDOW},
+    "qwen3_5_text": {},  # gated delta rule, as in Qwen3-Next
+}
+LENGTH = CHECKPOINT_TOKENS + 9
+SIZES = {"max_model_len": LENGTH + 40, "max_num_batched_tokens": 300, "max_num_seqs": 2}
+FEW = 48  # blocks of an arena: one sequence and little more
+STEM = random.Random(2).choices(range(3, 250), k=LENGTH)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_checkpoint(folder, request.param, max_position_embeddings=2048, **VARIANTS[request.param])
+
+
+def asked(name: str, first: int) -> EngineRequest:
+    """A prompt of its own that begins with `first`."""
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=[first, *STEM[1:]],
+        sampling=SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True),
+        seed=first,
+    )
+
+
+PROMPTS = [asked(f"r{first}", first) for first in (3, 4, 5)]
+OTHERS = [asked(f"r{first}", first) for first in range(6, 13)]  # enough to evict every state
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Tokens:
+    with engine(model, None, enable_prefix_caching=False, **SIZES) as alone:
+        return alone.run(PROMPTS)
+
+
+def host(folder: Path) -> TierSettings:
+    return TierSettings(host_bytes=64 << 20, min_tokens=16)
+
+
+def disk(folder: Path) -> TierSettings:
+    return TierSettings(disk_path=str(folder), disk_bytes=64 << 20, min_tokens=16)
+
+
+def run_one_by_one(tiered: TieredEngine, requests: Sequence[EngineRequest] = PROMPTS) -> Tokens:
+    """Each after the last one's blocks have gone down: blocks of tokens of the one before are evicted."""
+    tokens: Tokens = {}
+    for request in requests:
+        tokens |= tiered.run([request])
+        tiered.quiet()
+    return tokens
+
+
+@pytest.mark.parametrize("where", [host, disk])
+def test_what_comes_back_of_all_groups_gives_the_tokens_of_computing(
+    model: Path, expected: Tokens, tmp_path: Path, where: Callable[[Path], TierSettings]
+) -> None:
+    with engine(model, where(tmp_path), num_gpu_blocks_override=FEW, **SIZES) as tiered:
+        full, _ = tiered.engine.caches.groups
+        assert full.kind is CacheKind.FULL
+        for _ in range(2):
+            assert run_one_by_one(tiered) == expected
+        stats = tiered.quiet()
+        assert stats.restored_tokens >= len(PROMPTS) * CHECKPOINT_TOKENS
+        assert stats.failures == {}
+
+
+def test_the_next_engine_restores_all_groups_and_what_was_damaged_is_computed(
+    model: Path, expected: Tokens, tmp_path: Path
+) -> None:
+    with engine(model, disk(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as first:
+        run_one_by_one(first)
+        layouts = first.engine.caches.groups
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == sorted(f"{group.kind}-{group.fingerprint[:12]}" for group in layouts)
+    with engine(model, disk(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as second:
+        assert run_one_by_one(second) == expected
+        assert second.quiet().restored_tokens >= len(PROMPTS) * CHECKPOINT_TOKENS
+    (file,) = (tmp_path / f"{layouts[1].kind}-{layouts[1].fingerprint[:12]}").glob("*.kv")
+    content = bytearray(file.read_bytes())
+    content[:: layouts[1].blocks.block_bytes // 4] = bytes(
+        byte ^ 1 for byte in content[:: layouts[1].blocks.block_bytes // 4]
+    )
+    file.write_bytes(content)
+    with engine(model, disk(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as third:
+        assert run_one_by_one(third) == expected
+        stats = third.quiet()
+        assert stats.failures["corrupt"] > 0
+        assert stats.restored_tokens == 0, "no place has what all groups need"
+
+
+class SpyStore(TierStore):
+    """Notes what is restored."""
+
+    def __init__(self, region: CacheRegion, *arguments: Any, **named: Any) -> None:
+        super().__init__(region, *arguments, **named)
+        self.region = region
+        self.restored: list[int] = []
+        self.spoils = False  # the last group's blocks, when they have come
+
+    def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
+        self.restored = list(block_ids)
+        return super().restore(hashes, block_ids)
+
+    def poll(self) -> list[TierEvent]:
+        events = super().poll()
+        if self.spoils and any(isinstance(event, Restored) for event in events):
+            arena, first = self.region.arenas[-1], self.region.first_blocks[-1]
+            for block in self.restored:
+                if block >= first:
+                    ctypes.memset(arena.address + (block - first) * arena.block_bytes, 0, arena.block_bytes)
+        return events
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_only_what_can_be_read_comes_back_and_of_that_all_counts(
+    model: Path, expected: Tokens, tmp_path: Path, spoils: bool
+) -> None:
+    sizes = {**SIZES, "num_gpu_blocks_override": FEW}
+    with engine(model, host(tmp_path), make_store=SpyStore, **sizes) as tiered:
+        run_one_by_one(tiered, [*PROMPTS, *OTHERS])
+        store = tiered.store
+        assert isinstance(store, SpyStore)
+        store.spoils = spoils
+        tokens = tiered.run(PROMPTS[:1])
+        assert (tokens == {name: expected[name] for name in tokens}) is not spoils
+        layout, first = tiered.engine.caches.groups[-1], store.region.first_blocks[-1]
+        full = [block for block in store.restored if block < first]
+        assert len(full) in (LENGTH // BLOCK_SIZE, CHECKPOINT_TOKENS // BLOCK_SIZE)
+        most = 1 if layout.window is None else layout.window // BLOCK_SIZE + 1
+        assert 1 <= len(store.restored) - len(full) <= most
+
+
+def test_tiers_without_room_for_a_block_of_each_group_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TierRefused, match=r"kv_tiers\.host_bytes is 1000, .* cache groups \(full, .*give at least"):
+        TieredEngine(model, TierSettings(host_bytes=1000), num_gpu_blocks_override=FEW, **SIZES)
