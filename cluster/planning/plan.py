@@ -214,7 +214,7 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
 def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> int:
     """Estimate the bytes that the largest step allocates: the widest activations, and logits in float32."""
     ranks = config.tensor_parallel_size
-    widths = [model.intermediate_size, model.num_heads * model.head_dim]
+    widths = [model.intermediate_size, *(model.num_heads * heads.key_dim for heads in model.head_shapes)]
     if model.mamba is not None:
         widths.append(2 * model.mamba.width)
     width = 4 * model.hidden_size + 3 * max(widths) // ranks

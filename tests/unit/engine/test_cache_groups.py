@@ -32,7 +32,13 @@ from ...helpers.kv_memory import allocate_kv
 from .random_workload import live, random_requests, same
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200)
-VARIANTS = {"gpt_oss": "gpt_oss", "gemma3": "gemma3_text", "mistral": "mistral"}  # in the last, all layers are windowed
+VARIANTS = {
+    "gpt_oss": "gpt_oss",
+    "gemma3": "gemma3_text",
+    "mistral": "mistral",  # all layers are windowed
+    "mimo_v2_flash": "mimo_v2_flash",  # heads by window, keys wider than values
+    "gemma4": "gemma4_text",  # heads by window, the last layers read keys and values of others
+}
 
 
 def in_groups(config: ModelConfig) -> ModelConfig:
