@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.kernels import pdl
 from baton.kernels.attention_batch import AttentionBatch
-from baton.kernels.kv_rows import kv_rows
+from baton.kernels.kv_rows import KVRows, kv_rows
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
 FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
@@ -45,12 +45,13 @@ def rope_and_cache(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
     block_size = kv.shape[4]
-    _check(q, k, v, cos_sin, kv)
+    rows = kv_rows(kv, dim)
+    _check(q, k, v, cos_sin, kv, rows)
     if num_tokens == 0:
         return q
     heads, num_warps = FEW if num_tokens < MANY_TOKENS else MANY
     kv_heads = min(heads, triton.next_power_of_2(max(1, num_kv_heads)))
-    planes, rows = kv[:, :, layer], kv_rows(kv, dim)
+    planes = kv[:, :, layer]
     _rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, kv_heads))](
         q,
         k,
@@ -84,13 +85,13 @@ def rope_and_cache(
     return q
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, rows: KVRows) -> None:
     dim = q.shape[2]
-    value_shape = (*k.shape[:2], kv_rows(kv, dim).value_dim)
+    value_shape = (*k.shape[:2], rows.value_dim)
     if v.shape != value_shape or k.shape[::2] != q.shape[::2] or k.shape[1] not in (0, kv.shape[1]):
         shapes = (list(tensor.shape) for tensor in (q, k, v, kv))
         raise ValueError("q {}, k {}, v {} and kv {} do not fit each other".format(*shapes))
-    row_strides = (kv.shape[5], 1)
+    row_strides = (rows.token_stride, 1)
     if any(heads.stride()[1:] != (heads.shape[2], 1) for heads in (q, k, v)) or kv.stride()[4:] != row_strides:
         raise ValueError("the heads of q, k and v and the tokens of kv must be contiguous")
     if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > dim:

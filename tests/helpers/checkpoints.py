@@ -302,6 +302,7 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "deepseek_v2": _WIDE_LATENT,
+    "gemma4_text": {"head_dim": 256, "global_head_dim": 512},
     "mimo_v2_flash": {
         "head_dim": 192,
         "v_head_dim": 128,

@@ -66,7 +66,7 @@ def tile_options(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) 
         "GROUP": num_heads // kv.shape[1],
         "PACK": plan.pack,
         "ROWS": plan.rows,
-        "KEYS": 64 if small else 32,
+        "KEYS": 64 if small else 16 if widest else 32,
         "DIM": dim,
         "PADDED_DIM": triton.next_power_of_2(dim),
         "VALUE_DIM": rows.value_dim,

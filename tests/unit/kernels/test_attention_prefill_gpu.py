@@ -276,28 +276,28 @@ def test_tiles_of_wide_heads_with_windows_and_caps_spill_little(rows: int, cache
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
-@pytest.mark.parametrize(("dim", "value_dim", "rows"), [(512, 512, 64), (192, 128, 128)])
+@pytest.mark.parametrize(
+    ("cache", "dim", "value_dim", "rows", "keys", "spill_bytes"),
+    [
+        ("bf16", 192, 128, 128, 32, 0),
+        ("fp8e4nv", 192, 128, 128, 32, 0),
+        ("bf16", 512, 512, 64, 16, 128),
+        ("fp8e4nv", 512, 512, 64, 16, 320),
+    ],
+)
 def test_tiles_of_heads_of_512_and_of_keys_wider_than_values_fit_a_multiprocessor(
-    cache: str, dim: int, value_dim: int, rows: int
+    cache: str, dim: int, value_dim: int, rows: int, keys: int, spill_bytes: int
 ) -> None:
     pytest.importorskip("triton")
     from baton.kernels.attention.gpu.prefill_tiles import attend_tile
 
     padded = 1 << (dim - 1).bit_length()
     stride = dim if dim == value_dim else dim + value_dim
-    constants = {
-        "GROUP": 2,
-        "PACK": 2,
-        "KEYS": 32,
-        "DIM": dim,
-        "PADDED_DIM": padded,
-        "HAS_WINDOW": True,
-        "HAS_CAP": False,
-    }
+    constants = {"GROUP": 2, "PACK": 2, "KEYS": keys, "DIM": dim, "PADDED_DIM": padded}
     constants |= {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": value_dim, "TOKEN_STRIDE": stride}
-    options = {"num_warps": 8, "num_stages": 2, "max_spill_bytes": 64}
-    kernel = compile_for_h200(attend_tile, tile_signature(cache), {**TILE, "ROWS": rows, **constants}, **options)
+    constants |= {**TILE, "ROWS": rows, "HAS_WINDOW": False, "HAS_CAP": False}
+    options = {"num_warps": 8, "num_stages": 2, "max_spill_bytes": spill_bytes}
+    kernel = compile_for_h200(attend_tile, tile_signature(cache), constants, **options)
     assert kernel.wgmma
     assert kernel.shared_bytes < 227 * 1024
 
