@@ -120,8 +120,9 @@ class Attention(SelfAttention):
     v_norm      RMSNorm without weights of every value head
     gated       every head has a gate behind its query, whose sigmoid the head's result is multiplied by
 
-    Scores are scaled and capped as `config.scales` says. `output_multiplier` goes into the weights of the last
-    projection when these have been loaded.
+    A layer whose `config.kv_source` is another one projects queries alone, and reads that one's cache. Scores are
+    scaled and capped as `config.scales` says. `output_multiplier` goes into the weights of the last projection when
+    these have been loaded.
     """
 
     def __init__(
@@ -255,16 +256,17 @@ class Attention(SelfAttention):
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the heads of q, with gates behind each where there are any, of k and of v."""
-        dim, value_dim = self._head_dim, self._value_dim
-        counts = [self._q_parts * self.num_heads, self.num_kv_heads, self.num_kv_heads]
         if not self._has_values:
             return self._heads_without_values(qkv)
+        dim, value_dim = self._head_dim, self._value_dim
+        counts = [self._q_parts * self.num_heads, self.num_kv_heads, self.num_kv_heads]
         if dim == value_dim:
             q, k, v = qkv.unflatten(-1, (-1, dim)).split(counts, dim=1)
-            return q, k, v if self._ones is None else self._normed_values(v)
-        widths = [count * width for count, width in zip(counts, (dim, dim, value_dim), strict=True)]
-        q, k, v = qkv.split(widths, dim=1)
-        return q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, value_dim))
+        else:
+            widths = [count * width for count, width in zip(counts, (dim, dim, value_dim), strict=True)]
+            q, k, v = qkv.split(widths, dim=1)
+            q, k, v = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, value_dim))
+        return q, k, v if self._ones is None else self._normed_values(v)
 
     def _heads_without_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, and the keys as values; none of both in a layer that reads those of another."""
