@@ -23,6 +23,7 @@ from .attention_batch import AttentionBatch
 ITEM_WORDS = tl.constexpr(4)
 FIRST_TOKEN, NUM_TOKENS, FIRST_POSITION, TABLE_ROW = (tl.constexpr(word) for word in range(ITEM_WORDS.value))
 LONG_ROWS, SHORT_ROWS = 128, 64  # query rows of a tile: two warpgroups of 64, or one
+MOST_DIMS_OF_LONG_ROWS = 256  # of a head: the sums of a long tile lie in registers
 QUEUE_WORDS = 2  # the next tile to attend; programs that are through with all
 
 
@@ -71,7 +72,8 @@ def plan_prefill(
     """
     group = num_heads // num_kv_heads
     if rows is None:
-        rows = LONG_ROWS if batch.max_query_len * group >= LONG_ROWS else SHORT_ROWS
+        is_long = batch.max_query_len * group >= LONG_ROWS and head_dim <= MOST_DIMS_OF_LONG_ROWS
+        rows = LONG_ROWS if is_long else SHORT_ROWS
     pack = heads_per_tile(group, rows)
     tile_tokens = rows // pack
     num_seqs = batch.num_seqs - first_seq

@@ -231,10 +231,13 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
 def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> int:
     """Estimate the bytes that the largest step allocates: the widest activations, and logits in float32."""
     ranks = config.tensor_parallel_size
-    widths = [model.intermediate_size, model.num_heads * model.head_dim]
+    widths = [model.mlp_width(layer) for layer in range(model.num_layers)]
+    widths += [model.num_heads * heads.key_dim for heads in model.head_shapes]
     if model.mamba is not None:
         widths.append(2 * model.mamba.width)
     width = 4 * model.hidden_size + 3 * max(widths) // ranks
+    if model.layer_inputs is not None:
+        width += 3 * model.num_layers * model.layer_inputs.width  # looked up, projected, added up
     if model.moe is not None:
         width += model.moe.top_k * (model.hidden_size + 3 * model.moe.intermediate_size)
     tokens = steps.max_num_batched_tokens * (config.data_parallel_size if config.enable_expert_parallel else 1)

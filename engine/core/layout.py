@@ -5,8 +5,9 @@
 
     kv[block][kv_head][layer][plane][token][dim]          state[slot][layer][part]
 
-Planes are keys and values. A model that caches one latent vector a token and layer (multi-head latent attention) has
-one KV head and one plane. One block is one contiguous range for all layers, and the share of each KV head is contiguous
+Planes are keys and values. Of keys and values that differ in width there is one plane, whose rows are a key and its
+value (`kernels.kv_rows`). A model that caches one latent vector a token and layer (multi-head latent attention) has one
+KV head and one plane. One block is one contiguous range for all layers, and the share of each KV head is contiguous
 inside it. So what a rank of a tensor-parallel group keeps of a block, its own heads, is one contiguous range, too:
 
     one rank     [head 0][head 1][head 2][head 3]
@@ -56,9 +57,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # identity of the weights, not a path: see `engine.hf_config.model_config`
     num_layers: int  # of the group
     num_kv_heads: int  # of the whole model, whatever the tensor parallelism
-    head_dim: int
+    head_dim: int  # of a plane's rows
     dtype: str  # of what is kept, which may be narrower than what the model computes in
-    num_planes: int = 2  # keys and values; 1: a latent
+    num_planes: int = 2  # keys and values; 1: a latent, or rows of a key and a value of another width
     block_size: int = BLOCK_SIZE
     version: int = LAYOUT_VERSION
 
@@ -256,7 +257,7 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int  # of the whole model, whatever the tensor parallelism
     head_dim: int
     dtype: str
-    num_planes: int = 2  # keys and values; 1: a latent
+    num_planes: int = 2  # as in `KVLayout`
     window: int | None = None  # tokens that a query sees, itself included; only of kind `window`
 
 

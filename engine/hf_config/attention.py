@@ -1,5 +1,6 @@
 """Attention as a config describes it, beside its sizes: sliding windows and latents.
 
+heads     of layers with a window, where those of others differ
 windows   the layers that see only the newest keys
 latents   multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
 linear    layers with a recurrent state in place of keys and values
@@ -7,12 +8,25 @@ linear    layers with a recurrent state in place of keys and values
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .errors import InvalidModelConfig, UnsupportedModel
 from .keys import NEWER, Keys
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The heads of one layer's keys and values, which may have another width than keys."""
+
+    num_kv_heads: int  # of the whole model, whatever the tensor parallelism
+    key_dim: int  # of queries, too
+    value_dim: int
+    projects_values: bool = field(
+        default=True, metadata=NEWER
+    )  # else values are what keys are before norm and rotation
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,8 @@ class WindowRule:
         None  # else all but every n-th, n being `sliding_window_pattern`, or this where it is left out
     )
     turns: tuple[str, ...] = (SLIDING,)  # else these kinds in turns
+    kinds: Callable[[Keys, int], list[str]] | None = None  # else as this says of so many layers
+    beside_key: str | None = None  # of the number of keys that a query sees beside its own, which wins
     own_rope: bool = False  # these layers have rope parameters of their own, so there must be a window
 
 
@@ -36,7 +52,26 @@ def read_layer_windows(rule: WindowRule | None, keys: Keys, num_layers: int) -> 
     if rule.switched and not keys.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = keys.integer("sliding_window")
+    if rule.beside_key is not None and keys.values.get(rule.beside_key) is not None:
+        window = keys.integer(rule.beside_key) + 1
     return tuple(window if kind == SLIDING else None for kind in _kinds(rule, keys, num_layers))
+
+
+def read_kv_sources(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Return the layer whose keys and values each layer reads: the last `num_kv_shared_layers` read those of others.
+
+    These are the last before them with the same window. Raises `InvalidModelConfig`.
+    """
+    first = len(windows) - (keys.optional_integer("num_kv_shared_layers", 0) or 0)
+    if not 1 <= first <= len(windows):
+        raise InvalidModelConfig(
+            f"config.json: 'num_kv_shared_layers' must be from 0 to {len(windows) - 1}, not {len(windows) - first}"
+        )
+    last = {window: layer for layer, window in enumerate(windows[:first])}
+    if missing := set(windows) - set(last):
+        kind = FULL if None in missing else SLIDING
+        raise InvalidModelConfig(f"config.json: 'num_kv_shared_layers' leaves no {kind} layer to share from")
+    return (*range(first), *(last[window] for window in windows[first:]))
 
 
 def _kinds(rule: WindowRule, keys: Keys, num_layers: int) -> list[str]:
@@ -44,6 +79,8 @@ def _kinds(rule: WindowRule, keys: Keys, num_layers: int) -> list[str]:
     first = (keys.optional_integer("max_window_layers") or 0) if rule.from_layer else 0
     if given is not None:
         return _checked(given, num_layers, (FULL, SLIDING))
+    if rule.kinds is not None:
+        return _checked(rule.kinds(keys, num_layers), num_layers, (FULL, SLIDING))
     if rule.pattern is not None:
         pattern = keys.integer("sliding_window_pattern", rule.pattern)
         return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]

@@ -109,17 +109,18 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     rope: Rope = NO_ROPE
     window_rope = None
     if own_ropes:
-        rope, window_rope = read_ropes_by_window(keys.values, max_positions)
+        rope, window_rope = read_ropes_by_window(keys.values, max_positions, partly_rotated=partly_rotated)
     elif rules.rotates is None or rules.rotates(keys):
         rope = read_rope(keys.values, max_positions, partly_rotated=partly_rotated)
     latent = None if rules.latent is None else rules.latent(keys)
     shape = _shape(keys, latent, rules)
     num_layers = shape["num_layers"]
+    windows = read_layer_windows(rules.windows, keys, num_layers)
     moe = None if rules.experts is None else rules.experts(keys, num_layers)
     return {
         "architecture": rules.architecture,
         **shape,
-        **_of_some_families(rules, keys, shape),
+        **_of_some_families(rules, keys, shape, windows),
         "latent": latent,
         "rms_norm_eps": keys.number(rules.norm_eps_key, 1e-6),
         "attention_bias": keys.flag("attention_bias", False),
@@ -130,11 +131,13 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
         "scales": rules.scales(keys),
         "quantization": read_quantization(keys, folder.tensors),
         "moe": None if moe is None else checked_experts(moe, folder.tensors),
-        "layer_windows": read_layer_windows(rules.windows, keys, num_layers),
+        "layer_windows": windows,
     }
 
 
-def _of_some_families(rules: ConfigRules, keys: Keys, shape: Mapping[str, int]) -> dict[str, Any]:
+def _of_some_families(
+    rules: ConfigRules, keys: Keys, shape: Mapping[str, int], windows: tuple[int | None, ...]
+) -> dict[str, Any]:
     """Return the fields that most families leave at their defaults: without them identities stay what they were."""
     fields: dict[str, Any] = {}
     has_states = rules.linear is not None or rules.mamba is not None
@@ -142,6 +145,13 @@ def _of_some_families(rules: ConfigRules, keys: Keys, shape: Mapping[str, int]) 
         raise UnsupportedModel(f"config.json: quantized weights of {rules.architecture} are not supported")
     if rules.linear is not None:
         fields["linear"] = rules.linear(keys, shape["num_layers"])
+    if rules.heads is not None:
+        fields["full_heads"], fields["window_heads"] = rules.heads(keys)
+    if rules.kv_sources is not None:
+        fields["kv_sources"] = rules.kv_sources(keys, windows)
+        fields["doubles_shared_mlps"] = keys.flag("use_double_wide_mlp", False)
+    if rules.layer_inputs is not None:
+        fields["layer_inputs"] = rules.layer_inputs(keys)
     if rules.mamba is not None:
         fields["mamba"] = rules.mamba(keys, shape["num_layers"])
     if rules.rotary_fraction is not None:
@@ -166,7 +176,8 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
         raise UnsupportedModel(
             f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
         )
-    if keys.flag("use_bidirectional_attention", False):
+    of_images = keys.values.get("use_bidirectional_attention") == "vision"  # text sees what is before it even so
+    if not of_images and keys.values.get("use_bidirectional_attention") not in (None, False):
         raise UnsupportedModel(
             "config.json: use_bidirectional_attention is not supported: tokens see those before them"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerCaches, LayerState, StatePart, StateRows
-from .attention import LatentShape, LinearAttentionShape, WindowRule
+from .attention import HeadShape, LatentShape, LinearAttentionShape, WindowRule
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
 from .keys import NEWER, Keys
@@ -42,15 +42,31 @@ class Scales:
     mlp_output: float = field(default=1.0, metadata=NEWER)
 
 
+@dataclass(frozen=True)
+class LayerInputShape:
+    """Embeddings that every layer has for itself, beside those that the stream begins with."""
+
+    vocab_size: int
+    width: int
+
+
+def keys_and_values_or_shared(config: ModelConfig, layer: int) -> LayerCaches:
+    """Keep keys and values; nothing in layers that read those of another."""
+    return keys_and_values(config, layer) if config.kv_source(layer) == layer else ()
+
+
 def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
     """Keep a key and a value of every KV head, of the layer's window only where the config says so."""
     window = config.layer_windows[layer] if config.window_caches else None
     if window is not None and window >= config.max_model_len:
         window = None
+    heads = config.heads_of(layer)
+    is_even = heads.key_dim == heads.value_dim
     cache = LayerCache(
         kind=CacheKind.FULL if window is None else CacheKind.WINDOW,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.key_dim if is_even else heads.key_dim + heads.value_dim,
+        num_planes=2 if is_even else 1,  # rows of a key and its value: `kernels.kv_rows`
         dtype=config.cache_dtype,
         window=window,
     )
@@ -138,6 +154,11 @@ class ConfigRules:
     # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
+    # Of layers that see all keys, and of those with a window; None: all have `num_key_value_heads` of `head_dim`.
+    heads: Callable[[Keys], tuple[HeadShape, HeadShape]] | None = None
+    # The layer whose keys and values each reads, given their windows; None: each its own.
+    kv_sources: Callable[[Keys, tuple[int | None, ...]], tuple[int, ...]] | None = None
+    layer_inputs: Callable[[Keys], LayerInputShape | None] | None = None  # None: there are none
     experts: Callable[[Keys, int], ExpertsConfig | None] | None = None  # of so many layers; None: there are none
     latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
     linear: Callable[[Keys, int], LinearAttentionShape] | None = None  # of so many layers; None: there is none
@@ -173,6 +194,11 @@ class ModelConfig:
     latent: LatentShape | None  # None: keys and values are projected and kept as such
     linear: LinearAttentionShape | None = None  # None: no layer has linear attention
     mamba: MambaShape | None = None  # None: no layer has Mamba-2
+    full_heads: HeadShape | None = None  # of layers that see all keys; None: `num_kv_heads` of `head_dim`
+    window_heads: HeadShape | None = None  # of layers with a window, as `full_heads`
+    kv_sources: tuple[int, ...] = ()  # of each layer: the one whose keys and values it reads; (): its own
+    doubles_shared_mlps: bool = False  # whether layers that read another's keys and values have MLPs of twice the width
+    layer_inputs: LayerInputShape | None = None
     rotary_fraction: float = 1.0  # of a head's dimensions, those that are rotated
     rms_norm_eps: float
     attention_bias: bool
@@ -202,6 +228,25 @@ class ModelConfig:
         """The groups of the whole model's layers, by what they keep of a sequence."""
         return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in range(self.num_layers)])
 
+    def heads_of(self, layer: int) -> HeadShape:
+        """Return the heads of a layer with attention to keys and values."""
+        given = self.full_heads if self.layer_windows[layer] is None else self.window_heads
+        return given or HeadShape(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads: mostly its own."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    def mlp_width(self, layer: int) -> int:
+        """Return the width of a layer's MLP, where that is no mixture."""
+        doubles = self.doubles_shared_mlps and self.kv_source(layer) != layer
+        return self.intermediate_size * (2 if doubles else 1)
+
+    @property
+    def head_shapes(self) -> tuple[HeadShape, ...]:
+        """The kinds of heads that layers have, each once."""
+        return tuple(dict.fromkeys(self.heads_of(layer) for layer in range(self.num_layers)))
+
     @property
     def num_mlps(self) -> int:
         """The number of layers with an MLP that is neither an expert nor beside experts."""
@@ -219,5 +264,13 @@ class ModelConfig:
         """The number of dimensions of a head that are rotated."""
         if self.latent is not None:
             return self.latent.rope_dim
-        rotated = int(self.head_dim * self.rotary_fraction)
+        head_dim = self.head_dim if self.full_heads is None else self.full_heads.key_dim
+        rotated = int(head_dim * self.rotary_fraction)
         return min(rotated, self.rope.most_dims) if isinstance(self.rope, NoRope) else rotated
+
+    @property
+    def window_rotary_dim(self) -> int:
+        """As `rotary_dim`, in layers with a window."""
+        if self.window_heads is None:
+            return self.rotary_dim
+        return int(self.window_heads.key_dim * self.rotary_fraction)

@@ -70,6 +70,14 @@ class Llama3Rope(Rope):
 
 
 @dataclass(frozen=True)
+class ProportionalRope(Rope):
+    """Rotation of the first `fraction` of dimension pairs, each at its pace where all turn (as in Gemma 4)."""
+
+    fraction: float
+    factor: float  # by which positions are divided
+
+
+@dataclass(frozen=True)
 class YarnRope(Rope):
     """Interpolation by parts, and cosines and sines scaled by `attention_factor` (Peng et al., arXiv:2309.00071)."""
 
@@ -91,21 +99,23 @@ def read_rope(config: Mapping[str, Any], max_positions: int, *, partly_rotated: 
     given = _object(config, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     keys = {key: value for key, value in given.items() if value is not None}
     keys.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
-    _refuse_what_no_layer_computes(config, keys, partly_rotated)
+    kind = keys.get("rope_type", keys.get("type", "default"))
+    _refuse_what_no_layer_computes(config, keys, partly_rotated or kind == "proportional")
     # A length beside the parameters wins over one among them, as in transformers.
     original = config.get("original_max_position_embeddings") or keys.get("original_max_position_embeddings")
     keys["original_max_position_embeddings"] = original or max_positions
-    kind = keys.get("rope_type", keys.get("type", "default"))
     if not isinstance(kind, str) or kind not in _READERS:
         raise UnsupportedModel(f"config.json: rope_type {kind!r} is not supported; supported are {', '.join(_READERS)}")
     return _READERS[kind](keys, max_positions)
 
 
-def read_ropes_by_window(config: Mapping[str, Any], max_positions: int) -> tuple[Rope, Rope]:
+def read_ropes_by_window(
+    config: Mapping[str, Any], max_positions: int, *, partly_rotated: bool = False
+) -> tuple[Rope, Rope]:
     """Read the ropes of layers without a window and of those with one, where the two differ.
 
     They are `rope_parameters.full_attention` and `.sliding_attention` (transformers 5), or `rope_theta` with
-    `rope_scaling`, and `rope_local_base_freq`. Raises `ModelError`.
+    `rope_scaling`, and `rope_local_base_freq`. `partly_rotated`: as for `read_rope`. Raises `ModelError`.
     """
     rest = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
     by_kind = _object(config, "rope_parameters")
@@ -116,8 +126,10 @@ def read_ropes_by_window(config: Mapping[str, Any], max_positions: int) -> tuple
     full = {**_object(by_kind, FULL), **_object(config, "rope_scaling")}
     windowed = {**rest, "rope_theta": _number(config, "rope_local_base_freq", DEFAULT_THETA)}
     return (
-        read_rope({**rest, "rope_parameters": full}, max_positions),
-        read_rope({**windowed, "rope_parameters": _object(by_kind, SLIDING)}, max_positions),
+        read_rope({**rest, "rope_parameters": full}, max_positions, partly_rotated=partly_rotated),
+        read_rope(
+            {**windowed, "rope_parameters": _object(by_kind, SLIDING)}, max_positions, partly_rotated=partly_rotated
+        ),
     )
 
 
@@ -149,7 +161,14 @@ def reachable_positions(rope: Rope, max_positions: int) -> int:
 def read_rotary_fraction(config: Mapping[str, Any], default: float) -> float:
     """Return the share of a head's dimensions that are rotated. Raises `InvalidModelConfig`."""
     ropes = {**_object(config, "rope_parameters"), **_object(config, "rope_scaling")}
-    fraction = ropes.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    kinds = [ropes[kind] for kind in (FULL, SLIDING) if isinstance(ropes.get(kind), Mapping)]
+    given = {kind.get("partial_rotary_factor") for kind in kinds}
+    if len(given) > 1:
+        raise UnsupportedModel("config.json: a partial_rotary_factor for each kind of layer is not supported, only one")
+    of_kinds = given.pop() if given else None
+    fraction = ropes.get("partial_rotary_factor", of_kinds)
+    if fraction is None:
+        fraction = config.get("partial_rotary_factor")
     if fraction is None:
         return default
     if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
@@ -187,6 +206,13 @@ def _read_linear(keys: Mapping[str, Any], max_positions: int) -> Rope:
 
 def _read_dynamic(keys: Mapping[str, Any], max_positions: int) -> Rope:
     return DynamicRope(_number(keys, "rope_theta"), _number(keys, "factor"), max_positions)
+
+
+def _read_proportional(keys: Mapping[str, Any], max_positions: int) -> Rope:
+    fraction = _number(keys, "partial_rotary_factor", 1.0)
+    if fraction > 1:
+        raise InvalidModelConfig(f"config.json: partial_rotary_factor must be at most 1, not {fraction:g}")
+    return ProportionalRope(_number(keys, "rope_theta"), fraction, _number(keys, "factor", 1.0))
 
 
 def _read_llama3(keys: Mapping[str, Any], max_positions: int) -> Rope:
@@ -238,5 +264,6 @@ _READERS = {
     "linear": _read_linear,
     "dynamic": _read_dynamic,
     "llama3": _read_llama3,
+    "proportional": _read_proportional,
     "yarn": _read_yarn,
 }

@@ -6,7 +6,7 @@
     weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
     attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `kda`, `mamba2` (states)
     MLPs         `mlp`, `moe` with `experts`
-    around       `norm`, `residual`, `embedding`, `decoder` with `decoder_layer`
+    around       `norm`, `residual`, `embedding`, `layer_inputs`, `decoder` with `decoder_layer`
 
 Importing this package loads no torch: a block is loaded when it is first named, so that model files can be imported
 where configs are read and nothing is computed.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .decoder_layer import LayerStep
     from .delta_net import GatedDeltaNet
     from .kda import KimiDeltaAttention
+    from .layer_inputs import LayerInput
     from .mamba2 import Mamba2
     from .mla import LatentAttention
     from .mlp import MLP, FeedForward, GatedMLP
@@ -39,6 +40,7 @@ __all__ = [
     "GatedMLP",
     "KimiDeltaAttention",
     "LatentAttention",
+    "LayerInput",
     "LayerStep",
     "Mamba2",
     "MoE",
@@ -54,6 +56,7 @@ _MODULES = {
     "GatedMLP": "mlp",
     "KimiDeltaAttention": "kda",
     "LatentAttention": "mla",
+    "LayerInput": "layer_inputs",
     "LayerStep": "decoder_layer",
     "MLP": "mlp",
     "Mamba2": "mamba2",

@@ -15,6 +15,7 @@ from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.activation import gate_heads
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
 from baton.kernels.linear import RowNorm
+from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope_kv import rope_and_cache
 from baton.kernels.state_batch import StateBatch
 
@@ -37,7 +38,7 @@ class GroupCache:
     """One cache group in a step: its blocks, and the sequences as its tables place them."""
 
     batch: AttentionBatch
-    kv: Tensor  # [num_blocks, num_kv_heads, layers of the group, planes, block_size, head_dim], see `core.layout`
+    kv: Tensor  # [num_blocks, num_kv_heads, layers of the group, planes, block_size, width], see `core.layout`
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class LayerContext:
     caches: tuple[GroupCache | StateCache, ...]  # one a cache group
     cos_sin: CosSin
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
+    layer_inputs: Tensor | None = None  # see `TokenRows.layer_inputs`
 
     @property
     def slots(self) -> Tensor:
@@ -116,10 +118,12 @@ class Attention(SelfAttention):
     qk_norm     "head": RMSNorm of every query and key head before the rotation
                 "width": RMSNorm of all query heads together, and of all key heads
     sinks       a score without a key for every query head, which takes weight from the others and gives no value
+    v_norm      RMSNorm without weights of every value head
     gated       every head has a gate behind its query, whose sigmoid the head's result is multiplied by
 
-    Scores are scaled and capped as `config.scales` says. `output_multiplier` goes into the weights of the last
-    projection when these have been loaded.
+    A layer whose `config.kv_source` is another one projects queries alone, and reads that one's cache. Scores are
+    scaled and capped as `config.scales` says. `output_multiplier` goes into the weights of the last projection when
+    these have been loaded.
     """
 
     def __init__(
@@ -130,15 +134,24 @@ class Attention(SelfAttention):
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: Literal["head", "width"] | None = None,
+        v_norm: bool = False,
         sinks: bool = False,
         gated: bool = False,
         output_multiplier: float = 1.0,
     ) -> None:
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        shape = config.heads_of(layer)
+        heads, kv_heads, dim, value_dim = config.num_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim
         self._q_parts = 1 + gated  # of each head in q_proj: the query, and its gate
-        parts = {"q_proj": self._q_parts * heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        parts = {"q_proj": self._q_parts * heads * dim}
+        self._source = config.kv_source(layer)  # the layer whose keys and values it reads
+        self._has_keys = self._source == layer
+        self._has_values = self._has_keys and shape.projects_values
+        if self._has_keys:
+            parts["k_proj"] = kv_heads * dim
+        if self._has_values:
+            parts["v_proj"] = kv_heads * value_dim
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
-        self.o_proj = Linear(heads * dim, config.hidden_size, bias=output_bias)
+        self.o_proj = Linear(heads * value_dim, config.hidden_size, bias=output_bias)
         # What cached keys and values are to be multiplied by; None: nothing.
         self.k_scale = ScalarScale() if config.cache_scales else None
         self.v_scale = ScalarScale() if config.cache_scales else None
@@ -148,16 +161,18 @@ class Attention(SelfAttention):
             q_width, k_width = (dim, dim) if qk_norm == "head" else (heads * dim, kv_heads * dim)
             offset = config.rules.norm_offset
             self.q_norm = RMSNorm(q_width, config.rms_norm_eps, offset=offset)
-            self.k_norm = RMSNorm(k_width, config.rms_norm_eps, offset=offset)
+            self.k_norm = RMSNorm(k_width, config.rms_norm_eps, offset=offset) if self._has_keys else None
         self.sinks = Parameter(heads, dtype=torch.float32) if sinks else None
-        self.place = config.caches.place_of(layer)
+        self.place = config.caches.place_of(self._source)
         self.window = config.layer_windows[layer]
         self.scale = dim**-0.5 if config.scales.score is None else config.scales.score
         self.soft_cap = config.scales.score_cap
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
-        self._head_dim = dim
+        self._head_dim, self._value_dim = dim, value_dim
         self._norms_width = qk_norm == "width"
+        self._norms_values = v_norm
+        self._ones: Tensor | None = None  # of the norm of values
         self._output_multiplier = output_multiplier
         self._group: Group = ALONE  # over which heads are divided
         self._rule: AttentionRule | None = None
@@ -165,23 +180,27 @@ class Attention(SelfAttention):
     def divide(self, groups: ParallelGroups) -> None:
         """Give heads to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
         heads, kv_heads = Share.part(self.num_heads, groups.tp), shared_heads(self.num_kv_heads, groups.tp)
-        q, kv = heads.times(self._head_dim), kv_heads.times(self._head_dim)
-        self.qkv_proj.keep_parts({"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": kv, "v_proj": kv})
-        self.o_proj.keep_columns(q, groups.tp)
+        q, k, v = heads.times(self._head_dim), kv_heads.times(self._head_dim), kv_heads.times(self._value_dim)
+        shares = {"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": k, "v_proj": v}
+        self.qkv_proj.keep_parts({name: shares[name] for name in self.qkv_proj.parts})
+        self.o_proj.keep_columns(heads.times(self._value_dim), groups.tp)
         if self.sinks is not None:
             self.sinks.keep(0, heads)
         if self._norms_width and self.q_norm is not None and self.k_norm is not None:
             self.q_norm.weight.keep(0, q)
-            self.k_norm.weight.keep(0, kv)
+            self.k_norm.weight.keep(0, k)
         self._group = groups.tp
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
     def prepare(self, cache: GroupCache) -> AttentionBatch:
-        return prepare(cache.batch, cache.kv, num_heads=self.num_heads)
+        return prepare(cache.batch, cache.kv, num_heads=self.num_heads, head_dim=self._head_dim)
 
     def finish(self) -> None:
         self.o_proj.multiply_rows([(self.o_proj.out_features, self._output_multiplier)])
         super().finish()
+        if self._norms_values:
+            assert self.q_norm is not None, "models norm values where they norm queries"
+            self._ones = torch.ones_like(self.q_norm.weight.data)
         self._rule = AttentionRule(
             self.scale,
             window=self.window,
@@ -203,19 +222,19 @@ class Attention(SelfAttention):
         cache, index, rule = context.kv_at(self.place), self.place.index, self._rule
         batch, kv = cache.batch, cache.kv
         assert rule is not None, "finish() comes before the first call"
-        qkv = self.qkv_proj(hidden, norm=norm).unflatten(-1, (-1, self._head_dim))
-        q, k, v = qkv.split([self._q_parts * self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k, v = self._heads(self.qkv_proj(hidden, norm=norm))
         gate = None
         if self._q_parts > 1:
             q, gate = (part.squeeze(2) for part in q.unflatten(1, (-1, 2)).split(1, dim=2))
             q = q.contiguous()
         q_norm = k_norm = None
-        if self.q_norm is not None and self.k_norm is not None:
-            if self._norms_width:
+        if self.q_norm is not None:
+            if self._norms_width and self.k_norm is not None:
                 normed = norms_over_ranks([(self.q_norm, q.flatten(1)), (self.k_norm, k.flatten(1))], self._group)
                 q, k = (part.unflatten(1, (-1, self._head_dim)) for part in normed)
             else:
-                q_norm, k_norm = self.q_norm.weight.data, self.k_norm.weight.data
+                q_norm = self.q_norm.weight.data
+                k_norm = None if self.k_norm is None else self.k_norm.weight.data
         q = rope_and_cache(
             q,
             k,
@@ -235,6 +254,34 @@ class Attention(SelfAttention):
             gate_heads(out, gate)
         out = out.flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads of q, with gates behind each where there are any, of k and of v."""
+        if not self._has_values:
+            return self._heads_without_values(qkv)
+        dim, value_dim = self._head_dim, self._value_dim
+        counts = [self._q_parts * self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        if dim == value_dim:
+            q, k, v = qkv.unflatten(-1, (-1, dim)).split(counts, dim=1)
+        else:
+            widths = [count * width for count, width in zip(counts, (dim, dim, value_dim), strict=True)]
+            q, k, v = qkv.split(widths, dim=1)
+            q, k, v = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, value_dim))
+        return q, k, v if self._ones is None else self._normed_values(v)
+
+    def _heads_without_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, and the keys as values; none of both in a layer that reads those of another."""
+        heads = qkv.unflatten(-1, (-1, self._head_dim))
+        if not self._has_keys:
+            return heads, heads[:, :0], heads[:, :0]
+        q, k = heads.split([self._q_parts * self.num_heads, self.num_kv_heads], dim=1)
+        return q, k, k.clone() if self._ones is None else self._normed_values(k)
+
+    def _normed_values(self, values: Tensor) -> Tensor:
+        assert self._ones is not None, "finish() comes before the first call"
+        normed = rms_norm(values.contiguous(), self._ones, self.eps)
+        assert isinstance(normed, Tensor)
+        return normed
 
 
 def shared_heads(count: int, group: Group) -> Share:

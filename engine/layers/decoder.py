@@ -17,6 +17,7 @@ from .attention import CosSin, GroupCache, LayerContext, SelfAttention, StateCac
 from .base import Layer, RankRows
 from .decoder_layer import DecoderLayer, LayerStep
 from .embedding import Embedding, Head, TiedHead
+from .layer_inputs import LayerInputs
 from .norm import RMSNorm
 from .residual import ResidualStream
 from .rotary import cos_sin_table
@@ -32,11 +33,15 @@ class Decoder(Layer):
         )
         self.layers = layers
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.rules.norm_offset)
+        self.layer_inputs = None if config.layer_inputs is None else LayerInputs(config, config.layer_inputs)
         self._names = config.rules.names
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
-            yield self._names.get(name, name), child
+            if child is self.layer_inputs:
+                yield from child.children()  # checkpoints have no name for it
+            else:
+                yield self._names.get(name, name), child
 
     def __call__(
         self,
@@ -46,6 +51,8 @@ class Decoder(Layer):
         ranks: RankRows | None = None,
     ) -> Tensor:
         hidden = self.embed_tokens(token_ids)
+        if self.layer_inputs is not None:
+            context = replace(context, layer_inputs=self.layer_inputs(token_ids, hidden))
         last = context
         if ranks is not None:
             context = replace(context, rows_of_ranks=ranks.tokens)
@@ -102,11 +109,13 @@ class CausalLM(Layer):
         super().allocate(device, dtype)
         config = self.config
 
-        def table(rope: Rope) -> Tensor:
-            return cos_sin_table(rope, config.rotary_dim, config.max_model_len, device)
+        def table(rope: Rope, rotary_dim: int) -> Tensor:
+            return cos_sin_table(rope, rotary_dim, config.max_model_len, device)
 
-        of_all = table(config.rope)
-        self._cos_sin = CosSin(of_all, of_all if config.window_rope is None else table(config.window_rope))
+        of_all, windowed = table(config.rope, config.rotary_dim), None
+        if config.window_rope is not None:
+            windowed = table(config.window_rope, config.window_rotary_dim)
+        self._cos_sin = CosSin(of_all, of_all if windowed is None else windowed)
 
     def prepare(self, caches: Sequence[GroupCache | StateCache]) -> tuple[GroupCache | StateCache, ...]:
         """Return what the layers' attention shares in a step, worked out once before the first of them."""

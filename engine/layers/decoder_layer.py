@@ -33,7 +33,7 @@ class LayerStep:
         self._stream = stream
         self._context = context
         self._wanted = wanted
-        self._rows = TokenRows(context.slots, context.rows_of_ranks)
+        self._rows = TokenRows(context.slots, context.rows_of_ranks, context.layer_inputs)
 
     def attend(self, *mixers: TokenMixer, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
         """Add `behind(mixer(before(x)))` to the stream, of several mixers the sum of what each gives of the same x."""
@@ -59,11 +59,20 @@ class LayerStep:
         add_to = stream.target if behind is None else None
         stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the stream by a factor [1]."""
+        self._stream.multiply(factor)
+
     def _keep_wanted(self) -> None:
         """Let only the wanted tokens go on; what was read before still has all. Once, by the layer's first block."""
         if self._wanted is not None:
             self._stream.keep(self._wanted)
-            self._rows = replace(self._rows, slots=rows_at(self._rows.slots, self._wanted))
+            inputs = self._rows.layer_inputs
+            self._rows = replace(
+                self._rows,
+                slots=rows_at(self._rows.slots, self._wanted),
+                layer_inputs=None if inputs is None else rows_at(inputs, self._wanted),
+            )
             self._wanted = None
 
 

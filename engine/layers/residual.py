@@ -59,6 +59,11 @@ class ResidualStream:
         else:
             self._sum = self._sum.add_(behind(result))
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the sum by a factor [1]."""
+        self._add_last()
+        self._sum = self._sum.mul_(factor)
+
     def _add_last(self) -> None:
         if self._last is None:
             return

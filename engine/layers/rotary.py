@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.hf_config.rope import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
+from baton.engine.hf_config.rope import LinearRope, Llama3Rope, NoRope, ProportionalRope, Rope, YarnRope
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
@@ -36,6 +36,13 @@ def _(rope: NoRope, head_dim: int) -> Tensor:
 @frequencies.register
 def _(rope: LinearRope, head_dim: int) -> Tensor:
     return 1.0 / _wavelengths(rope, head_dim) / rope.factor
+
+
+@frequencies.register
+def _(rope: ProportionalRope, head_dim: int) -> Tensor:
+    turning = int(rope.fraction * head_dim // 2)
+    still = torch.zeros(head_dim // 2 - turning)
+    return torch.cat([1.0 / _wavelengths(rope, head_dim)[:turning], still]) / rope.factor
 
 
 @frequencies.register

@@ -20,6 +20,12 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
             f"is true, must be false or left out: layers of {model.architecture} keep recurrent states, not blocks of "
             "tokens",
         )
+    if model.full_heads is not None and config.disable_hybrid_kv_cache_manager:
+        raise InvalidEngineConfig(
+            "disable_hybrid_kv_cache_manager",
+            f"is true, must be false or left out: layers of {model.architecture} with a window have other heads than "
+            "those without, and cannot keep blocks with them. Tiers (kv_tiers), which ask for it, do not store them",
+        )
     for what, size in _divided_by_tensor_parallelism(model, config.enable_expert_parallel):
         if size % ranks:
             raise InvalidEngineConfig(
@@ -70,9 +76,13 @@ def _divided_rows_and_columns(model: ModelConfig, ranks: int) -> Iterator[tuple[
     """Yield the dimensions of weights that are divided: name, size, a rank's share."""
     heads = model.num_heads
     if model.latent is None:
-        kv_heads = model.num_kv_heads
-        yield "num_attention_heads x head_dim =", heads * model.head_dim, heads // ranks * model.head_dim
-        yield "num_key_value_heads x head_dim =", kv_heads * model.head_dim, max(1, kv_heads // ranks) * model.head_dim
+        for each in model.head_shapes:
+            kv_heads, of_keys = each.num_kv_heads, each.key_dim
+            yield "num_attention_heads x head_dim =", heads * of_keys, heads // ranks * of_keys
+            yield "num_key_value_heads x head_dim =", kv_heads * of_keys, max(1, kv_heads // ranks) * of_keys
+            if (of_values := each.value_dim) != of_keys:
+                yield "num_attention_heads x v_head_dim =", heads * of_values, heads // ranks * of_values
+                yield "num_key_value_heads x v_head_dim =", kv_heads * of_values, max(1, kv_heads // ranks) * of_values
     else:
         for name, dim in (("qk_head_dim", model.latent.head_dim), ("v_head_dim", model.latent.value_dim)):
             yield f"num_attention_heads x {name} =", heads * dim, heads // ranks * dim

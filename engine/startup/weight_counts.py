@@ -34,11 +34,14 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     ranks = config.tensor_parallel_size
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
-    attention, latents = _attention(model, ranks)
     mixers = _mixers(model, ranks)
-    plain = embeddings + norms + latents * mixers.attention
-    narrow = attention * mixers.attention + mixers.of_recurrent * mixers.recurrent
-    narrow += model.num_mlps * _matrices(model) * model.hidden_size * model.intermediate_size / ranks
+    attention, latents = _attention_of_layers(model, mixers, ranks)
+    plain = embeddings + norms + latents
+    narrow = attention + mixers.of_recurrent * mixers.recurrent
+    narrow += _matrices(model) * model.hidden_size * _mlp_widths(model) / ranks
+    if model.layer_inputs is not None:
+        table, others = _layer_inputs(model)
+        plain, narrow = plain + table / ranks, narrow + others
     for _ in range(_num_mixtures(model)):
         router, shared, routed = _mixture(model, config)
         plain, narrow = plain + router, narrow + shared
@@ -56,8 +59,10 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
     """
     ranks = tensor_parallel_size
     mixers, matrices = _mixers(model, ranks), _matrices(model)
-    weights = sum(_attention(model, ranks)) * mixers.attention + mixers.of_recurrent * mixers.recurrent
-    weights += model.num_mlps * matrices * model.hidden_size * model.intermediate_size / ranks
+    weights = sum(_attention_of_layers(model, mixers, ranks)) + mixers.of_recurrent * mixers.recurrent
+    weights += matrices * model.hidden_size * _mlp_widths(model) / ranks
+    if model.layer_inputs is not None:
+        weights += _layer_inputs(model)[1]
     if model.moe is not None:
         latent = model.moe.latent_size
         routed = matrices * model.moe.top_k * model.moe.intermediate_size * (latent or model.hidden_size)
@@ -65,6 +70,21 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
         router = (model.moe.num_experts + 2 * (latent or 0)) * model.hidden_size
         weights += _num_mixtures(model) * ((routed + shared) / ranks + router)
     return weights
+
+
+def _attention_of_layers(model: ModelConfig, mixers: _Mixers, ranks: int) -> tuple[float, float]:
+    """Count the weights of all layers' attention, as `_attention` does."""
+    if model.full_heads is None:
+        projections, up = _attention(model, ranks)
+        return projections * mixers.attention, up * mixers.attention
+    weights = 0.0
+    for layer in range(model.num_layers):
+        heads = model.heads_of(layer)
+        queries, kv_heads = model.num_heads / ranks, max(1, heads.num_kv_heads // ranks)
+        weights += model.hidden_size * queries * (heads.key_dim + heads.value_dim)
+        if model.kv_source(layer) == layer:
+            weights += model.hidden_size * kv_heads * (heads.key_dim + heads.projects_values * heads.value_dim)
+    return weights, 0
 
 
 def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
@@ -123,6 +143,20 @@ def _norms_of_layers(model: ModelConfig) -> int:
     if model.mamba is None:
         return 2 * model.num_layers
     return sum(min(2, len(blocks)) for blocks in model.mamba.blocks)
+
+
+def _mlp_widths(model: ModelConfig) -> int:
+    """Return the widths of all MLPs that are no mixtures, added up."""
+    if not model.doubles_shared_mlps:
+        return model.num_mlps * model.intermediate_size
+    return sum(model.mlp_width(layer) for layer in range(model.num_layers))
+
+
+def _layer_inputs(model: ModelConfig) -> tuple[int, int]:
+    """Count the weights of the table of per-layer embeddings, and of the projections around them, of all layers."""
+    assert model.layer_inputs is not None, "few models have per-layer embeddings"
+    shape = model.layer_inputs
+    return model.num_layers * shape.vocab_size * shape.width, 3 * model.num_layers * shape.width * model.hidden_size
 
 
 def _matrices(model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from baton.kernels.attention_batch import SHORT_CONTEXTS, AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 
 from . import cpu, reference
 from .rule import AttentionRule
@@ -14,17 +15,18 @@ from .rule import AttentionRule
 __all__ = ["SHORT_CONTEXTS", "AttentionBatch", "AttentionRule", "paged_attention", "prepare"]
 
 
-def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBatch:
+def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int | None = None) -> AttentionBatch:
     """Return the batch with the plan that its device's kernels need. Call it once a step, before the first layer.
 
     On a GPU this launches a few small kernels and looks at shapes only, so that a captured graph may hold it: whenever
-    the graph runs, the plan is made anew from the lengths that lie on the device then.
+    the graph runs, the plan is made anew from the lengths that lie on the device then. `head_dim`: of queries and keys,
+    where that is not the width of the cache.
     """
     if not batch.seq_lens.is_cuda:
         return batch
     from . import gpu
 
-    return gpu.prepare(batch, kv, num_heads=num_heads)
+    return gpu.prepare(batch, kv, num_heads=num_heads, head_dim=head_dim)
 
 
 def paged_attention(
@@ -36,8 +38,7 @@ def paged_attention(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of q [T, H, D] over `layer` of kv [blocks, KV heads, layers, 2, block_size, D] -> [T, H,
-    D].
+    """Compute causal attention of q [T, H, D] over `layer` of kv, as `kv_rows` has it, -> [T, H, width of a value].
 
     Query head h reads KV head h // (H / KV heads). What it makes of them is the `rule` of the layer: make it once, not
     once a call. Sums are float32. The KV of the step's own tokens must be in the cache already; blocks past a
@@ -46,13 +47,16 @@ def paged_attention(
 
     Rows of padding (sequences of length 0, tokens behind the last sequence) become zero. `out` is contiguous and does
     not overlap q. On a GPU the batch comes from `prepare`. Raises `ValueError` for heads that do not divide, another
-    number of sinks than query heads, another `out` than that, and a batch that is not prepared.
+    number of sinks than query heads, another `out` than that, a cache of other keys, and a batch
+    that is not prepared.
     """
     if q.shape[1] % kv.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide evenly over {kv.shape[1]} KV heads")
     rule.check_heads(q.shape[1])
-    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
-        raise ValueError(f"out is {out.dtype} {list(out.shape)}: give contiguous {q.dtype} {list(q.shape)}")
+    if out is not None:
+        shape = (*q.shape[:2], kv_rows(kv, q.shape[2]).value_dim)
+        if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
+            raise ValueError(f"out is {out.dtype} {list(out.shape)}: give contiguous {q.dtype} {list(shape)}")
     return _implementation(q)(q, kv, layer, batch, rule, out=out)
 
 

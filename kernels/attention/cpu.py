@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.kernels import native
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import KVRows, kv_rows
 
 from . import reference
 from .rule import AttentionRule
@@ -24,20 +25,20 @@ def paged_attention(
     *,
     out: Tensor | None,
 ) -> Tensor:
-    kernel = _kernel()
-    if kernel is None or rule.is_scaled or not _fits(q, kv):
+    kernel, rows = _kernel(), kv_rows(kv, q.shape[2])
+    if kernel is None or rule.is_scaled or not _fits(q, kv, rows):
         return reference.paged_attention(q, kv, layer, batch, rule, out=out)
     num_tokens, num_heads, dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
     if out is None:
-        out = torch.empty((num_tokens, num_heads, dim), dtype=q.dtype)
-    block_stride, head_stride, _, half_stride = kv.stride()[:4]
+        out = torch.empty((num_tokens, num_heads, rows.value_dim), dtype=q.dtype)
+    block_stride, head_stride = kv.stride()[:2]
     tables = batch.block_tables
     sizes = _SIZES(
-        *(batch.num_seqs, num_heads, kv.shape[1], dim, kv.shape[4]),
-        *(q.stride(0), num_heads * dim, tables.stride(0)),
-        *(block_stride, head_stride, half_stride, rule.window or 0, num_tokens),
+        *(batch.num_seqs, num_heads, kv.shape[1], dim, rows.value_dim, kv.shape[4]),
+        *(q.stride(0), num_heads * rows.value_dim, tables.stride(0)),
+        *(block_stride, head_stride, rows.token_stride, rows.to_value, rule.window or 0, num_tokens),
     )
     kernel(
         native.DTYPE_NUMBER[q.dtype],
@@ -57,12 +58,12 @@ def paged_attention(
     return out
 
 
-_SIZES = ctypes.c_int64 * 13  # the integers of AttentionBatch in native/attention.cpp
+_SIZES = ctypes.c_int64 * 15  # the integers of AttentionBatch in native/attention.cpp
 GRANULE = 16  # heads and blocks are taken in vectors of so many dimensions and tokens
 MAX_GROUP = 128  # query heads of one KV head: rows of the kernel's tile
 
 
-def _fits(q: Tensor, kv: Tensor) -> bool:
+def _fits(q: Tensor, kv: Tensor, rows: KVRows) -> bool:
     """Return true for shapes and types that the C++ function covers; the reference covers the rest."""
     return (
         q.dtype == kv.dtype
@@ -70,7 +71,8 @@ def _fits(q: Tensor, kv: Tensor) -> bool:
         and q.shape[2] % GRANULE == 0
         and kv.shape[4] % GRANULE == 0
         and q.shape[1] // kv.shape[1] <= MAX_GROUP
-        and kv.stride()[4:] == (q.shape[2], 1)
+        and rows.value_dim % GRANULE == 0
+        and kv.stride()[4:] == (rows.token_stride, 1)
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 
 from .rule import AttentionRule
 
@@ -20,7 +21,8 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.attention.paged_attention`. Computes in float32, in float64 where `q` is."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    value_dim = kv_rows(kv, q.shape[2]).value_dim
+    out = q.new_empty((*q.shape[:2], value_dim)) if out is None else out
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     num_kv_heads, block_size = kv.shape[1], kv.shape[4]
     group = q.shape[1] // num_kv_heads
@@ -34,8 +36,9 @@ def paged_attention(
             continue
         num_blocks = -(-seq_len // block_size)
         blocks = kv[batch.block_tables[row, :num_blocks].long(), :, layer].to(compute_dtype)
-        # [block, kv_head, 2, token, dim] -> [2, head, key, dim]
-        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group, dim=1)
+        # [block, kv_head, planes, token, width] -> [planes, head, key, width]
+        planes = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group, dim=1)
+        keys, values = planes if len(planes) == 2 else planes[0].split([q.shape[2], value_dim], dim=-1)
         keys = keys if rule.k_scale is None else keys * rule.k_scale
         values = values if rule.v_scale is None else values * rule.v_scale
         scores = q[tokens].to(compute_dtype).transpose(0, 1) @ keys.transpose(1, 2) * rule.scale

@@ -49,7 +49,7 @@ def _problem(
     """Return the problem of a step of `num_seqs` decodes, over so many layers that no cache holds the KV of all."""
 
     def make_run(options: Options) -> Callable[[], object]:
-        plan = decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        plan = decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, value_dim=head_dim)
         planned = dataclasses.replace(batch, prepared=dataclasses.replace(prepared(batch), decode=plan))
         return cycling(lambda layer: paged_attention(q, kv, layer, planned, rule), range(kv.shape[2]))
 

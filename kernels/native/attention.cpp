@@ -19,8 +19,8 @@ constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int64_t SMALL_ROWS = 32;  // tiles of at most so many rows may be shared out by parts
 
 struct AttentionBatch {
-    int64_t num_seqs, q_heads, kv_heads, dim, block_size, q_stride, out_stride, table_stride;
-    int64_t block_stride, head_stride, half_stride, window, num_tokens;
+    int64_t num_seqs, q_heads, kv_heads, dim, value_dim, block_size, q_stride, out_stride, table_stride;
+    int64_t block_stride, head_stride, token_stride, to_value, window, num_tokens;
     const int32_t *query_start, *seq_lens, *tables, *table_rows;
     const float* sinks;  // one for each query head, or null
     float scale, soft_cap;  // see `AttentionRule`; no cap where that is 0
@@ -104,8 +104,8 @@ template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegiste
     const T *q, *kv;
     T* out;
 
-    int64_t state_size() const { return MAX_ROWS * row_state_size(batch.dim); }
-    int64_t part_size() const { return SMALL_ROWS * row_state_size(batch.dim); }
+    int64_t state_size() const { return MAX_ROWS * row_state_size(batch.value_dim); }
+    int64_t part_size() const { return SMALL_ROWS * row_state_size(batch.value_dim); }
 
     void run(int threads) const {
         clear_padding();
@@ -132,11 +132,12 @@ template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegiste
     }
 
     void run_task(const AttentionTask& task, float* parts) const {
-        int64_t dim = batch.dim, group = batch.group(), rows = task.tokens * group;
-        int64_t operand = sizeof(typename Op::T), block = KEYS * dim * operand / sizeof(float);
+        int64_t dim = batch.dim, value_dim = batch.value_dim, group = batch.group(), rows = task.tokens * group;
+        int64_t operand = sizeof(typename Op::T), block = KEYS * std::max(dim, value_dim) * operand / sizeof(float);
         float* scratch = attention_scratch(2 * state_size() + 2 * block + MAX_ROWS * dim);
         float *total = scratch, *part = total + state_size(), *blocks = part + state_size();
-        AttentionTile<Op, T> tile{dim, rows, group, task.position, Sight{batch.window}, batch.score_unit(), batch.cap_scale(),
+        AttentionTile<Op, T> tile{dim, value_dim, rows, group, task.position, Sight{batch.window},
+                                  batch.score_unit(), batch.cap_scale(),
                                   reinterpret_cast<typename Op::T*>(blocks + 2 * block),
                                   reinterpret_cast<typename Op::T*>(blocks),
                                   reinterpret_cast<typename Op::T*>(blocks + block), total};
@@ -145,29 +146,29 @@ template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegiste
             Packer<Op, T>::queries(from, dim, tile.queries + r * dim);
         }
         Pages<T> pages{kv + task.head * batch.head_stride, batch.table(task.seq),
-                       batch.block_size, batch.block_stride, batch.half_stride, dim};
+                       batch.block_size, batch.block_stride, batch.token_stride, batch.to_value};
         Way way(tile);
         for (int64_t begin = task.key_begin; begin < task.key_end;) {
             int64_t end = std::min(task.key_end, (begin / SPLIT + 1) * SPLIT);
             tile.state = begin == task.key_begin ? total : part;
             tile.clear();
             tile.attend(pages, begin, end, way);
-            if (tile.state == part) merge_rows(total, part, rows, dim);
+            if (tile.state == part) merge_rows(total, part, rows, value_dim);
             begin = end;
         }
-        if (task.part >= 0) std::copy(total, total + rows * row_state_size(dim), parts + task.part * part_size());
+        if (task.part >= 0) std::copy(total, total + rows * row_state_size(value_dim), parts + task.part * part_size());
         else write(task, total);
     }
 
     void finish_shared(const SharedTile& shared, float* parts) const {
         float* total = parts + shared.first_part * part_size();
         int64_t rows = shared.whole.tokens * batch.group();
-        for (int64_t i = 1; i < shared.parts; i++) merge_rows(total, total + i * part_size(), rows, batch.dim);
+        for (int64_t i = 1; i < shared.parts; i++) merge_rows(total, total + i * part_size(), rows, batch.value_dim);
         write(shared.whole, total);
     }
 
     void write(const AttentionTask& task, const float* state) const {
-        int64_t dim = batch.dim, group = batch.group();
+        int64_t dim = batch.value_dim, group = batch.group();
         for (int64_t r = 0; r < task.tokens * group; r++, state += row_state_size(dim)) {
             T* to = out + (task.token + r / group) * batch.out_stride + (task.head * group + r % group) * dim;
             float total = sum(load(state + dim)), largest = state[dim + LANES];
@@ -194,7 +195,7 @@ template <class T>
 void paged_attention(const AttentionBatch& batch, const void* q, const void* kv, void* out, int threads) {
 #if BATON_HAS_TILES
     if constexpr (std::is_same_v<T, bf16>)
-        if (InTiles::serve(batch.dim)) return attend<T, InTiles>(batch, q, kv, out, threads);
+        if (InTiles::serve(batch.dim, batch.value_dim)) return attend<T, InTiles>(batch, q, kv, out, threads);
 #endif
     attend<T, InRegisters>(batch, q, kv, out, threads);
 }
@@ -203,7 +204,7 @@ void paged_attention(const AttentionBatch& batch, const void* q, const void* kv,
 
 extern "C" {
 
-// sizes: the integers of AttentionBatch in its order; dim and block_size are multiples of 16, query heads a multiple of
+// sizes: the integers of AttentionBatch in its order; dim, value_dim and block_size are multiples of 16, query heads a multiple of
 // KV heads and at most 128 times as many. kv_layer points at the layer in block 0 and head 0. Sequence i's blocks are
 // row table_rows[i] of the tables, row i where that is null. sinks: a score without a key for each query head, or null.
 // soft_cap: 0 for none.
@@ -212,7 +213,7 @@ void baton_paged_attention(int dtype, const void* q, const void* kv_layer, void*
                            const int32_t* table_rows, const float* sinks, float scale, float soft_cap,
                            int threads) {
     baton::AttentionBatch batch{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],    sizes[6], sizes[7],
-                                sizes[8], sizes[9], sizes[10], sizes[11], sizes[12],
+                                sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14],
                                 query_start, seq_lens, tables, table_rows, sinks, scale, soft_cap};
     BATON_DISPATCH(dtype, baton::paged_attention, batch, q, kv_layer, out, threads)
 }

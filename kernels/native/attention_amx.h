@@ -16,12 +16,14 @@ class InTiles {
   public:
     using Tile = AttentionTile<Pairs, bf16>;
 
-    static bool serve(int64_t dim) { return dim % TILE_DEPTH == 0 && tiles_granted(); }
+    static bool serve(int64_t dim, int64_t value_dim) {
+        return dim % TILE_DEPTH == 0 && value_dim % COLUMNS == 0 && tiles_granted();
+    }
 
     // Steps of equal height, so that tiles are configured once. The last may reach beyond the tile's rows (never beyond
     // the memory for them): what is computed there is left alone.
     explicit InTiles(const Tile& tile) : height(equal_height(tile.rows)), tiles(static_cast<int>(height)) {
-        if (few(tile)) tile.transpose_granule(tile.queries, tile.keys);
+        if (few(tile)) tile.transpose_granule(tile.queries, tile.dim, tile.keys);
     }
 
     void attend(const Tile& tile, const Pages<bf16>& pages, int64_t first, int64_t end) {
@@ -56,9 +58,9 @@ class InTiles {
 
     void score_in_place(const Tile& tile, const Pages<bf16>& pages, int64_t first, int64_t end) {
         for (int64_t key = first; key < std::min(end, first + KEYS); key += GRANULE) {
-            if (key + KEYS < end) prefetch_granule(pages.keys(key + KEYS), tile.dim);
+            if (key + KEYS < end) prefetch_granule(pages.keys(key + KEYS), pages.token_stride);
             alignas(64) float across[LANES][LANES];
-            tiles.multiply_across({pages.keys(key), tile.dim}, {tile.keys, 2 * KEYS}, tile.dim, across);
+            tiles.multiply_across({pages.keys(key), pages.token_stride}, {tile.keys, 2 * KEYS}, tile.dim, across);
             i32x16 words[LANES];
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) words[i] = load_bytes<i32x16>(across[i]);
@@ -75,13 +77,13 @@ class InTiles {
             for (int v = 0; v < Tile::NV; v++) own[0][v] = load(scores[r] + v * LANES);
             if (tile.is_capped()) tile.cap(own[0]);
             if (masked) tile.mask(own, row + r, first);
-            fades[r] = tile.weigh(own[0], tile.row_state(row + r) + tile.dim, weights[r])[0];
+            fades[r] = tile.weigh(own[0], tile.row_state(row + r) + tile.value_dim, weights[r])[0];
         }
     }
 
     void add_values(const Tile& tile, int64_t row, int64_t count) {
-        for (int64_t d = 0; d < tile.dim; d += COLUMNS) {
-            tiles.multiply({weights[0], KEYS}, {tile.values + 2 * d, 2 * tile.dim}, KEYS, {sums[0], COLUMNS});
+        for (int64_t d = 0; d < tile.value_dim; d += COLUMNS) {
+            tiles.multiply({weights[0], KEYS}, {tile.values + 2 * d, 2 * tile.value_dim}, KEYS, {sums[0], COLUMNS});
             for (int64_t r = 0; r < count; r++) {
                 float* state = tile.row_state(row + r) + d;
                 store(state, load(state) * fades[r] + load(sums[r]));

@@ -3,8 +3,8 @@
 //     query rows      one for each (query token, query head that shares the KV head); kept for the whole tile
 //     key block       64 keys, brought from their pages into the order that dot_tile.h reads:
 //                       keys     [dim][64]       (with Pairs: [dim / 2][64][2])
-//                       values   [64][dim]       (with Pairs: [64 / 2][dim][2])
-//     row state       [dim] weighted values, [16] sums of weights, [16] the largest score so far (in every lane)
+//                       values   [64][value_dim] (with Pairs: [64 / 2][value_dim][2])
+//     row state       [value_dim] weighted values, [16] sums of weights, [16] the largest score so far (in every lane)
 //
 // Key blocks begin at multiples of 64, and a block of which a row sees nothing leaves its state bitwise as it was. So a
 // row's result depends on its own sequence alone: not on the tile, the batch, or the chunk it is computed in.
@@ -29,12 +29,12 @@ inline int64_t row_state_size(int64_t dim) { return dim + 2 * LANES; }
 template <class T> struct Pages {
     const T* head;         // the head's keys in block 0
     const int32_t* table;  // the sequence's blocks
-    int64_t block_size, block_stride, half_stride, dim;
+    int64_t block_size, block_stride, token_stride, to_value;
 
     const T* keys(int64_t token) const {
-        return head + static_cast<int64_t>(table[token / block_size]) * block_stride + token % block_size * dim;
+        return head + static_cast<int64_t>(table[token / block_size]) * block_stride + token % block_size * token_stride;
     }
-    const T* values(int64_t token) const { return keys(token) + half_stride; }
+    const T* values(int64_t token) const { return keys(token) + to_value; }
 };
 
 // The keys [begin, end) that a query at `position` sees.
@@ -121,7 +121,7 @@ template <class Op, class T> struct AttentionTile {
 
     static constexpr int NV = KEYS / LANES;
 
-    int64_t dim, rows, group, first_position;  // row r is query head r % group at position first_position + r / group
+    int64_t dim, value_dim, rows, group, first_position;  // row r is query head r % group at position first_position + r / group
     Sight sight;
     float scale;                       // of scores, times log2(e): weights are powers of two
     float cap_scale;                   // scores become tanh(cap_scale * score) before that; 0: they do not
@@ -129,13 +129,13 @@ template <class Op, class T> struct AttentionTile {
     float* state;                      // [rows][row_state_size]
 
     int64_t position(int64_t row) const { return first_position + row / group; }
-    float* row_state(int64_t row) const { return state + row * row_state_size(dim); }
+    float* row_state(int64_t row) const { return state + row * row_state_size(value_dim); }
 
     void clear() const {
         for (int64_t r = 0; r < rows; r++) {
             float* row = row_state(r);
-            std::fill(row, row + dim + LANES, 0.0f);
-            store(row + dim + LANES, splat(NOTHING_SEEN));
+            std::fill(row, row + value_dim + LANES, 0.0f);
+            store(row + value_dim + LANES, splat(NOTHING_SEEN));
         }
     }
 
@@ -152,31 +152,31 @@ template <class Op, class T> struct AttentionTile {
     // Keys from `end` on are not read: their pages may not exist. Their scores are masked, their values are zeros.
     void pack_keys(const Pages<T>& pages, int64_t first, int64_t end) const {
         for (int64_t key = first; key < std::min(end, first + KEYS); key += GRANULE) {
-            if (key + KEYS < end) prefetch_granule(pages.keys(key + KEYS), dim);
-            transpose_granule(pages.keys(key), keys + (key - first) * Op::WIDTH);
+            if (key + KEYS < end) prefetch_granule(pages.keys(key + KEYS), pages.token_stride);
+            transpose_granule(pages.keys(key), pages.token_stride, keys + (key - first) * Op::WIDTH);
         }
     }
 
     void pack_values(const Pages<T>& pages, int64_t first, int64_t end) const {
         for (int64_t key = first; key < first + KEYS; key += GRANULE) {
-            if (key + KEYS < end) prefetch_granule(pages.values(key + KEYS), dim);
+            if (key + KEYS < end) prefetch_granule(pages.values(key + KEYS), pages.token_stride);
             const T* from = key < end ? pages.values(key) : nullptr;
             for (int64_t i = 0; i < GRANULE; i += 2) {
-                const T* const pair[2] = {key + i < end ? from + i * dim : nullptr,
-                                          key + i + 1 < end ? from + (i + 1) * dim : nullptr};
-                P::values(pair, dim, values + (key - first + i) * dim);
+                const T* const pair[2] = {key + i < end ? from + i * pages.token_stride : nullptr,
+                                          key + i + 1 < end ? from + (i + 1) * pages.token_stride : nullptr};
+                P::values(pair, value_dim, values + (key - first + i) * value_dim);
             }
         }
     }
 
-    // Sixteen rows of `dim` to columns of a key block.
-    void transpose_granule(const T* from, Operand* to) const {
+    // Sixteen rows of `dim`, `stride` apart, to columns of a key block.
+    void transpose_granule(const T* from, int64_t stride, Operand* to) const {
         int64_t all = P::words(dim);
         for (int64_t word = 0; word < all; word += LANES) {
             int count = static_cast<int>(std::min<int64_t>(LANES, all - word));
             i32x16 words[LANES];
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) words[i] = P::key_words(from + i * dim, word, count);
+            for (int i = 0; i < LANES; i++) words[i] = P::key_words(from + i * stride, word, count);
             transpose(words);
             for (int i = 0; i < count; i++) store_bytes(to + (word + i) * KEYS * Op::WIDTH, words[i]);
         }
@@ -193,11 +193,11 @@ template <class Op, class T> struct AttentionTile {
         Operand weights[R][KEYS];
         f32x16 fade[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) fade[r] = weigh(scores[r], row_state(row + r) + dim, weights[r]);
+        for (int r = 0; r < R; r++) fade[r] = weigh(scores[r], row_state(row + r) + value_dim, weights[r]);
         int64_t d = 0;
-        for (; d + TILE_VECTORS * LANES <= dim; d += TILE_VECTORS * LANES)
+        for (; d + TILE_VECTORS * LANES <= value_dim; d += TILE_VECTORS * LANES)
             add_values<R, TILE_VECTORS>(row, d, weights, fade);
-        for (; d < dim; d += LANES) add_values<R, 1>(row, d, weights, fade);
+        for (; d < value_dim; d += LANES) add_values<R, 1>(row, d, weights, fade);
     }
 
     template <int R> void score(f32x16 (&scores)[R][NV], int64_t row, int v) const {
@@ -254,7 +254,7 @@ template <class Op, class T> struct AttentionTile {
         f32x16 acc[R][COLUMNS];
         for (int r = 0; r < R; r++)
             for (int v = 0; v < COLUMNS; v++) acc[r][v] = load(row_state(row + r) + d + v * LANES) * fade[r];
-        accumulate<Op, R, COLUMNS>(acc, weights[0], KEYS, values + d * Op::WIDTH, dim * Op::WIDTH, KEYS / Op::WIDTH);
+        accumulate<Op, R, COLUMNS>(acc, weights[0], KEYS, values + d * Op::WIDTH, value_dim * Op::WIDTH, KEYS / Op::WIDTH);
         for (int r = 0; r < R; r++)
             for (int v = 0; v < COLUMNS; v++) store(row_state(row + r) + d + v * LANES, acc[r][v]);
     }

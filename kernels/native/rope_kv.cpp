@@ -9,9 +9,9 @@ namespace baton {
 constexpr int MAX_HEAD_DIM = 512;
 
 struct RopeBatch {
-    int64_t tokens, q_heads, kv_heads, head_dim, rotary_dim, block_size;
+    int64_t tokens, q_heads, kv_heads, head_dim, value_dim, rotary_dim, block_size;
     int64_t q_stride, k_stride, v_stride;                            // elements from token to token
-    int64_t block_stride, head_stride, half_stride;                  // elements in kv: block, KV head, from K to V
+    int64_t block_stride, head_stride, token_stride, to_value;       // elements in kv: block, KV head, token, from K to V
     const float* cos_sin;                                            // [max_positions][rotary_dim]
     const int64_t *positions, *slots;
     float eps;
@@ -49,7 +49,7 @@ template <class T, class W>
 void rope_and_cache_by(void* q, void* k, const void* v, const void* q_norm, const void* k_norm, void* kv_layer,
                        const RopeBatch& batch, int threads) {
     bool parallel = batch.tokens * (batch.q_heads + batch.kv_heads) >= 1024;  // below that, waking threads takes longer
-    int64_t head_bytes = batch.head_dim * sizeof(T);
+    int64_t key_bytes = batch.head_dim * sizeof(T), value_bytes = batch.value_dim * sizeof(T);
 #pragma omp parallel for num_threads(threads) if (parallel)
     for (int64_t t = 0; t < batch.tokens; t++) {
         const float* cosines = batch.cos_sin + batch.positions[t] * batch.rotary_dim;
@@ -59,13 +59,13 @@ void rope_and_cache_by(void* q, void* k, const void* v, const void* q_norm, cons
 
         if (batch.slots[t] < 0) continue;  // padding: belongs nowhere
         int64_t block = batch.slots[t] / batch.block_size, offset = batch.slots[t] % batch.block_size;
-        T* page = static_cast<T*>(kv_layer) + block * batch.block_stride + offset * batch.head_dim;
+        T* page = static_cast<T*>(kv_layer) + block * batch.block_stride + offset * batch.token_stride;
         for (int64_t h = 0; h < batch.kv_heads; h++, page += batch.head_stride) {
             T* k_head = static_cast<T*>(k) + t * batch.k_stride + h * batch.head_dim;
             turn_head(k_head, static_cast<const W*>(k_norm), cosines, batch);
-            std::memcpy(page, k_head, head_bytes);
-            std::memcpy(page + batch.half_stride, static_cast<const T*>(v) + t * batch.v_stride + h * batch.head_dim,
-                        head_bytes);
+            std::memcpy(page, k_head, key_bytes);
+            std::memcpy(page + batch.to_value, static_cast<const T*>(v) + t * batch.v_stride + h * batch.value_dim,
+                        value_bytes);
         }
     }
 }
@@ -86,7 +86,7 @@ void baton_rope_and_cache(int dtype, int norm_dtype, void* q, void* k, const voi
                           const void* k_norm, void* kv_layer, const int64_t* sizes, const float* cos_sin, const int64_t* positions,
                           const int64_t* slots, float eps, int threads) {
     baton::RopeBatch batch{sizes[0], sizes[1], sizes[2],  sizes[3],  sizes[4], sizes[5],  sizes[6], sizes[7],
-                           sizes[8], sizes[9], sizes[10], sizes[11], cos_sin,  positions, slots,    eps};
+                           sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], cos_sin,  positions, slots,    eps};
     BATON_DISPATCH(dtype, baton::rope_and_cache, norm_dtype, q, k, v, q_norm, k_norm, kv_layer, batch, threads)
 }
 

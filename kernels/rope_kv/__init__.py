@@ -26,7 +26,8 @@ def rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotate q [T, H, D] in place, write k and v [T, KV, D] to the batch's slots of `layer` in kv, and return q.
+    """Rotate q [T, H, D] in place, write k [T, KV, D] and v [T, KV, width of a value] to the batch's
+    slots of `layer` in kv (see `kernels.kv_rows`), and return q.
 
     Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D], both of q's dtype or float32, and `eps`,
     where given) and rotated (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim
@@ -35,7 +36,8 @@ def rope_and_cache(
     q, k and v may be views into one tensor: only their last two dimensions must be contiguous.
 
     A cache narrower than k and v holds `k / k_scale` and `v / v_scale` (float32, one element), rounded to nearest and
-    no larger than its type goes. Tokens of slot -1 are not written. What k holds afterwards is not defined: kv has it.
+    no larger than its type goes. Tokens of slot -1 are not written, and nothing is where k and v have no heads: their
+    layer reads those of another. What k holds afterwards is not defined: kv has it.
     """
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if q.is_cuda:

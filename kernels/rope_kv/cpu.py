@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.kernels import native
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import KVRows, kv_rows
 
 from . import reference
 
@@ -29,19 +30,19 @@ def rope_and_cache(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    kernel = _kernel()
+    kernel, rows = _kernel(), kv_rows(kv, q.shape[2])
     number = native.DTYPE_NUMBER.get(q.dtype)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     unscaled = k_scale is None and v_scale is None
-    if kernel is None or number is None or not (unscaled and _fits(q, k, v, cos_sin, kv, q_norm, k_norm)):
+    if kernel is None or number is None or not (unscaled and _fits(q, k, v, cos_sin, kv, rows, q_norm, k_norm)):
         return reference.rope_and_cache(
             q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales
         )
-    block_stride, head_stride, _, half_stride = kv.stride()[:4]
+    block_stride, head_stride = kv.stride()[:2]
     sizes = _SIZES(
-        *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], kv.shape[4]),
+        *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], rows.value_dim, cos_sin.shape[1], kv.shape[4]),
         *(q.stride(0), k.stride(0), v.stride(0)),
-        *(block_stride, head_stride, half_stride),
+        *(block_stride, head_stride, rows.token_stride, rows.to_value),
     )
     kernel(
         number,
@@ -62,11 +63,18 @@ def rope_and_cache(
     return q
 
 
-_SIZES = ctypes.c_int64 * 12  # the integers of RopeBatch in native/rope_kv.cpp
+_SIZES = ctypes.c_int64 * 14  # the integers of RopeBatch in native/rope_kv.cpp
 
 
 def _fits(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    rows: KVRows,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
 ) -> bool:
     """Return true for tensors that the C++ function reads as they lie: one type, contiguous heads,
     contiguous tables.
@@ -75,12 +83,13 @@ def _fits(
     same_type = k.dtype == v.dtype == kv.dtype == q.dtype and cos_sin.dtype == torch.float32
     norm_types = {norm.dtype for norm in (q_norm, k_norm) if norm is not None}
     same_type &= norm_types in (set(), {q.dtype}, {torch.float32})
-    contiguous_heads = all(heads.stride(2) == 1 and heads.stride(1) == dim for heads in (q, k, v))
+    contiguous_heads = all(heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] for heads in (q, k, v))
     return (
         same_type
         and contiguous_heads
         and cos_sin.is_contiguous()
-        and kv.stride()[4:] == (dim, 1)
+        and kv.stride()[4:] == (rows.token_stride, 1)
+        and v.shape[2] == rows.value_dim
         and dim <= MAX_HEAD_DIM
     )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.kernels import pdl
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import KVRows, kv_rows
 
 MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
 FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
@@ -44,11 +45,12 @@ def rope_and_cache(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
     block_size = kv.shape[4]
-    _check(q, k, v, cos_sin, kv)
+    rows = kv_rows(kv, dim)
+    _check(q, k, v, cos_sin, kv, rows)
     if num_tokens == 0:
         return q
     heads, num_warps = FEW if num_tokens < MANY_TOKENS else MANY
-    kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))
+    kv_heads = min(heads, triton.next_power_of_2(max(1, num_kv_heads)))
     planes = kv[:, :, layer]
     rope_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, kv_heads))](
         q,
@@ -65,11 +67,14 @@ def rope_and_cache(
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        *planes.stride()[:3],
+        *planes.stride()[:2],
+        rows.to_value,
         eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
+        VALUE_DIM=rows.value_dim,
+        TOKEN_STRIDE=rows.token_stride,
         HALF=rotary_dim // 2,
         BLOCK_SIZE=block_size,
         HEADS=heads,
@@ -80,12 +85,14 @@ def rope_and_cache(
     return q
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, rows: KVRows) -> None:
     dim = q.shape[2]
-    if k.shape != v.shape or k.shape[::2] != q.shape[::2] or kv.shape[5] != dim or kv.shape[1] != k.shape[1]:
+    value_shape = (*k.shape[:2], rows.value_dim)
+    if v.shape != value_shape or k.shape[::2] != q.shape[::2] or k.shape[1] not in (0, kv.shape[1]):
         shapes = (list(tensor.shape) for tensor in (q, k, v, kv))
         raise ValueError("q {}, k {}, v {} and kv {} do not fit each other".format(*shapes))
-    if any(heads.stride(2) != 1 or heads.stride(1) != dim for heads in (q, k, v)) or kv.stride()[4:] != (dim, 1):
+    row_strides = (rows.token_stride, 1)
+    if any(heads.stride()[1:] != (heads.shape[2], 1) for heads in (q, k, v)) or kv.stride()[4:] != row_strides:
         raise ValueError("the heads of q, k and v and the tokens of kv must be contiguous")
     if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > dim:
         raise ValueError(f"cos_sin is {cos_sin.dtype} {list(cos_sin.shape)}: give contiguous float32 of at most {dim}")
@@ -95,11 +102,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor) -> None
 def rope_and_cache_kernel(
     q,  # [num_tokens, NUM_HEADS, DIM], tokens q_stride apart
     k,  # [num_tokens, NUM_KV_HEADS, DIM], tokens k_stride apart
-    v,  # [num_tokens, NUM_KV_HEADS, DIM], tokens v_stride apart
+    v,  # [num_tokens, NUM_KV_HEADS, VALUE_DIM], tokens v_stride apart
     q_norm,  # [DIM] or None
     k_norm,  # [DIM] or None
     cos_sin,  # [positions, 2 * HALF] float32
-    planes,  # this layer of kv: [blocks, NUM_KV_HEADS, K and V, BLOCK_SIZE, DIM]
+    planes,  # this layer of kv: see `kernels.kv_rows`
     positions,  # [num_tokens] int64
     slots,  # [num_tokens] int64
     k_scale,  # [1] float32 or None: what is kept is k / k_scale
@@ -109,11 +116,13 @@ def rope_and_cache_kernel(
     v_stride,
     block_stride,
     head_stride,
-    plane_stride,
+    to_value,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # of q that a program takes
@@ -135,7 +144,7 @@ def rope_and_cache_kernel(
         _store(rows, DIM, heads, NUM_HEADS, parts, None, DIM, HALF)
     else:
         slot = tl.load(slots + token)
-        place = planes + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * DIM
+        place = planes + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * TOKEN_STRIDE
         if slot >= 0:
             if group < q_groups + kv_groups:
                 heads = (group - q_groups) * KV_HEADS + tl.arange(0, KV_HEADS)
@@ -148,8 +157,9 @@ def rope_and_cache_kernel(
             else:
                 heads = (group - q_groups - kv_groups) * KV_HEADS + tl.arange(0, KV_HEADS)
                 pdl.wait_for_previous()
-                parts = _load(v + token * v_stride, heads, NUM_KV_HEADS, DIM, HALF)
-                _store(place + plane_stride, head_stride, heads, NUM_KV_HEADS, parts, v_scale, DIM, HALF)
+                half: tl.constexpr = HALF if 2 * HALF < VALUE_DIM else VALUE_DIM // 2
+                parts = _load(v + token * v_stride, heads, NUM_KV_HEADS, VALUE_DIM, half)
+                _store(place + to_value, head_stride, heads, NUM_KV_HEADS, parts, v_scale, VALUE_DIM, half)
 
 
 @triton.jit

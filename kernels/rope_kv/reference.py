@@ -31,11 +31,14 @@ def rope_and_cache(
         if norm is not None:
             values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * norm.to(compute_dtype)
         heads.copy_(_rotate(values, cos, sin))
+    if k.shape[1] == 0:
+        return q
     kept = batch.slots >= 0
     slots, block_size = batch.slots[kept], kv.shape[4]
-    for plane, (values, scale) in enumerate(((k, k_scale), (v, v_scale))):
-        narrow = _narrowed(values[kept], scale, kv.dtype)
-        bits(kv)[slots // block_size, :, layer, plane, slots % block_size] = bits(narrow)
+    places = bits(kv)[:, :, layer]
+    planes = places.unbind(2) if kv.shape[3] == 2 else places[:, :, 0].split([k.shape[2], v.shape[2]], dim=-1)
+    for plane, values, scale in zip(planes, (k, v), (k_scale, v_scale), strict=True):
+        plane[slots // block_size, :, slots % block_size] = bits(_narrowed(values[kept], scale, kv.dtype))
     return q
 
 

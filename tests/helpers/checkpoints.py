@@ -36,6 +36,8 @@ ARCHITECTURES = (
     "granitemoehybrid",
     "nemotron_h",
     "kimi_linear",
+    "mimo_v2_flash",
+    "gemma4_text",
 )
 TIED = tuple(
     name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear")
@@ -185,6 +187,42 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "swiglu_limit": 1.0,  # so far down that it is met
     },
+    "gemma4_text": {
+        "hidden_size": 96,  # its root is no number of 8 bits
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "global_head_dim": 48,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 1024,
+        "sliding_window": 24,
+        "final_logit_softcapping": 2.5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "sliding_window": 24,
+        "attention_value_scale": 0.6,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.334},
+        },
+    },
     "deepseek_v2": {
         "num_key_value_heads": 4,
         "q_lora_rank": None,
@@ -264,6 +302,14 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128},
     "deepseek_v2": _WIDE_LATENT,
+    "gemma4_text": {"head_dim": 256, "global_head_dim": 512},
+    "mimo_v2_flash": {
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    },
     "deepseek_v3": _WIDE_LATENT,
     "kimi_linear": {
         **{name: size for name, size in _WIDE_LATENT.items() if name != "n_routed_experts"},
@@ -321,7 +367,7 @@ def make_model(
     for module in model.modules():
         if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
             module.limit = hf_config.swiglu_limit
-    adds_one = architecture.startswith(("gemma", "qwen3_5", "qwen3_next"))  # to what is stored of norms
+    adds_one = architecture.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))  # to what is stored of norms
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
@@ -330,6 +376,8 @@ def make_model(
             if "norm" in name:  # that of a delta net's heads is stored as it is
                 center = 0.0 if adds_one and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.2 * noise)
+            elif name.endswith("layer_scalar"):
+                parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith(("mamba.dt_bias", "mixer.dt_bias")):  # most heads remember tens of tokens
                 parameter.copy_(noise - 3.0)
             elif parameter.dim() == 1 or name.endswith("bias"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 from baton.kernels.launch import is_hopper
 from baton.kernels.query_tiles import PrefillPlan, plan_prefill
 
@@ -28,20 +29,23 @@ from .prefill_tiles import prefill_tiles
 __all__ = ["paged_attention", "prepare"]
 
 
-def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int) -> AttentionBatch:
+def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int | None = None) -> AttentionBatch:
     """See `baton.kernels.attention.prepare`. Looks at shapes only: safe inside a captured graph."""
-    heads = {"num_heads": num_heads, "num_kv_heads": kv.shape[1], "head_dim": kv.shape[5]}
+    head_dim = kv.shape[5] if head_dim is None else head_dim
+    heads = {"num_heads": num_heads, "num_kv_heads": kv.shape[1], "head_dim": head_dim}
+    value_dim = kv_rows(kv, head_dim).value_dim
     first_prefill = batch.num_decodes
     decode: DecodePlan | ShortPlan | None = None
     if first_prefill > 0:
-        decode = plan_short(batch, **heads)
-        if decode is None and is_hopper(kv.device):
+        decode = plan_short(batch, **heads, value_dim=value_dim)
+        if decode is None and is_hopper(kv.device) and value_dim == head_dim:
             for kernel in (decode_hopper, decode_fp8_hopper):
                 decode = decode or kernel.plan_tma_decode(batch, kv, num_heads)
-        decode = decode or plan_decode(batch, **heads)
+        decode = decode or plan_decode(batch, **heads, value_dim=value_dim)
     prefill = None
     if first_prefill < batch.num_tokens:
-        prefill = plan_split_prefill(batch, first_prefill, **heads) or plan_prefill(batch, first_prefill, **heads)
+        prefill = plan_split_prefill(batch, first_prefill, **heads, value_dim=value_dim)
+        prefill = prefill or plan_prefill(batch, first_prefill, **heads)
     return dataclasses.replace(batch, prepared=AttentionPlans(decode, prefill))
 
 
@@ -58,7 +62,8 @@ def paged_attention(
     plans = prepared(batch)
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if out is None:
+        out = torch.empty((*q.shape[:2], kv_rows(kv, q.shape[2]).value_dim), dtype=q.dtype, device=q.device)
     match plans.decode:
         case DecodePlan(uses_tma=True) as plan if decode_hopper.serves(q, kv, rule):
             decode_hopper.tma_decode(q, kv, layer, batch, plan, rule, out=out)

@@ -24,11 +24,12 @@ from torch import Tensor
 from baton.kernels import tuned
 from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
-from baton.kernels.split_kv import LOG2_E, LOWEST, merge_parts
+from baton.kernels.split_kv import LOG2_E, LOWEST
 
 from ..rule import AttentionRule
-from .decode_combine import MOST_SEQS, add_parts
+from .decode_combine import MOST_SEQS, add_parts, combine_parts
 from .decode_output import capped, write_rows
 from .decode_plan import (
     FIRST_SEQ,
@@ -60,17 +61,28 @@ DEFAULT = {
     "num_stages": 5,
 }
 DEFAULT_OF_WIDE_HEADS = {**DEFAULT, "unit_tokens": 32}  # of more than 128 dimensions: what two programs can hold
+# of more than 256 dimensions: what one program can hold
+DEFAULT_OF_WIDEST_HEADS = {**DEFAULT_OF_WIDE_HEADS, "programs": 1, "num_warps": 8, "num_stages": 3}
 
 
-def plan_decode(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> DecodePlan:
+def plan_decode(
+    batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
+) -> DecodePlan:
     """Return the plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a
     captured graph.
     """
     group = num_heads // num_kv_heads
     key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
-    default = DEFAULT if head_dim <= 128 else DEFAULT_OF_WIDE_HEADS
+    default = default_options(head_dim)
     options = tuned.config("attention", batch.seq_lens.device, key, default)
-    return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, value_dim=value_dim)
+
+
+def default_options(head_dim: int) -> dict[str, int]:
+    """Return the options of heads that are not in the tables."""
+    if head_dim <= 128:
+        return DEFAULT
+    return DEFAULT_OF_WIDE_HEADS if head_dim <= 256 else DEFAULT_OF_WIDEST_HEADS
 
 
 def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -> dict[str, int | str]:
@@ -84,7 +96,7 @@ def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -
 
 
 def decode_plan(
-    batch: AttentionBatch, options: dict[str, int], *, num_heads: int, num_kv_heads: int, head_dim: int
+    batch: AttentionBatch, options: dict[str, int], *, num_heads: int, num_kv_heads: int, value_dim: int
 ) -> DecodePlan:
     """Return the plan for given options, which have the keys of `DEFAULT`."""
     device = batch.seq_lens.device
@@ -98,7 +110,7 @@ def decode_plan(
         early_units=options["early_units"],
         apart=bool(options["apart"]) and batch.num_decodes <= MOST_SEQS,
         options={name: options[name] for name in ("num_warps", "num_stages")},
-        sums=torch.empty((num_shares, 2, num_heads, head_dim), dtype=torch.float32, device=device),
+        sums=torch.empty((num_shares, 2, num_heads, value_dim), dtype=torch.float32, device=device),
         tops=torch.empty((2, num_shares, 2, num_heads), dtype=torch.float32, device=device),
     )
 
@@ -117,7 +129,8 @@ def paged_decode(
     num_heads, dim = q.shape[1:]
     shares = plan.shares(rule.limit)
     group = num_heads // plan.num_kv_heads
-    padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    rows = kv_rows(kv, dim)
+    padded_group, padded_value_dim = triton.next_power_of_2(group), triton.next_power_of_2(rows.value_dim)
     attend_share[(shares.num_shares * plan.num_kv_heads,)](
         q,
         kv,
@@ -134,17 +147,21 @@ def paged_decode(
         *(rule.scale, rule.limit, rule.cap),
         shares.num_shares,
         q.stride(0),
-        *kv.stride()[:4],
+        *kv.stride()[:3],
+        rows.to_value,
         batch.block_tables.stride(0),
         HEADS=plan.num_kv_heads,
         GROUP=group,
         PADDED_GROUP=padded_group,
         ROWS=max(MIN_ROWS, padded_group),
         DIM=dim,
-        PADDED_DIM=padded_dim,
+        PADDED_DIM=triton.next_power_of_2(dim),
+        VALUE_DIM=rows.value_dim,
+        PADDED_VALUE_DIM=padded_value_dim,
+        TOKEN_STRIDE=rows.token_stride,
         UNIT=shares.unit_tokens,
         EARLY_UNITS=plan.early_units,
-        PARTS=max(1, ELEMENTS_AT_ONCE // (padded_group * padded_dim)),
+        PARTS=max(1, ELEMENTS_AT_ONCE // (padded_group * padded_value_dim)),
         APART=plan.apart,
         BLOCK_SIZE=kv.shape[4],
         HAS_CAP=rule.has_cap,
@@ -179,7 +196,7 @@ def attend_share(
     kv_block_stride,
     kv_head_stride,
     kv_layer_stride,
-    kv_half_stride,
+    to_value,
     table_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -187,6 +204,9 @@ def attend_share(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     UNIT: tl.constexpr,
     EARLY_UNITS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -207,14 +227,17 @@ def attend_share(
     if EARLY_UNITS > 0 and count > 0:
         begin, end = _keys_of(seq_len, window, unit, tl.minimum(count, EARLY_UNITS), UNIT)
         key = begin + tl.arange(0, EARLY_UNITS * UNIT)
-        place = kv_base + _places(key, key < end, table, kv_block_stride, BLOCK_SIZE, DIM)
-        _prefetch_rows(place, kv_half_stride, DIM)
+        place = kv_base + _places(key, key < end, table, kv_block_stride, BLOCK_SIZE, TOKEN_STRIDE)
+        _prefetch_rows(place, DIM)
+        _prefetch_rows(place + to_value, VALUE_DIM)
     wait_for_previous()
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
     head_dims = (head * GROUP + row)[:, None] * DIM + dim[None, :]
     is_real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    is_value = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)
     if k_scale is not None:
         scale *= tl.load(k_scale)
     left = count
@@ -231,22 +254,25 @@ def attend_share(
             begin,
             end,
             kv_block_stride,
-            kv_half_stride,
+            to_value,
             scale,
             soft_cap,
             ROWS=ROWS,
             DIM=DIM,
             PADDED_DIM=PADDED_DIM,
+            VALUE_DIM=VALUE_DIM,
+            PADDED_VALUE_DIM=PADDED_VALUE_DIM,
+            TOKEN_STRIDE=TOKEN_STRIDE,
             UNIT=UNIT,
             BLOCK_SIZE=BLOCK_SIZE,
             HAS_CAP=HAS_CAP,
         )
-        place = out + (seq.to(tl.int64) * HEADS + head) * (GROUP * DIM)
+        place = out + (seq.to(tl.int64) * HEADS + head) * (GROUP * VALUE_DIM)
         if units == all_units:
-            write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
+            write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, VALUE_DIM)
         else:
             part = (part_number(share, unit == 0) * HEADS + head) * GROUP
-            tl.store(sums + (part + row)[:, None] * DIM + dim[None, :], total, mask=is_real)
+            tl.store(sums + (part + row)[:, None] * VALUE_DIM + value_dim, total, mask=is_value)
             tl.store(tops + part + row, top, mask=row < GROUP)
             tl.store(tops + num_shares * 2 * HEADS * GROUP + part + row, weight, mask=row < GROUP)
             if not APART:
@@ -255,7 +281,7 @@ def attend_share(
                 last_share = (seq_begin + all_units - 1) // per_share
                 arrival = arrivals + first_share * HEADS + head
                 if is_last_to_arrive(arrival, last_share - first_share):
-                    _combine(
+                    combine_parts(
                         sums,
                         tops,
                         first_share,
@@ -268,8 +294,8 @@ def attend_share(
                         HEADS=HEADS,
                         GROUP=GROUP,
                         PADDED_GROUP=PADDED_GROUP,
-                        DIM=DIM,
-                        PADDED_DIM=PADDED_DIM,
+                        DIM=VALUE_DIM,
+                        PADDED_DIM=PADDED_VALUE_DIM,
                         PARTS=PARTS,
                     )
         seq += 1
@@ -295,19 +321,18 @@ def _keys_of(seq_len, window, unit, units, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _places(key, is_read, table, kv_block_stride, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
+def _places(key, is_read, table, kv_block_stride, BLOCK_SIZE: tl.constexpr, TOKEN_STRIDE: tl.constexpr):
     """Return the offset of each key from the first block's keys, in elements."""
     block = tl.load(table + key // BLOCK_SIZE, mask=is_read, other=0)
-    return block.to(tl.int64) * kv_block_stride + (key % BLOCK_SIZE) * DIM
+    return block.to(tl.int64) * kv_block_stride + (key % BLOCK_SIZE) * TOKEN_STRIDE
 
 
 @triton.jit
-def _prefetch_rows(place, kv_half_stride, DIM: tl.constexpr):
-    """Ask for the keys at `place` and their values to be brought into L2."""
+def _prefetch_rows(place, DIM: tl.constexpr):
+    """Ask for the keys or values at `place` to be brought into L2."""
     line: tl.constexpr = LINE_BYTES * 8 // place.dtype.element_ty.primitive_bitwidth
     offset = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(DIM, line))) * line, DIM - 1)
     prefetch(place[:, None] + offset[None, :])
-    prefetch(place[:, None] + kv_half_stride + offset[None, :])
 
 
 @triton.jit
@@ -319,28 +344,35 @@ def _attend_keys(
     begin,
     end,
     kv_block_stride,
-    kv_half_stride,
+    to_value,
     scale,
     soft_cap,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """Attend keys begin:end except those before `first_key`: weighted sums of values, sums of weights, top scores."""
     dim = tl.arange(0, PADDED_DIM)
-    total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    total = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], LOWEST, tl.float32)
     for start in tl.range(begin, end, UNIT):
         key = start + tl.arange(0, UNIT)
         visible = (key >= first_key) & (key < end)
-        place = kv_base + _places(key, visible, table, kv_block_stride, BLOCK_SIZE, DIM)
+        place = kv_base + _places(key, visible, table, kv_block_stride, BLOCK_SIZE, TOKEN_STRIDE)
         mask = visible[:, None]
         if DIM != PADDED_DIM:
             mask = mask & (dim < DIM)[None, :]
+        value_mask = visible[:, None]
+        if VALUE_DIM != PADDED_VALUE_DIM:
+            value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
         k = tl.load(place[:, None] + dim[None, :], mask=mask, other=0.0)
         scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
         if HAS_CAP:
@@ -350,48 +382,7 @@ def _attend_keys(
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         weight = weight * shrink + tl.sum(weights, 1)
-        v = tl.load(place[:, None] + kv_half_stride + dim[None, :], mask=mask, other=0.0)
+        v = tl.load(place[:, None] + to_value + value_dim[None, :], mask=value_mask, other=0.0)
         total = tl.dot(weights.to(query.dtype), v.to(query.dtype), total * shrink[:, None], input_precision="ieee")
         top = new_top
     return total, weight, top
-
-
-@triton.jit
-def _combine(
-    sums,
-    tops,
-    first_share,
-    last_share,
-    num_shares,
-    place,
-    sinks,
-    v_scale,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Combine the parts of a sequence that begins in `first_share` and ends in `last_share`, and write the result."""
-    row = tl.arange(0, PADDED_GROUP)[None, :]
-    dim = tl.arange(0, PADDED_DIM)[None, None, :]
-    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    weight = tl.zeros([PADDED_GROUP], tl.float32)
-    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
-    for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
-        share = base + tl.arange(0, PARTS)[:, None]
-        part = (part_number(share, share == first_share) * HEADS + head) * GROUP + row
-        is_real = (share <= last_share) & (row < GROUP)
-        # past the first cache: other multiprocessors wrote these
-        tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            sums + part[:, :, None] * DIM + dim,
-            mask=is_real[:, :, None] & (dim < DIM),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total, weight, top = merge_parts(total, weight, top, values, weights, tops_here)
-    write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)

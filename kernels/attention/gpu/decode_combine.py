@@ -1,4 +1,4 @@
-"""Combines the parts of decode attention, in a kernel behind the one that stores them.
+"""Combines the parts of decode attention: in the program that comes last, or in a kernel behind all of them.
 
 Where a step has few sequences, and one of them is long, it lies in dozens of shares. The program that comes last with a
 part of it would add them up alone, while the others are idle; here every query head of a sequence has a program. That
@@ -15,6 +15,7 @@ from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOG2_E, LOWEST, merge_parts
 
 from ..rule import AttentionRule
+from .decode_output import write_rows
 from .decode_plan import UNITS_PER_SHARE, DecodePlan, Shares, part_number, units_of
 
 PARTS_AT_ONCE = 64
@@ -101,3 +102,44 @@ def add_parts_kernel(
         column = tl.arange(0, PADDED_DIM)
         place = out + (seq.to(tl.int64) * num_heads + head) * DIM + column
         tl.store(place, result.to(out.dtype.element_ty), mask=column < DIM)
+
+
+@triton.jit
+def combine_parts(
+    sums,
+    tops,
+    first_share,
+    last_share,
+    num_shares,
+    place,
+    sinks,
+    v_scale,
+    head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Combine the parts of a sequence that begins in `first_share` and ends in `last_share`, and write the result."""
+    row = tl.arange(0, PADDED_GROUP)[None, :]
+    dim = tl.arange(0, PADDED_DIM)[None, None, :]
+    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    weight = tl.zeros([PADDED_GROUP], tl.float32)
+    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
+    for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
+        share = base + tl.arange(0, PARTS)[:, None]
+        part = (part_number(share, share == first_share) * HEADS + head) * GROUP + row
+        is_real = (share <= last_share) & (row < GROUP)
+        # past the first cache: other multiprocessors wrote these
+        tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            sums + part[:, :, None] * DIM + dim,
+            mask=is_real[:, :, None] & (dim < DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total, weight, top = merge_parts(total, weight, top, values, weights, tops_here)
+    write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)

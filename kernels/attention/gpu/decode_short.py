@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.attention_batch import SHORT_CONTEXTS, AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOG2_E, LOWEST, sum_parts
 
@@ -30,16 +31,21 @@ from .decode_plan import ShortPlan, first_visible
 
 ROWS = 16  # of a matrix product: query heads that read one KV head, at most
 KEYS = 128  # of a program
+MOST_DIMS = 256  # of a head: a program's keys and values lie in its registers
 WARPS = 4  # for heads of up to 128 dimensions
 
 
-def plan_short(batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int) -> ShortPlan | None:
+def plan_short(
+    batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
+) -> ShortPlan | None:
     """Return the plan of a step whose only decode is one short sequence, else None. Looks at shapes only."""
     if batch.num_decodes != 1 or batch.max_seq_len > SHORT_CONTEXTS[-1] or num_heads // num_kv_heads > ROWS:
         return None
+    if head_dim > MOST_DIMS:
+        return None
     device, splits = batch.seq_lens.device, max(1, triton.cdiv(batch.max_seq_len, KEYS))
     return ShortPlan(
-        sums=torch.empty((splits, num_heads, head_dim), dtype=torch.float32, device=device),
+        sums=torch.empty((splits, num_heads, value_dim), dtype=torch.float32, device=device),
         tops=torch.empty((2, splits, num_heads), dtype=torch.float32, device=device),
     )
 
@@ -57,6 +63,8 @@ def short_decode(
     """Write the first row of `out`. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
     num_kv_heads, splits = kv.shape[1], plan.splits
+    rows = kv_rows(kv, dim)
+    padded_value_dim = triton.next_power_of_2(rows.value_dim)
     attend_split[(splits * num_kv_heads,)](
         q,
         kv,
@@ -70,13 +78,17 @@ def short_decode(
         layer,
         *(rule.scale, rule.limit, rule.cap),
         splits,
-        *kv.stride()[:4],
+        *kv.stride()[:3],
+        rows.to_value,
         batch.block_tables.stride(0),
         HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         ROWS=ROWS,
         DIM=dim,
         PADDED_DIM=triton.next_power_of_2(dim),
+        VALUE_DIM=rows.value_dim,
+        PADDED_VALUE_DIM=padded_value_dim,
+        TOKEN_STRIDE=rows.token_stride,
         KEYS=KEYS,
         BLOCK_SIZE=kv.shape[4],
         HAS_CAP=rule.has_cap,
@@ -93,8 +105,8 @@ def short_decode(
             rule.limit,
             splits,
             num_heads,
-            DIM=dim,
-            PADDED_DIM=triton.next_power_of_2(dim),
+            DIM=rows.value_dim,
+            PADDED_DIM=padded_value_dim,
             KEYS=KEYS,
             MOST_SPLITS=triton.cdiv(SHORT_CONTEXTS[-1], KEYS),  # whatever this step has: one kernel serves all
             num_warps=WARPS,
@@ -111,7 +123,7 @@ def warps_for(dim: int) -> int:
 def attend_split(
     q,  # [1, HEADS * GROUP, DIM]
     kv,
-    out,  # as q
+    out,  # [1, HEADS * GROUP, VALUE_DIM]
     sinks,
     k_scale,
     v_scale,
@@ -128,13 +140,16 @@ def attend_split(
     kv_block_stride,
     kv_head_stride,
     kv_layer_stride,
-    kv_half_stride,
+    to_value,
     table_width,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -158,15 +173,19 @@ def attend_split(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
     kv_base = kv + head * kv_head_stride.to(tl.int64) + layer * kv_layer_stride.to(tl.int64)
-    places = kv_base + (block * kv_block_stride + key % BLOCK_SIZE * DIM)[:, None] + dim[None, :]
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    places = kv_base + (block * kv_block_stride + key % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
     mask = is_old[:, None]
     if DIM != PADDED_DIM:
         mask = mask & (dim < DIM)[None, :]
-    k = tl.load(places, mask=mask, other=0.0)
-    v = tl.load(places + kv_half_stride, mask=mask, other=0.0)
+    k = tl.load(places + dim[None, :], mask=mask, other=0.0)
+    value_mask = is_old[:, None]
+    if VALUE_DIM != PADDED_VALUE_DIM:
+        value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
+    v = tl.load(places + to_value + value_dim[None, :], mask=value_mask, other=0.0)
     has_newest = (split == splits - 1) & (seq_len > 0)
     newest_block = tl.load(table + newest // BLOCK_SIZE, mask=has_newest, other=0).to(tl.int64)
-    newest_place = kv_base + newest_block * kv_block_stride + newest % BLOCK_SIZE * DIM + dim
+    newest_place = kv_base + newest_block * kv_block_stride + newest % BLOCK_SIZE * TOKEN_STRIDE
     head_dims = (head * GROUP + row)[:, None] * DIM + dim[None, :]
     is_real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
     wait_for_previous()
@@ -175,8 +194,9 @@ def attend_split(
         scale *= tl.load(k_scale)
     query = tl.load(q + head_dims, mask=is_real, other=0.0)
     newest_mask = dim < tl.where(has_newest, DIM, 0)
-    new_k = tl.load(newest_place, mask=newest_mask, other=0.0).to(tl.float32)
-    new_v = tl.load(newest_place + kv_half_stride, mask=newest_mask, other=0.0).to(tl.float32)
+    new_k = tl.load(newest_place + dim, mask=newest_mask, other=0.0).to(tl.float32)
+    newest_value_mask = value_dim < tl.where(has_newest, VALUE_DIM, 0)
+    new_v = tl.load(newest_place + to_value + value_dim, mask=newest_value_mask, other=0.0).to(tl.float32)
     scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
     new_score = tl.sum(query.to(tl.float32) * new_k[None, :], 1) * scale
     if HAS_CAP:
@@ -191,10 +211,11 @@ def attend_split(
     total = tl.dot(weights.to(query.dtype), v.to(query.dtype), input_precision="ieee")
     total += new_weight[:, None] * new_v[None, :]
     if splits - first_split == 1:
-        write_rows(total, weight, top, out + head * (GROUP * DIM), sinks, v_scale, head, GROUP, DIM)
+        write_rows(total, weight, top, out + head * (GROUP * VALUE_DIM), sinks, v_scale, head, GROUP, VALUE_DIM)
     else:
         part = (split * HEADS + head) * GROUP + row
-        tl.store(sums + part[:, None] * DIM + dim[None, :], total, mask=is_real)
+        is_value = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
+        tl.store(sums + part[:, None] * VALUE_DIM + value_dim[None, :], total, mask=is_value)
         tl.store(tops + part, top, mask=row < GROUP)
         tl.store(tops + num_splits * HEADS * GROUP + part, weight, mask=row < GROUP)
 

@@ -73,7 +73,7 @@ def plan_tma_decode(
     programs = fittings[dim].programs
     options = {**DEFAULT, "unit_tokens": unit_tokens, "programs": programs, "min_units": 1, "early_units": 0}
     options["apart"] = int(batch.num_decodes <= FEW_SEQS)
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": dim}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "value_dim": dim}
     return dataclasses.replace(decode_plan(batch, options, **heads), uses_tma=True)
 
 

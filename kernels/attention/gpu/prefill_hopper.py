@@ -42,6 +42,7 @@ def fits(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) -> bool:
         and q.dtype == kv.dtype
         and not rule.is_scaled
         and q.shape[2] in KEYS_OF_A_TILE
+        and kv.shape[5] == q.shape[2]
         and cache_fits_boxes(kv)
         and q.stride(2) == 1
         and q.stride(0) % 8 == q.stride(1) % 8 == q.data_ptr() % 16 == 0

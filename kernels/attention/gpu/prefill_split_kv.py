@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 from baton.kernels.launch import multiprocessors
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.query_tiles import ITEM_WORDS, SHORT_ROWS, KeySplit, PrefillPlan, num_units_of, plan_prefill
@@ -34,7 +35,7 @@ LEAST_KEYS = 256  # of a split: what one more program would cost more than it sa
 
 
 def plan_split_prefill(
-    batch: AttentionBatch, first_seq: int, *, num_heads: int, num_kv_heads: int, head_dim: int
+    batch: AttentionBatch, first_seq: int, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> PrefillPlan | None:
     """Plan as `plan_prefill` does, with keys split; None where too few splits fit the device. Looks at shapes only.
 
@@ -46,12 +47,12 @@ def plan_split_prefill(
     if splits < LEAST_SPLITS:
         return None
     plan = plan_prefill(batch, first_seq, **heads, rows=SHORT_ROWS)
-    return dataclasses.replace(plan, split=key_split(plan, num_heads, head_dim, splits))
+    return dataclasses.replace(plan, split=key_split(plan, num_heads, value_dim, splits))
 
 
-def key_split(plan: PrefillPlan, num_heads: int, head_dim: int, splits: int) -> KeySplit:
+def key_split(plan: PrefillPlan, num_heads: int, value_dim: int, splits: int) -> KeySplit:
     device, units = plan.items.device, plan.num_items * (num_heads // plan.pack)
-    sums = (units, splits, plan.rows, triton.next_power_of_2(head_dim))
+    sums = (units, splits, plan.rows, triton.next_power_of_2(value_dim))
     return KeySplit(
         splits,
         sums=torch.empty(sums, dtype=torch.float32, device=device),
@@ -90,7 +91,8 @@ def prefill_split_kv(
         split.count,
         *q.stride()[:2],
         *out.stride()[:2],
-        *kv.stride()[:4],
+        *kv.stride()[:3],
+        kv_rows(kv, q.shape[2]).to_value,
         batch.block_tables.stride(0),
         LEAST_KEYS=LEAST_KEYS,
         **tile_options(q, kv, plan, rule),
@@ -125,7 +127,7 @@ def attend_key_split(
     block_stride,
     head_stride,
     layer_stride,
-    half_stride,
+    to_value,
     table_stride,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -134,6 +136,9 @@ def attend_key_split(
     LEAST_KEYS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -171,13 +176,13 @@ def attend_key_split(
     k_base = kv + layer.to(tl.int64) * layer_stride + first_head // GROUP * head_stride
     first_key += split * of_split
     acc, total, top = attend_keys(
-        tl.zeros([ROWS, PADDED_DIM], tl.float32),
+        tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32),
         total,
         top,
         query,
         first_position + row_token,
         k_base,
-        k_base + half_stride,
+        k_base + to_value,
         table,
         block_stride,
         first_key,
@@ -189,6 +194,9 @@ def attend_key_split(
         KEYS,
         DIM,
         PADDED_DIM,
+        VALUE_DIM,
+        PADDED_VALUE_DIM,
+        TOKEN_STRIDE,
         BLOCK_SIZE,
         True,
         HAS_WINDOW,
@@ -200,10 +208,11 @@ def attend_key_split(
         _store_part(acc, total, top * score_unit, sums, tops, unit * num_splits + split)
         is_last = is_last_to_arrive(arrivals + unit, splits - 1)
         if is_last:
-            acc, total = _merge_parts(sums, tops, unit * num_splits, splits, ROWS, PADDED_DIM)
+            acc, total = _merge_parts(sums, tops, unit * num_splits, splits, ROWS, PADDED_VALUE_DIM)
     if is_last:
         result = weighted_mean(acc, total, v_scale)
-        target = row_places(out, token + row_token, row_head, out_token_stride, out_head_stride, PADDED_DIM)
+        target = row_places(out, token + row_token, row_head, out_token_stride, out_head_stride, PADDED_VALUE_DIM)
+        mask = (row_token < count)[:, None] & (tl.arange(0, PADDED_VALUE_DIM) < VALUE_DIM)[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
 

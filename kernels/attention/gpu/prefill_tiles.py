@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
+from baton.kernels.kv_rows import kv_rows
 from baton.kernels.query_tiles import (
     FIRST_POSITION,
     FIRST_TOKEN,
@@ -47,7 +48,8 @@ def prefill_tiles(
         num_heads,
         *q.stride()[:2],
         *out.stride()[:2],
-        *kv.stride()[:4],
+        *kv.stride()[:3],
+        kv_rows(kv, q.shape[2]).to_value,
         batch.block_tables.stride(0),
         **tile_options(q, kv, plan, rule),
     )
@@ -56,18 +58,24 @@ def prefill_tiles(
 def tile_options(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) -> dict[str, int]:
     """Return the compile-time arguments and launch options of kernels that go through a tile with `attend_keys`."""
     num_heads, dim = q.shape[1:]
-    small = dim * q.dtype.itemsize <= 256  # what of a tile shared memory and registers can hold
+    rows = kv_rows(kv, dim)
+    width = max(dim, rows.value_dim)
+    small = width * q.dtype.itemsize <= 256  # what of a tile shared memory and registers can hold
+    widest = width > 256
     return {
         "GROUP": num_heads // kv.shape[1],
         "PACK": plan.pack,
         "ROWS": plan.rows,
-        "KEYS": 64 if small else 32,
+        "KEYS": 64 if small else 16 if widest else 32,
         "DIM": dim,
         "PADDED_DIM": triton.next_power_of_2(dim),
+        "VALUE_DIM": rows.value_dim,
+        "PADDED_VALUE_DIM": triton.next_power_of_2(rows.value_dim),
+        "TOKEN_STRIDE": rows.token_stride,
         "BLOCK_SIZE": kv.shape[4],
         "HAS_WINDOW": rule.has_window,
         "HAS_CAP": rule.has_cap,
-        "num_warps": plan.rows // 16,
+        "num_warps": plan.rows // (8 if widest else 16),
         "num_stages": 3 if small else 2,
     }
 
@@ -129,6 +137,9 @@ def attend_keys(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -139,13 +150,14 @@ def attend_keys(
     MASKED: some row may not see some key, or the last tile reaches past the sequence.
     """
     dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
     for start in tl.range(first_key, last_key, KEYS):
         key = start + tl.arange(0, KEYS)
         exists = key < num_keys if MASKED else tl.full([KEYS], True, tl.int1)
         block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        place = (block * block_stride + key % BLOCK_SIZE * DIM)[:, None] + dim[None, :]
+        place = (block * block_stride + key % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
         mask = exists[:, None] & (dim < DIM)[None, :] if DIM != PADDED_DIM else exists[:, None]
-        k = tl.load(k_base + place, mask=mask, other=0.0)
+        k = tl.load(k_base + (place + dim[None, :]), mask=mask, other=0.0)
         scores = tl.dot(query, k.to(query.dtype).T, input_precision=FLOAT32)
         if HAS_CAP:
             scores = 1 - 2 / (tl.exp2(scores * cap_scale) + 1)
@@ -161,7 +173,10 @@ def attend_keys(
         weights = tl.exp2(scores * score_unit - shift[:, None])
         shrink = tl.exp2(top * score_unit - shift)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(v_base + place, mask=mask, other=0.0)
+        value_mask = exists[:, None]
+        if VALUE_DIM != PADDED_VALUE_DIM:
+            value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
+        v = tl.load(v_base + (place + value_dim[None, :]), mask=value_mask, other=0.0)
         acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * shrink[:, None], input_precision=FLOAT32)
         top = new_top
     return acc, total, top
@@ -190,7 +205,7 @@ def attend_tile(
     block_stride,
     head_stride,
     layer_stride,
-    half_stride,
+    to_value,
     table_stride,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -198,6 +213,9 @@ def attend_tile(
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -227,10 +245,10 @@ def attend_tile(
     if sinks is not None:
         top = tl.load(sinks + row_head) * LOG2_E / score_unit
         total += 1.0
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
 
     k_base = kv + layer.to(tl.int64) * layer_stride + first_head // GROUP * head_stride
-    v_base = k_base + half_stride
+    v_base = k_base + to_value
     # all rows see the keys of the middle part: no masks there
     middle_end = tl.maximum(first_position + 1, 0) // KEYS * KEYS
     start, middle = 0, 0
@@ -259,11 +277,15 @@ def attend_tile(
                 KEYS,
                 DIM,
                 PADDED_DIM,
+                VALUE_DIM,
+                PADDED_VALUE_DIM,
+                TOKEN_STRIDE,
                 BLOCK_SIZE,
                 part != 1,
                 HAS_WINDOW,
                 HAS_CAP,
             )
     result = weighted_mean(acc, total, v_scale)
-    target = row_places(out, token + row_token, row_head, out_token_stride, out_head_stride, PADDED_DIM)
+    target = row_places(out, token + row_token, row_head, out_token_stride, out_head_stride, PADDED_VALUE_DIM)
+    mask = (row_token < count)[:, None] & (tl.arange(0, PADDED_VALUE_DIM) < VALUE_DIM)[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

@@ -25,6 +25,8 @@ CASES = {
     "copied-heads": ("qwen3", {"num_key_value_heads": 2}, (2, 4)),
     "latents": ("deepseek_v2", {}, (1, 2)),
     "windows": ("gpt_oss", {}, (1, 2)),
+    "heads-by-window": ("mimo_v2_flash", {"layer_types": ["full_attention", "sliding_attention"]}, (1, 2)),
+    "shared": ("gemma4_text", {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}, (1, 2)),
     "states": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
     "states-of-shared-groups": ("falcon_h1", {"mamba_n_groups": 1}, (1, 2)),
     "states-and-latents": ("kimi_linear", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),

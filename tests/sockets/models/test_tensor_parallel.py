@@ -47,6 +47,8 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v2": ("deepseek_v2", {}, 2),
     "deepseek_v3": ("deepseek_v3", {}, 2),
     "gpt_oss": ("gpt_oss", {}, 2),
+    "mimo_v2_flash": ("mimo_v2_flash", {}, 2),
+    "gemma4": ("gemma4_text", {}, 2),
     "olmo2": ("olmo2", {}, 2),
     "gemma2": ("gemma2", {}, 2),
     "gemma3_text": ("gemma3_text", {}, 2),

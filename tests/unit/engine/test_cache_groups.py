@@ -25,7 +25,13 @@ from .random_workload import live, same
 from .small_engines import LIMITS, answers, backend_of, warmed_up_arenas
 
 CAPTURED_TOKENS = 32  # of the largest mixed step with a graph
-VARIANTS = {"gpt_oss": "gpt_oss", "gemma3": "gemma3_text", "mistral": "mistral"}  # in the last, all layers are windowed
+VARIANTS = {
+    "gpt_oss": "gpt_oss",
+    "gemma3": "gemma3_text",
+    "mistral": "mistral",  # all layers are windowed
+    "mimo_v2_flash": "mimo_v2_flash",  # heads by window, keys wider than values
+    "gemma4": "gemma4_text",  # heads by window, the last layers read keys and values of others
+}
 
 
 def in_groups(config: ModelConfig) -> ModelConfig:

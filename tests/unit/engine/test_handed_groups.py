@@ -19,7 +19,16 @@ from ...helpers.paged import random_tokens
 from .copy_connector import GrowingRoom, Room
 from .handing_off import hand_off, run
 
-VARIANTS = ["qwen3_5_text", "gpt_oss", "gemma3_text", "kimi_linear", "falcon_h1", "nemotron_h"]
+VARIANTS = [
+    "qwen3_5_text",
+    "gpt_oss",
+    "gemma3_text",
+    "kimi_linear",
+    "falcon_h1",
+    "nemotron_h",
+    "mimo_v2_flash",
+    "gemma4_text",
+]
 LENGTHS = [1, 16, 17, 90, CHECKPOINT_TOKENS - 1, CHECKPOINT_TOKENS, CHECKPOINT_TOKENS + 9, 1030]
 SAMPLING = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True)
 

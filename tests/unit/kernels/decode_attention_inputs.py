@@ -26,7 +26,10 @@ def on_device(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
     return dataclasses.replace(batch, **{name: value.to(device) for name, value in tensors.items()})
 
 
-def queries(sequences: PagedSequences, num_heads: int, dtype: torch.dtype | None = None) -> Tensor:
+def queries(
+    sequences: PagedSequences, num_heads: int, dtype: torch.dtype | None = None, head_dim: int | None = None
+) -> Tensor:
+    """`head_dim`: where it is not the width of the cache."""
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(sequences.batch.num_tokens, num_heads, sequences.kv.shape[-1], generator=generator)
+    q = torch.randn(sequences.batch.num_tokens, num_heads, head_dim or sequences.kv.shape[-1], generator=generator)
     return q.to(sequences.kv.device, dtype or sequences.kv.dtype)

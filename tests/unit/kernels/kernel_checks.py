@@ -46,6 +46,7 @@ def paged_sequences(
     *,
     num_kv_heads: int = 2,
     head_dim: int = 64,
+    value_dim: int | None = None,
     num_layers: int = 2,
     layer: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -56,7 +57,8 @@ def paged_sequences(
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length in seq_lens]
     num_blocks = sum(counts) + 2
-    kv = torch.full((num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim), float("nan"), dtype=dtype)
+    planes, width = (2, head_dim) if value_dim is None else (1, head_dim + value_dim)  # see `kernels.kv_rows`
+    kv = torch.full((num_blocks, num_kv_heads, num_layers, planes, block_size, width), float("nan"), dtype=dtype)
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = torch.zeros(len(seq_lens), max(counts, default=0), dtype=torch.int32)
     for index, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
@@ -64,7 +66,7 @@ def paged_sequences(
         tables[index, :count] = torch.tensor(blocks, dtype=torch.int32)
         for position in range(0, length, block_size):
             tokens = min(block_size, length - position)
-            values = torch.randn(num_kv_heads, 2, tokens, head_dim, generator=generator)
+            values = torch.randn(num_kv_heads, planes, tokens, width, generator=generator)
             kv[blocks[position // block_size], :, layer, :, :tokens] = values.to(dtype)
     return PagedSequences(kv, AttentionBatch.plan(query_lens, seq_lens, tables, block_size), query_lens)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, reference
+from baton.kernels.kv_rows import kv_rows
 
 from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, untouched_memory, without_poison
 
@@ -25,7 +26,7 @@ def queries(sequences: PagedSequences, num_heads: int, head_dim: int, dtype: tor
 
 
 def attend(q: Tensor, sequences: PagedSequences, window: int | None = None, **rule: Any) -> Tensor:
-    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    out = torch.full((*q.shape[:2], kv_rows(sequences.kv, q.shape[2]).value_dim), float("nan"), dtype=q.dtype)
     made = AttentionRule(q.shape[2] ** -0.5, window=window, **rule)
     result = paged_attention(q, sequences.kv, LAYER, sequences.batch, made, out=out)
     assert result is out
@@ -50,10 +51,27 @@ def test_query_heads_share_key_value_heads_in_any_ratio(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256, 512])
 def test_heads_have_any_multiple_of_16_dimensions(dtype: torch.dtype, head_dim: int) -> None:
     sequences = paged_sequences(*RAGGED, head_dim=head_dim, dtype=dtype)
     check(queries(sequences, 4, head_dim, dtype), sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 32), (32, 96), (48, 16), (24, 20)])
+def test_values_may_have_another_width_than_keys(dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+    sequences = paged_sequences(*RAGGED, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+    if head_dim == 24:  # served by the reference, which multiplies what nobody sees by 0
+        sequences = PagedSequences(without_poison(sequences.kv), sequences.batch, sequences.query_lens)
+    sinks = torch.tensor([0.5, -3.0, 1.0, 2.0])
+    check(queries(sequences, 4, head_dim, dtype), sequences)
+    check(queries(sequences, 4, head_dim, dtype), sequences, window=100, sinks=sinks)
+
+
+def test_a_cache_of_other_keys_is_refused() -> None:
+    sequences = paged_sequences([1], [5], head_dim=48)
+    with pytest.raises(ValueError, match="no keys of 64 dimensions"):
+        attend(torch.zeros(1, 4, 64), sequences)
 
 
 @pytest.mark.parametrize("head_dim", [24, 20])

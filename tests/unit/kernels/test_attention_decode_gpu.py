@@ -22,6 +22,7 @@ from baton.kernels.attention import tuning
 from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hopper, paged_attention, prepare
 from baton.kernels.attention.gpu.decode_plan import plan_shares
 from baton.kernels.attention.rule import UNLIMITED
+from baton.kernels.kv_rows import kv_rows
 
 SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 1, "apart": 0} | {
     "num_warps": 4,
@@ -41,9 +42,10 @@ def attend(
 ) -> Tensor:
     """What the kernel writes into a poisoned output; with `num_shares`, in so many shares of at least one unit."""
     num_kv_heads, dim = sequences.kv.shape[1], q.shape[2]
-    batch = prepare(sequences.batch, sequences.kv, num_heads=q.shape[1])
+    value_dim = kv_rows(sequences.kv, dim).value_dim
+    batch = prepare(sequences.batch, sequences.kv, num_heads=q.shape[1], head_dim=dim)
     if num_shares is not None:
-        heads = {"num_heads": q.shape[1], "num_kv_heads": num_kv_heads, "head_dim": dim}
+        heads = {"num_heads": q.shape[1], "num_kv_heads": num_kv_heads, "value_dim": value_dim}
         plan = decode.decode_plan(batch, SMALL_UNITS, **heads)
         poison = torch.full((num_shares, *plan.sums.shape[1:]), float("nan"), device=q.device)
         tops = torch.full((2, *poison.shape[:-1]), float("nan"), device=q.device)
@@ -51,7 +53,7 @@ def attend(
         batch = dataclasses.replace(batch, prepared=dataclasses.replace(batch.prepared, decode=plan))
     rule = AttentionRule(dim**-0.5, **options)
     for _ in range(layers):
-        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+        out = torch.full((*q.shape[:2], value_dim), float("nan"), dtype=q.dtype, device=q.device)
         assert paged_attention(q, sequences.kv, LAYER, batch, rule, out=out) is out
     return out
 
@@ -82,10 +84,18 @@ def test_query_heads_share_key_value_heads_in_any_ratio(
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 512])
 def test_heads_have_any_multiple_of_16_dimensions(triton_device: torch.device, head_dim: int) -> None:
     sequences = decodes(triton_device, [70, 5], head_dim=head_dim)
     check(queries(sequences, 4), sequences, 3)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (48, 32), (32, 80)])
+def test_values_may_have_another_width_than_keys(triton_device: torch.device, head_dim: int, value_dim: int) -> None:
+    sequences = decodes(triton_device, [70, 5], head_dim=head_dim, value_dim=value_dim)
+    sinks = torch.tensor([0.5, -3.0, 4.0, 1.0], device=triton_device)
+    check(queries(sequences, 4, head_dim=head_dim), sequences, 3, sinks=sinks, window=50)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
@@ -225,7 +235,8 @@ SIGNATURE = {
     **dict.fromkeys(("sums", "tops"), "*fp32"),
     **dict.fromkeys(("layer", "window", "num_shares", "table_stride"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-    **{f"{name}_stride": "i32:16" for name in ("q_token", "kv_block", "kv_head", "kv_layer", "kv_half")},
+    **{f"{name}_stride": "i32:16" for name in ("q_token", "kv_block", "kv_head", "kv_layer")},
+    "to_value": "i32:16",
 }
 SHAPE = {"HEADS": 8, "ROWS": 16, "BLOCK_SIZE": 16}
 
@@ -236,10 +247,14 @@ def compile_decode(
     options: dict[str, int] = decode.DEFAULT,
     group: int = 4,
     dim: int = 128,
+    value_dim: int | None = None,
     spill_bytes: int = 0,
     **constexprs: object,
 ) -> Compiled:
     """For a `group` that is a power of two, of at most 16."""
+    values = {"VALUE_DIM": dim, "PADDED_VALUE_DIM": dim, "TOKEN_STRIDE": dim}
+    if value_dim is not None:
+        values = {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": value_dim, "TOKEN_STRIDE": dim + value_dim}
     absent = {name: None for name in ("sinks", "k_scale", "v_scale") if name not in signature}
     return compile_for_h200(
         decode.attend_share,
@@ -247,11 +262,12 @@ def compile_decode(
         {
             **SHAPE,
             "DIM": dim,
-            "PADDED_DIM": dim,
+            "PADDED_DIM": 1 << (dim - 1).bit_length(),
+            **values,
             **absent,
             "GROUP": group,
             "PADDED_GROUP": group,
-            "PARTS": decode.ELEMENTS_AT_ONCE // (group * dim),
+            "PARTS": max(1, decode.ELEMENTS_AT_ONCE // (group * values["VALUE_DIM"])),
             "UNIT": options["unit_tokens"],
             "EARLY_UNITS": options["early_units"],
             "APART": bool(options["apart"]),
@@ -294,6 +310,24 @@ def test_every_option_together_spills_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_program_of_heads_of_512_fits_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:
+    options = decode.DEFAULT_OF_WIDEST_HEADS
+    compiled = compile_decode({**SIGNATURE, "kv": f"*{cache}"}, options=options, group=group, dim=512)
+    assert compiled.shared_bytes < 227 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
+def test_two_programs_of_keys_wider_than_values_fit_a_multiprocessor(cache: str) -> None:
+    options = decode.DEFAULT_OF_WIDE_HEADS
+    signature = {**SIGNATURE, "kv": f"*{cache}", "sinks": "*fp32"}
+    compiled = compile_decode(signature, options=options, group=16, dim=192, value_dim=128)
+    assert compiled.shared_bytes < 113 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:
     options = decode.DEFAULT_OF_WIDE_HEADS
@@ -305,7 +339,7 @@ def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cach
 
 def test_plans_of_wide_heads_have_smaller_units() -> None:
     batch = decodes(torch.device("cpu"), [40, 5]).batch
-    plans = [decode.plan_decode(batch, num_heads=4, num_kv_heads=2, head_dim=dim) for dim in (128, 256)]
+    plans = [decode.plan_decode(batch, num_heads=4, num_kv_heads=2, head_dim=dim, value_dim=dim) for dim in (128, 256)]
     assert [plan.unit_tokens for plan in plans] == [64, 32]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch, AttentionRule, reference
+from baton.kernels.kv_rows import kv_rows
 
 from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate, paged_sequences, without_poison
@@ -33,7 +34,8 @@ def plan_of(batch: AttentionBatch, first_seq: int, num_heads: int, num_kv_heads:
 
 
 def attend(gpu: ModuleType, q: Tensor, kv: Tensor, batch: AttentionBatch, first_seq: int = 0, **options: Any) -> Tensor:
-    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    value_dim = kv_rows(kv, q.shape[2]).value_dim
+    out = torch.full((*q.shape[:2], value_dim), float("nan"), dtype=q.dtype, device=q.device)
     plan = plan_of(batch, first_seq, q.shape[1], kv.shape[1], q.shape[2])
     gpu.paged_prefill(q, kv, LAYER, batch, plan, AttentionRule(q.shape[2] ** -0.5, **options), out=out)
     return out
@@ -48,12 +50,14 @@ def check(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     slack: float = 3.0,
     **options: Any,
 ) -> None:
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    sizes |= {} if value_dim is None else {"value_dim": value_dim}
     sequences = on_device(paged_sequences(query_lens, seq_lens, dtype=dtype, **sizes), device)
     q = queries(sequences.batch, num_heads, head_dim, dtype)
     result = attend(gpu, q, sequences.kv, sequences.batch, **options)
@@ -75,11 +79,19 @@ def test_more_query_heads_than_a_tile_has_rows_take_several_tiles(gpu: ModuleTyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256, 512])
 def test_heads_have_any_number_of_dimensions(
     gpu: ModuleType, triton_device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
     check(gpu, [3, 40], [70, 40], triton_device, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (48, 32), (32, 80)])
+def test_values_may_have_another_width_than_keys(
+    gpu: ModuleType, triton_device: torch.device, head_dim: int, value_dim: int
+) -> None:
+    sinks = torch.tensor([0.5, -20.0, 3.0, 1.0], device=triton_device)
+    check(gpu, [3, 40], [70, 40], triton_device, head_dim=head_dim, value_dim=value_dim, sinks=sinks, window=30)
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 500])
@@ -228,8 +240,8 @@ TILE = {"sinks": None, "k_scale": None, "v_scale": None, "BLOCK_SIZE": 16}
 
 
 def tile_signature(cache: str) -> dict[str, str]:
-    strides = ("q_token", "q_head", "out_token", "out_head", "block", "head", "layer", "half", "table")
-    types = {**POINTERS, **NUMBERS, "q": "*bf16", "kv": f"*{cache}", "num_tiles": "*i32"}
+    strides = ("q_token", "q_head", "out_token", "out_head", "block", "head", "layer", "table")
+    types = {**POINTERS, **NUMBERS, "q": "*bf16", "kv": f"*{cache}", "num_tiles": "*i32", "to_value": "i32:16"}
     return types | {f"{name}_stride": "i32:16" for name in strides}
 
 
@@ -241,6 +253,7 @@ def test_tiles_are_loaded_16_bytes_at_a_time_and_multiplied_by_warp_groups(rows:
     from baton.kernels.attention.gpu.prefill_tiles import attend_tile
 
     constants = {"GROUP": 4, "PACK": 4, "ROWS": rows, "KEYS": 64, "DIM": 128, "PADDED_DIM": 128}
+    constants |= {"VALUE_DIM": 128, "PADDED_VALUE_DIM": 128, "TOKEN_STRIDE": 128}
     constants |= {**TILE, "HAS_WINDOW": False, "HAS_CAP": False}
     kernel = compile_for_h200(attend_tile, tile_signature(cache), constants, num_warps=rows // 16, num_stages=3)
     assert kernel.wgmma
@@ -255,10 +268,38 @@ def test_tiles_of_wide_heads_with_windows_and_caps_spill_little(rows: int, cache
     from baton.kernels.attention.gpu.prefill_tiles import attend_tile
 
     constants = {"GROUP": 2, "PACK": 2, "KEYS": 32, "DIM": 256, "PADDED_DIM": 256, "HAS_WINDOW": True, "HAS_CAP": True}
+    constants |= {"VALUE_DIM": 256, "PADDED_VALUE_DIM": 256, "TOKEN_STRIDE": 256}
     options = {"num_warps": rows // 16, "num_stages": 2, "max_spill_bytes": 64}
     kernel = compile_for_h200(attend_tile, tile_signature(cache), {**TILE, "ROWS": rows, **constants}, **options)
     assert kernel.wgmma
     assert kernel.widest_load_bytes == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "dim", "value_dim", "rows", "keys", "spill_bytes"),
+    [
+        ("bf16", 192, 128, 128, 32, 0),
+        ("fp8e4nv", 192, 128, 128, 32, 0),
+        ("bf16", 512, 512, 64, 16, 128),
+        ("fp8e4nv", 512, 512, 64, 16, 320),
+    ],
+)
+def test_tiles_of_heads_of_512_and_of_keys_wider_than_values_fit_a_multiprocessor(
+    cache: str, dim: int, value_dim: int, rows: int, keys: int, spill_bytes: int
+) -> None:
+    pytest.importorskip("triton")
+    from baton.kernels.attention.gpu.prefill_tiles import attend_tile
+
+    padded = 1 << (dim - 1).bit_length()
+    stride = dim if dim == value_dim else dim + value_dim
+    constants = {"GROUP": 2, "PACK": 2, "KEYS": keys, "DIM": dim, "PADDED_DIM": padded}
+    constants |= {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": value_dim, "TOKEN_STRIDE": stride}
+    constants |= {**TILE, "ROWS": rows, "HAS_WINDOW": False, "HAS_CAP": False}
+    options = {"num_warps": 8, "num_stages": 2, "max_spill_bytes": spill_bytes}
+    kernel = compile_for_h200(attend_tile, tile_signature(cache), constants, **options)
+    assert kernel.wgmma
+    assert kernel.shared_bytes < 227 * 1024
 
 
 BOXES = "swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False, fp4_padded=False, cga_layout=[]"

@@ -29,14 +29,14 @@ def longest(sequences: PagedSequences, most: int = LONGEST) -> AttentionBatch:
 
 
 def attend(q: Tensor, sequences: PagedSequences, batch: AttentionBatch, layers: int = 1, **options: Any) -> Tensor:
-    batch = prepare(batch, sequences.kv, num_heads=q.shape[1])
+    batch = prepare(batch, sequences.kv, num_heads=q.shape[1], head_dim=q.shape[2])
     plan = prepared(batch).decode
     assert isinstance(plan, ShortPlan)
     plan.sums.fill_(float("nan"))
     plan.tops.fill_(float("nan"))
     rule = AttentionRule(q.shape[2] ** -0.5, **options)
     for _ in range(layers):
-        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+        out = torch.full((*q.shape[:2], plan.sums.shape[2]), float("nan"), dtype=q.dtype, device=q.device)
         paged_attention(q, sequences.kv, LAYER, batch, rule, out=out)
     return out
 
@@ -112,6 +112,15 @@ def test_a_chunk_in_the_same_step_goes_to_its_own_kernel(triton_device: torch.de
     check(queries(sequences, 4), sequences)
 
 
+@pytest.mark.parametrize("seq_len", [1, 100, short.KEYS + 5])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (48, 32), (32, 80)])
+def test_values_may_have_another_width_than_keys(
+    triton_device: torch.device, head_dim: int, value_dim: int, seq_len: int
+) -> None:
+    sequences = decodes(triton_device, [seq_len], head_dim=head_dim, value_dim=value_dim)
+    check(queries(sequences, 4, head_dim=head_dim), sequences, window=120)
+
+
 @pytest.mark.parametrize(("seq_lens", "num_heads"), [([LONGEST + 1], 4), ([5, 5], 4), ([5], 34)])
 def test_other_steps_are_served_by_shares(triton_device: torch.device, seq_lens: list[int], num_heads: int) -> None:
     sequences = decodes(triton_device, seq_lens)
@@ -124,7 +133,8 @@ SIGNATURE = {
     **dict.fromkeys(("sums", "tops"), "*fp32"),
     **dict.fromkeys(("layer", "window", "num_splits", "table_width"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-    **{f"{name}_stride": "i32:16" for name in ("kv_block", "kv_head", "kv_layer", "kv_half")},
+    **{f"{name}_stride": "i32:16" for name in ("kv_block", "kv_head", "kv_layer")},
+    "to_value": "i32:16",
 }
 
 
@@ -132,7 +142,8 @@ SIGNATURE = {
 def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device(dim: int, heads: int, has_cap: bool) -> None:
     threads = 32 * short.warps_for(dim)
     constants = {"sinks": None, "k_scale": None, "v_scale": None, "HEADS": heads, "GROUP": 4, "ROWS": short.ROWS}
-    constants |= {"DIM": dim, "PADDED_DIM": dim, "KEYS": short.KEYS, "BLOCK_SIZE": 16, "HAS_CAP": has_cap}
+    constants |= {"DIM": dim, "PADDED_DIM": dim, "VALUE_DIM": dim, "PADDED_VALUE_DIM": dim, "TOKEN_STRIDE": dim}
+    constants |= {"KEYS": short.KEYS, "BLOCK_SIZE": 16, "HAS_CAP": has_cap}
     compiled = compile_for_h200(short.attend_split, SIGNATURE, constants, num_warps=threads // 32)
     before, _, after = compiled.ptx.partition("griddepcontrol.wait")
     values_of_a_thread = 2 * short.KEYS * dim // threads

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch, AttentionRule, reference
+from baton.kernels.kv_rows import kv_rows
 
 from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate, paged_sequences, without_poison
@@ -33,13 +34,14 @@ def attend(
 ) -> Tensor:
     heads = {"num_heads": q.shape[1], "num_kv_heads": kv.shape[1], "head_dim": q.shape[2]}
     plan = plan_prefill(batch, first_seq, **heads, rows=SHORT_ROWS)
-    split = few.key_split(plan, q.shape[1], q.shape[2], splits)
+    value_dim = kv_rows(kv, q.shape[2]).value_dim
+    split = few.key_split(plan, q.shape[1], value_dim, splits)
     split.sums.fill_(float("nan"))
     split.tops.fill_(float("nan"))
     plan = replace(plan, split=split)
     rule = AttentionRule(q.shape[2] ** -0.5, **options)
     for _ in range(layers):
-        out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+        out = torch.full((*q.shape[:2], value_dim), float("nan"), dtype=q.dtype, device=q.device)
         gpu.paged_prefill(q, kv, LAYER, batch, plan, rule, out=out)
         assert not split.arrivals.any()
     return out
@@ -54,11 +56,13 @@ def check(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     slack: float = 3.0,
     **options: Any,
 ) -> None:
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes |= {} if value_dim is None else {"value_dim": value_dim}
     sequences = on_device(paged_sequences(query_lens, seq_lens, dtype=dtype, **sizes), device)
     q = queries(sequences.batch, num_heads, head_dim, dtype)
     result = attend(q, sequences.kv, sequences.batch, splits, **options)
@@ -74,6 +78,15 @@ def test_the_result_is_right_in_however_many_splits(
 ) -> None:
     check(*MIXED, triton_device, splits)
     check([40], [400], triton_device, splits)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (48, 32), (32, 80)])
+def test_values_may_have_another_width_than_keys(
+    triton_device: torch.device, small_splits: None, head_dim: int, value_dim: int
+) -> None:
+    sinks = torch.tensor([0.5, -20.0, 3.0, 1.0], device=triton_device)
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    check([3, 20], [200, 20], triton_device, 3, **sizes, sinks=sinks, window=90)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (7, 1), (6, 2), (144, 1)])
@@ -164,7 +177,7 @@ def test_steps_that_leave_no_room_for_three_splits_are_not_split(
 ) -> None:
     """On 132 multiprocessors, with 8 KV heads: 128 tokens of one sequence are few, 192 are not."""
     monkeypatch.setattr(few, "multiprocessors", lambda device: 132)
-    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
 
     def plan(*query_lens: int) -> Any:
         sequences = on_device(paged_sequences(query_lens, query_lens, num_kv_heads=1, head_dim=16), triton_device)
@@ -182,13 +195,15 @@ SIGNATURE = {
     **dict.fromkeys(("sums", "tops"), "*fp32"),
     **dict.fromkeys(("layer", "window", "num_heads", "num_splits"), "i32"),
     **{f"{name}_stride": "i32:16" for name in ("q_token", "q_head", "out_token", "out_head")},
-    **{f"{name}_stride": "i32:16" for name in ("block", "head", "layer", "half", "table")},
+    **{f"{name}_stride": "i32:16" for name in ("block", "head", "layer", "table")},
+    "to_value": "i32:16",
 }
 
 
 @pytest.mark.parametrize("options", [{}, {"HAS_WINDOW": True, "HAS_CAP": True}], ids=str)
 def test_two_programs_fit_a_multiprocessor_and_nothing_spills(options: dict[str, bool]) -> None:
     constants = {"sinks": None, "k_scale": None, "v_scale": None, "GROUP": 4, "PACK": 4, "ROWS": 64, "KEYS": 64}
+    constants |= {"VALUE_DIM": 128, "PADDED_VALUE_DIM": 128, "TOKEN_STRIDE": 128}
     constants |= {"DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16, "LEAST_KEYS": few.LEAST_KEYS}
     constants |= {"HAS_WINDOW": False, "HAS_CAP": False, **options}
     kernel = compile_for_h200(few.attend_key_split, SIGNATURE, constants, num_warps=4, num_stages=3)
@@ -200,6 +215,7 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(options: dict[str,
 
 def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_spill_little() -> None:
     constants = {"sinks": None, "k_scale": None, "v_scale": None, "GROUP": 2, "PACK": 2, "ROWS": 64, "KEYS": 32}
+    constants |= {"VALUE_DIM": 256, "PADDED_VALUE_DIM": 256, "TOKEN_STRIDE": 256}
     constants |= {"DIM": 256, "PADDED_DIM": 256, "BLOCK_SIZE": 16, "LEAST_KEYS": few.LEAST_KEYS}
     constants |= {"HAS_WINDOW": True, "HAS_CAP": True}
     options = {"num_warps": 4, "num_stages": 2, "max_spill_bytes": 96}
@@ -236,6 +252,8 @@ def test_a_captured_graph_serves_other_lengths() -> None:
 
 def attend_unchecked(q: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
     out = torch.full_like(q, float("nan"))
-    plan = few.plan_split_prefill(batch, 0, num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_dim=q.shape[2])
+    plan = few.plan_split_prefill(
+        batch, 0, num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_dim=q.shape[2], value_dim=q.shape[2]
+    )
     gpu.paged_prefill(q, kv, LAYER, batch, plan, AttentionRule(q.shape[2] ** -0.5), out=out)
     return out

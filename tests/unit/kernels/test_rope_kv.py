@@ -47,6 +47,7 @@ def step(
     seq_lens: tuple[int, ...] = (33, 1, 50),
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 64,
+    value_dim: int | None = None,
     rotary_dim: int | None = None,
     with_norms: bool = True,
     norm_dtype: torch.dtype | None = None,
@@ -56,14 +57,16 @@ def step(
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     tables = torch.randperm(len(counts) * max(counts), generator=generator, dtype=torch.int32).view(len(counts), -1)
     batch = AttentionBatch.plan(query_lens, seq_lens, tables, BLOCK_SIZE)
-    shapes = [(batch.num_tokens, count, head_dim) for count in (heads[0], heads[1], heads[1])]
+    widths = (head_dim, head_dim, value_dim or head_dim)
+    shapes = [(batch.num_tokens, heads[number > 0], width) for number, width in enumerate(widths)]
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     angles = torch.randn(max(seq_lens) + 1, (rotary_dim or head_dim) // 2, generator=generator)
     norms: dict[str, Tensor | float] = {}
     if with_norms:
         q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(norm_dtype or dtype)
         norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
-    kv = torch.full((tables.numel(), heads[1], NUM_LAYERS, 2, BLOCK_SIZE, head_dim), float("nan"), dtype=dtype)
+    planes, width = (2, head_dim) if value_dim is None else (1, head_dim + value_dim)
+    kv = torch.full((tables.numel(), heads[1], NUM_LAYERS, planes, BLOCK_SIZE, width), float("nan"), dtype=dtype)
     return Step(q, k, v, torch.cat([angles.cos(), angles.sin()], dim=1), kv, batch, norms)
 
 
@@ -75,8 +78,8 @@ def check(inputs: Step) -> None:
     assert_as_accurate(result.q, exact.q, same.q)
     assert_as_accurate(result.k, exact.k, same.k)
     blocks, offsets = inputs.batch.slots // BLOCK_SIZE, inputs.batch.slots % BLOCK_SIZE
-    assert torch.equal(result.kv[blocks, :, LAYER, 0, offsets], result.k)
-    assert torch.equal(result.kv[blocks, :, LAYER, 1, offsets], inputs.v)
+    kept = result.kv[blocks, :, LAYER, :, offsets]  # [tokens, heads, planes, width]
+    assert torch.equal(kept.flatten(2), torch.cat([result.k, inputs.v], dim=-1))
     result.kv[blocks, :, LAYER, :, offsets] = float("nan")
     assert result.kv.isnan().all(), "something else in the cache was written"
 
@@ -92,6 +95,25 @@ def test_heads_are_normalised_rotated_and_cached(dtype: torch.dtype, with_norms:
 @pytest.mark.parametrize("rotary_dim", [2, 20, 32])
 def test_dimensions_past_the_rotary_ones_are_not_rotated(dtype: torch.dtype, rotary_dim: int) -> None:
     check(step(dtype, rotary_dim=rotary_dim))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim", "rotary_dim"), [(192, 128, 64), (48, 16, 32), (32, 80, 10)])
+def test_values_of_another_width_lie_behind_their_keys(
+    dtype: torch.dtype, head_dim: int, value_dim: int, rotary_dim: int
+) -> None:
+    check(step(dtype, head_dim=head_dim, value_dim=value_dim, rotary_dim=rotary_dim))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_queries_alone_are_rotated_where_keys_and_values_are_another_layers(dtype: torch.dtype) -> None:
+    inputs = step(dtype)
+    inputs.norms["k_norm"] = None  # type: ignore[assignment]
+    expected = inputs.to(dtype).run(reference.rope_and_cache)
+    inputs.k, inputs.v = inputs.k[:, :0], inputs.v[:, :0]
+    result = inputs.to(dtype).run()
+    torch.testing.assert_close(result.q, expected.q)
+    assert result.kv.isnan().all()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 6)])

@@ -23,8 +23,9 @@ LAYER, NUM_LAYERS, BLOCK_SIZE = 1, 3, 16
 class Step:
     """q, k and v as views into one projection, and a cache full of poison."""
 
-    qkv: Tensor  # [num_tokens, heads + 2 * kv_heads, head_dim]
+    qkv: Tensor  # [num_tokens, widths of all heads of q, k and v]
     heads: tuple[int, int]
+    value_dim: int
     cos_sin: Tensor
     kv: Tensor
     batch: AttentionBatch
@@ -45,12 +46,19 @@ class Step:
         return copy
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.qkv.split([self.heads[0], self.heads[1], self.heads[1]], dim=1)
+        heads, dim = self.heads, self.head_dim
+        q, k, v = self.qkv.split([heads[0] * dim, heads[1] * dim, heads[1] * self.value_dim], dim=1)
+        return q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, self.value_dim))
+
+    @property
+    def head_dim(self) -> int:
+        return (self.qkv.shape[1] - self.heads[1] * self.value_dim) // sum(self.heads)
 
     def kept(self, plane: int) -> Tensor:
-        """What the cache has of this step's tokens: [num_tokens, kv_heads, head_dim]."""
+        """What the cache has of this step's tokens: [num_tokens, kv_heads, width of a key or a value]."""
         slots = self.batch.slots
-        return self.kv[slots // BLOCK_SIZE, :, LAYER, plane, slots % BLOCK_SIZE]
+        rows = self.kv[slots // BLOCK_SIZE, :, LAYER, :, slots % BLOCK_SIZE].flatten(2)
+        return rows.split([self.head_dim, self.value_dim], dim=-1)[plane]
 
 
 def step(
@@ -61,6 +69,7 @@ def step(
     seq_lens: tuple[int, ...] = (33, 1, 19),
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 32,
+    value_dim: int | None = None,
     rotary_dim: int | None = None,
     with_norms: bool = True,
     norm_dtype: torch.dtype | None = None,
@@ -69,16 +78,18 @@ def step(
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     tables = torch.randperm(len(counts) * max(counts), dtype=torch.int32).view(len(counts), -1).to(device)
     batch = AttentionBatch.plan(query_lens, seq_lens, tables, BLOCK_SIZE)
-    qkv = torch.randn(batch.num_tokens, heads[0] + 2 * heads[1], head_dim).to(device, dtype)
+    width = sum(heads) * head_dim + heads[1] * (value_dim or head_dim)
+    qkv = torch.randn(batch.num_tokens, width).to(device, dtype)
     angles = torch.randn(max(seq_lens) + 1, (rotary_dim or head_dim) // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     options: dict[str, Tensor | float | None] = {}
     if with_norms:
         q_norm, k_norm = torch.randn(2, head_dim).to(device, norm_dtype or dtype)
         options = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
-    shape = (tables.numel(), heads[1], NUM_LAYERS, 2, BLOCK_SIZE, head_dim)
+    planes, width = (2, head_dim) if value_dim is None else (1, head_dim + value_dim)
+    shape = (tables.numel(), heads[1], NUM_LAYERS, planes, BLOCK_SIZE, width)
     kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
-    return Step(qkv, heads, cos_sin, kv, batch, options)
+    return Step(qkv, heads, value_dim or head_dim, cos_sin, kv, batch, options)
 
 
 def check(inputs: Step) -> None:
@@ -101,6 +112,25 @@ def test_heads_are_normalised_rotated_and_cached(
     dtype: torch.dtype, with_norms: bool, head_dim: int, triton_device: torch.device
 ) -> None:
     check(step(triton_device, dtype, head_dim=head_dim, with_norms=with_norms))
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim", "rotary_dim"), [(192, 128, 64), (48, 16, 32), (24, 40, 10)])
+def test_values_of_another_width_lie_behind_their_keys(
+    head_dim: int, value_dim: int, rotary_dim: int, with_norms: bool, triton_device: torch.device
+) -> None:
+    shape = {"head_dim": head_dim, "value_dim": value_dim, "rotary_dim": rotary_dim}
+    check(step(triton_device, with_norms=with_norms, **shape))
+
+
+def test_queries_alone_are_rotated_where_keys_and_values_are_another_layers(triton_device: torch.device) -> None:
+    inputs = step(triton_device)
+    (q, k, v), q_norm = inputs.parts(), inputs.options["q_norm"]
+    expected = inputs.run(reference.rope_and_cache)
+    alone, kv = q.clone(), inputs.kv.clone()
+    gpu.rope_and_cache(alone, k[:, :0], v[:, :0], inputs.cos_sin, kv, LAYER, inputs.batch, q_norm=q_norm, eps=1e-6)
+    torch.testing.assert_close(alone, expected.parts()[0])
+    assert kv.isnan().all()
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 20, 24])
@@ -169,8 +199,10 @@ def test_no_tokens_change_nothing(triton_device: torch.device) -> None:
 
 def test_tensors_that_do_not_fit_are_refused(triton_device: torch.device) -> None:
     inputs = step(triton_device)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="no keys of 32 dimensions"):
         replace(inputs, kv=inputs.kv[..., :16]).run(gpu.rope_and_cache)
+    with pytest.raises(ValueError, match="do not fit"):
+        replace(inputs, kv=inputs.kv[:, :1]).run(gpu.rope_and_cache)
     with pytest.raises(ValueError, match="contiguous"):
         replace(inputs, kv=inputs.kv.mT.contiguous().mT).run(gpu.rope_and_cache)
     with pytest.raises(ValueError, match="cos_sin"):
@@ -183,9 +215,11 @@ def test_tensors_that_do_not_fit_are_refused(triton_device: torch.device) -> Non
 def test_loads_are_wide(kv_type: str, norm: str, dim: int) -> None:
     types = {**dict.fromkeys(("q", "k", "v"), "*bf16"), **dict.fromkeys(("q_norm", "k_norm"), norm)}
     types |= {"cos_sin": "*fp32", "planes": f"*{kv_type}", "positions": "*i64", "slots": "*i64"}
-    types |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "block", "head", "plane")}
+    types |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "block", "head")}
+    types["to_value"] = "i32:16"
     types |= {"k_scale": "*fp32", "v_scale": "*fp32", "eps": "fp32"}
-    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": dim, "HALF": dim // 2, "BLOCK_SIZE": 16}
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": dim // 2, "BLOCK_SIZE": 16}
+    shape |= dict.fromkeys(("DIM", "VALUE_DIM", "TOKEN_STRIDE"), dim)
     for heads, num_warps in (gpu.FEW, gpu.MANY):
         constants = {**shape, "HEADS": heads, "KV_HEADS": 8}
         compiled = compile_for_h200(gpu.rope_and_cache_kernel, types, constants, num_warps=num_warps)

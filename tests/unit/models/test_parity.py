@@ -87,6 +87,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "attention_bias": False},
     ),
+    "gemma4_text-untied": ("gemma4_text", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma4_text-own-values": (
+        "gemma4_text",
+        {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "num_hidden_layers": 2, "layer_types": [*KINDS][::-1]},
+    ),
+    "gemma4_text-many-shared": ("gemma4_text", {"num_kv_shared_layers": 4, "use_double_wide_mlp": False}),
+    "gemma4_text-no-layer-inputs": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
+    ),
+    "gemma4_text-half-rotated": (
+        "gemma4_text",
+        {
+            "rope": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                },
+                "sliding_attention": ROPES["linear"],
+            }
+        },
+    ),
+    "mimo_v2_flash-biases": ("mimo_v2_flash", {"attention_bias": True, "attention_value_scale": None}),
+    "mimo_v2_flash-wide-values": ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 64}),
+    "mimo_v2_flash-even": ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 48}),
+    "mimo_v2_flash-groups": ("mimo_v2_flash", {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
     "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo2-multi-head": ("olmo2", {"num_key_value_heads": None}),
     "olmo2-yarn": ("olmo2", {"rope": ROPES["yarn"]}),
@@ -260,6 +288,10 @@ def test_a_rope_scaling_that_were_dropped_would_show(variant: str, pair: Callabl
         ("gemma3_text", {"embedding": 1.0}),
         ("gemma3_text", {"score": 32**-0.5}),
         ("gemma3_text-logit-cap", {"logit_cap": None}),
+        ("mimo_v2_flash", {"attention_output": 1.0}),
+        ("gemma4_text", {"embedding": 1.0}),
+        ("gemma4_text", {"score": 32**-0.5}),
+        ("gemma4_text", {"logit_cap": None}),
         ("falcon_h1", {"embedding": 1.0}),
         ("falcon_h1", {"score": 16**-0.5}),
         ("falcon_h1", {"attention_output": 1.0}),
@@ -333,8 +365,9 @@ def test_a_rotation_that_were_left_out_or_added_would_show(variant: str, pair: C
     assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 20 * RECURRENT_TOLERANCE
 
 
-def test_a_rope_of_layers_with_a_window_that_were_dropped_would_show(pair: Callable[..., Pair]) -> None:
-    model, reference = pair("gemma3_text")
+@pytest.mark.parametrize("variant", ["gemma3_text", "mimo_v2_flash"])
+def test_a_rope_of_layers_with_a_window_that_were_dropped_would_show(variant: str, pair: Callable[..., Pair]) -> None:
+    model, reference = pair(variant)
     tokens = random_tokens(100)
     other = chunked_logprobs(load_model(dataclasses.replace(model.config, window_rope=None)), tokens, 100)
     assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 100 * TOLERANCE
@@ -351,7 +384,18 @@ def test_a_context_beyond_the_stated_one_is_scaled_as_transformers_scales_it(kin
 
 
 @pytest.mark.parametrize(
-    "variant", ["mistral", "qwen2-window", "qwen3-window", "mixtral", "gpt_oss", "gemma2", "gemma3_text"]
+    "variant",
+    [
+        "mistral",
+        "qwen2-window",
+        "qwen3-window",
+        "mixtral",
+        "gpt_oss",
+        "gemma2",
+        "gemma3_text",
+        "mimo_v2_flash",
+        "gemma4_text",
+    ],
 )
 def test_a_sliding_window_of_one_key_more_or_less_would_show(variant: str, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)

@@ -28,6 +28,8 @@ QWEN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_ma
         ({"rope_type": "default", "rope_theta": 1e6}, 131_072),
         ({"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}, 16_384),
         ({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, 4096),
+        ({"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}, 131_072),
+        ({"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.3, "factor": 2.0}, 4096),
         (LLAMA_3_1, 131_072),
         ({**LLAMA_3_1, "factor": 32.0}, 131_072),
         (QWEN_YARN, 131_072),

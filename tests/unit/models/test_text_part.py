@@ -27,6 +27,19 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3ForConditionalGeneration",
         {**_TOWER, "num_hidden_layers": 1, "image_size": 16},
     ),
+    "gemma4_text": (
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 8,
+        },
+    ),
     "qwen3_5_text": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _QWEN_TOWER),
     "qwen3_5_moe_text": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", _QWEN_TOWER),
     "mistral": (

@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
 }
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -98,6 +99,20 @@ def test_what_divides_is_let_through(check: Callable[..., None], kind: str, keys
             {"tensor_parallel_size": 2},
             "tensor_parallel_size",
             r"linear_num_heads \(3\)",
+        ),
+        (
+            "mimo_v2_flash",
+            {},
+            {"disable_hybrid_kv_cache_manager": True},
+            "disable_hybrid_kv_cache_manager",
+            "with a window have other heads",
+        ),
+        (
+            "mimo_v2_flash",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size",
+            "3 KV heads cannot be shared out over 2 ranks",
         ),
         ("qwen3", {}, {"enable_expert_parallel": True}, "enable_expert_parallel", "has no experts"),
         (

@@ -44,6 +44,8 @@ CLASSES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
 }
 WIDER = {"hidden_size": 512, "vocab_size": 1024}  # so that biases and norms, which a plan leaves out, weigh little
 SERVED = {  # a config: the model's shapes, GPUs of a node, GB of each, nodes that it takes

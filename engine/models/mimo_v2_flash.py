@@ -1,0 +1,146 @@
+"""MiMo-V2-Flash (arXiv:2601.02780)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from baton.engine import layers
+from baton.engine.hf_config.attention import FULL, SLIDING, HeadShape, WindowRule
+from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_as_listed
+from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.model_config import ModelConfig, Scales, keys_and_values
+from baton.engine.layers.decoder_layer import DecoderLayer
+
+from . import Family
+
+if TYPE_CHECKING:
+    from baton.engine.layers.base import Slot
+
+
+class MiMoV2FlashLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + experts(norm(x)), in the first layer x + mlp(norm(x)).
+
+    Most layers have a window, twice as many KV heads as the others, and a sink in every head. Keys are wider than
+    values, a third of each is rotated, and what attention gives is multiplied by a factor.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        assert config.moe is not None, "a config of this family has experts"
+        size = config.hidden_size
+        self.input_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(
+            config,
+            index,
+            qkv_bias=config.attention_bias,
+            sinks=config.layer_windows[index] is not None,
+            output_multiplier=config.scales.attention_output,
+        )
+        self.post_attention_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
+        self.mlp: layers.FeedForward
+        if config.moe.sparse_layers[index]:
+            self.mlp = layers.MoE(size, config.moe)
+        else:
+            self.mlp = layers.GatedMLP(size, config.intermediate_size)
+
+    def slots(self, path: str = "") -> Iterator[Slot]:
+        for slot in super().slots(path):
+            if slot.name.endswith(".sinks"):
+                slot.name = slot.name.removesuffix("sinks") + "attention_sink_bias"
+            yield slot
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+def read_heads(keys: Keys) -> tuple[HeadShape, HeadShape]:
+    key_dim, value_dim = keys.integer("head_dim"), keys.integer("v_head_dim", 128)
+    same = {
+        "swa_head_dim": key_dim,
+        "swa_v_head_dim": value_dim,
+        "swa_num_attention_heads": keys.integer("num_attention_heads"),
+    }
+    for name, only in same.items():
+        if keys.integer(name, only) != only:
+            raise UnsupportedModel(f"config.json: {name} {keys.values[name]} is not supported beside {only} elsewhere")
+    full = keys.integer("num_key_value_heads")
+    windowed = keys.integer("swa_num_key_value_heads", 2 * full)
+    if keys.integer("num_attention_heads") % windowed:
+        raise InvalidModelConfig(f"config.json: num_attention_heads must be a multiple of {windowed} KV heads")
+    return HeadShape(full, key_dim, value_dim), HeadShape(windowed, key_dim, value_dim)
+
+
+def read_kinds(keys: Keys, num_layers: int) -> list[str]:
+    """Return the kinds of layers: 1 stands for a window in the authors' list."""
+    pattern = keys.values.get("hybrid_layer_pattern")
+    if pattern is None:
+        return [SLIDING if layer and (layer + 1) % 6 else FULL for layer in range(num_layers)]
+    return [SLIDING if has_window else FULL for has_window in _layer_flags(keys, "hybrid_layer_pattern", num_layers)]
+
+
+def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
+    require(keys, "scoring_func", "sigmoid", "MiMo-V2-Flash")
+    require(keys, "topk_method", "noaux_tc", "MiMo-V2-Flash")
+    if keys.values.get("n_shared_experts"):
+        raise UnsupportedModel("config.json: n_shared_experts is not supported for MiMo-V2-Flash")
+    if keys.flag("add_full_attention_sink_bias", False) or not keys.flag("add_swa_attention_sink_bias", True):
+        raise UnsupportedModel("config.json: attention sinks are supported in all layers with a window, in no others")
+    sparse = sparse_as_listed(keys, num_layers)
+    if sparse is None and keys.values.get("moe_layer_freq") is not None:
+        sparse = _layer_flags(keys, "moe_layer_freq", num_layers)
+    return ExpertsConfig(
+        num_experts=read_num_experts(keys, ("n_routed_experts", "num_local_experts"), 256),
+        top_k=keys.integer("num_experts_per_tok", 8),
+        intermediate_size=keys.integer("moe_intermediate_size", 2048),
+        shared_intermediate_size=0,
+        scoring="sigmoid",
+        renormalize=keys.flag("norm_topk_prob", True),
+        scale=keys.number("routed_scaling_factor", 1.0),
+        num_groups=keys.integer("n_group", 1),
+        top_groups=keys.integer("topk_group", 1),
+        group_score="top2",
+        score_correction=True,
+        sparse_layers=tuple(layer > 0 for layer in range(num_layers)) if sparse is None else sparse,
+    )
+
+
+def read_scales(keys: Keys) -> Scales:
+    """A factor of all values is one of what attention makes of them."""
+    return Scales(attention_output=keys.number("attention_value_scale", 1.0))
+
+
+def draft_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return the pattern of layers that predict further tokens, which nobody asks for."""
+    return ("model.mtp.*",)
+
+
+def _layer_flags(keys: Keys, name: str, num_layers: int) -> tuple[bool, ...]:
+    given = keys.values[name]
+    if not isinstance(given, list) or len(given) != num_layers or any(flag not in (0, 1) for flag in given):
+        raise InvalidModelConfig(f"config.json: {name!r} must be a list of {num_layers} times 0 or 1, not {given!r}")
+    return tuple(flag == 1 for flag in given)
+
+
+FAMILY = Family(
+    architecture="MiMoV2FlashForCausalLM",
+    layer=MiMoV2FlashLayer,
+    cache=keys_and_values,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "sliding_window": 129,
+        "rms_norm_eps": 1e-5,
+        "attention_value_scale": 0.707,
+        "rope_theta": 5_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    key_names={"swa_rope_theta": "rope_local_base_freq", "layernorm_epsilon": "rms_norm_eps"},
+    heads=read_heads,
+    windows=WindowRule(listed=True, kinds=read_kinds, beside_key="sliding_window_size", own_rope=True),
+    rotary_fraction=0.334,
+    experts=read_experts,
+    scales=read_scales,
+    ignored_tensors=draft_layers,
+)
