@@ -24,7 +24,7 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
         raise InvalidEngineConfig(
             "disable_hybrid_kv_cache_manager",
             f"is true, must be false or left out: layers of {model.architecture} with a window have other heads than "
-            "those without, and cannot keep blocks with them. Tiers (kv_tiers), which ask for it, do not store them",
+            "those without, and cannot keep blocks with them",
         )
     for what, size in _divided_by_tensor_parallelism(model, config.enable_expert_parallel):
         if size % ranks:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 WINDOW = 40
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": WINDOW},
+    "gemma4_text": {"sliding_window": WINDOW},  # windows have other heads than full layers
     "qwen3_5_text": {},  # gated delta rule, as in Qwen3-Next
 }
 LENGTH = CHECKPOINT_TOKENS + 9

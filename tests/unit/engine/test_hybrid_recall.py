@@ -1,0 +1,94 @@
+"""The hybrid demo model recalls, whatever has happened to its recurrent states on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from baton.engine.config import EngineConfig
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.startup.build import Engine, build_engine
+
+from ...helpers.recall import HYBRID, Questions
+from .copy_connector import GrowingRoom, Room
+from .handing_off import hand_off, run
+
+RIGHT = 0.98  # of the answers, undisturbed or not
+
+
+def engine_of(room: Room | None = None, **args: object) -> Engine:
+    sizes = {"max_model_len": 1600, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    config = EngineConfig.from_args({"model": str(HYBRID), "dtype": "float32", **sizes, **args})
+    return build_engine(config, None if room is None else room.connect)
+
+
+@pytest.fixture(scope="module")
+def questions() -> Questions:
+    return Questions.of(HYBRID, [40, 300, 700, 1400], 15)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = engine_of()
+    yield engine
+    engine.close()
+
+
+def answers(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    steps = run(engine.core, requests)
+    return {name: [token for step in steps[name] for token in step.token_ids] for name in steps}
+
+
+def handed_over(room: Room, questions: Questions) -> dict[str, list[int]]:
+    prefill, decode = engine_of(room), engine_of(room)
+    tokens = hand_off(prefill.core, decode.core, questions.requests)
+    return {request.request_id: each for request, each in zip(questions.requests, tokens, strict=True)}
+
+
+def test_undisturbed_and_again_out_of_the_cache(engine: Engine, questions: Questions) -> None:
+    for _ in range(2):
+        assert questions.share_right(answers(engine, list(questions.requests))) >= RIGHT
+    assert engine.core.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("make_room", [Room, GrowingRoom], ids=["at the end", "early"])
+def test_through_prefill_and_decode(make_room: type[Room], questions: Questions) -> None:
+    assert questions.share_right(handed_over(make_room(), questions)) >= RIGHT
+
+
+def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the shares above say something of states, and not of keys and values alone."""
+    room = Room()
+    prefill, decode = engine_of(room), engine_of(room)
+    monkeypatch.setattr(room.peers[1], "skips", lambda region, block: block >= region.first_blocks[1])
+    tokens = hand_off(prefill.core, decode.core, questions.requests)
+    wrong = {request.request_id: each for request, each in zip(questions.requests, tokens, strict=True)}
+    assert questions.share_right(wrong) < 0.5
+
+
+def test_preempted(questions: Questions) -> None:
+    """Requests that write on and on need blocks, which those behind them lose."""
+    crowded = engine_of(num_gpu_blocks_override=130)
+    writing = SamplingParams(temperature=1.0, max_tokens=300, ignore_eos=True)
+    writers = [EngineRequest(f"writer {n}", [5 + n] * 20, writing, seed=n) for n in range(4)]
+    tokens = answers(crowded, [*writers, *questions.requests])
+    assert crowded.core.stats().num_preemptions > 0
+    assert questions.share_right(tokens) >= RIGHT
+
+
+def test_migrated_in_mid_answer(engine: Engine, questions: Questions) -> None:
+    """The second token of an answer comes from an engine that has computed all before it anew."""
+    other = engine_of()
+    begun = answers(
+        other,
+        [
+            msgspec.structs.replace(each, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+            for each in questions.requests
+        ],
+    )
+    moved = [msgspec.structs.replace(each, output_token_ids=begun[each.request_id]) for each in questions.requests]
+    rest = answers(engine, moved)
+    assert questions.share_right({name: begun[name] + rest[name] for name in begun}) >= RIGHT
