@@ -16,18 +16,20 @@ from ...helpers.recall import HYBRID, Questions
 from .copy_connector import GrowingRoom, Room
 from .handing_off import hand_off, run
 
-RIGHT = 0.98  # of the answers, undisturbed or not
+pytestmark = pytest.mark.slow
+
+RIGHT = 0.95  # of the answers, undisturbed or not
 
 
 def engine_of(room: Room | None = None, **args: object) -> Engine:
-    sizes = {"max_model_len": 1600, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    sizes = {"max_model_len": 800, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     config = EngineConfig.from_args({"model": str(HYBRID), "dtype": "float32", **sizes, **args})
     return build_engine(config, None if room is None else room.connect)
 
 
 @pytest.fixture(scope="module")
 def questions() -> Questions:
-    return Questions.of(HYBRID, [40, 300, 700, 1400], 15)
+    return Questions.of(HYBRID, [40, 300, 700], 8)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +51,10 @@ def handed_over(room: Room, questions: Questions) -> dict[str, list[int]]:
 
 
 def test_undisturbed_and_again_out_of_the_cache(engine: Engine, questions: Questions) -> None:
-    for _ in range(2):
-        assert questions.share_right(answers(engine, list(questions.requests))) >= RIGHT
+    assert questions.share_right(answers(engine, list(questions.requests))) >= RIGHT
+    cached = list(reversed(questions.requests))[:10]  # the last ones are still there
+    again = answers(engine, cached)
+    assert all(again[each.request_id] == questions.answers[each.request_id] for each in cached)
     assert engine.core.stats().prefix_cache_hits > 0
 
 
@@ -71,7 +75,7 @@ def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatc
 
 def test_preempted(questions: Questions) -> None:
     """Requests that write on and on need blocks, which those behind them lose."""
-    crowded = engine_of(num_gpu_blocks_override=130)
+    crowded = engine_of(num_gpu_blocks_override=70)
     writing = SamplingParams(temperature=1.0, max_tokens=300, ignore_eos=True)
     writers = [EngineRequest(f"writer {n}", [5 + n] * 20, writing, seed=n) for n in range(4)]
     tokens = answers(crowded, [*writers, *questions.requests])
