@@ -23,7 +23,7 @@ class KVRows(NamedTuple):
 
 def kv_rows(kv: Tensor, key_dim: int) -> KVRows:
     """Return where keys of `key_dim` dimensions and their values lie in kv. Raises `ValueError` for another cache."""
-    planes, width = kv.shape[3], kv.shape[5]
+    planes, width = kv.size(3), kv.size(5)
     if planes == 2 and width == key_dim:
         return KVRows(width, kv.stride(3), width)
     if planes == 1 and width > key_dim:

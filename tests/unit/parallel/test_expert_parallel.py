@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "first_k_dense_replace": 1},
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
+    "mimo_v2_flash": {"n_routed_experts": 8, "layer_types": ["sliding_attention"] * 2},
 }
 SPREADS = {backend: ExpertSpread(0, backend) for backend in ALL2ALL_BACKENDS}
 SPREADS["copies"] = ExpertSpread(8, "allgather_reducescatter")
