@@ -21,6 +21,7 @@ from baton.kv_transfer.tiers.disk_files import TierRefused
 from baton.kv_transfer.tiers.store import TierStore
 
 from ....helpers.checkpoints import write_checkpoint
+from ....helpers.recall import HYBRID, Questions
 from .tier_requests import Tokens
 from .tiered_engine import TieredEngine, engine
 
@@ -164,3 +165,13 @@ def test_only_what_can_be_read_comes_back_and_of_that_all_counts(
 def test_tiers_without_room_for_a_block_of_each_group_are_refused_by_name(model: Path, tmp_path: Path) -> None:
     with pytest.raises(TierRefused, match=r"kv_tiers\.host_bytes is 1000, .* cache groups \(full, .*give at least"):
         TieredEngine(model, TierSettings(host_bytes=1000), num_gpu_blocks_override=FEW, **SIZES)
+
+
+@pytest.mark.slow
+def test_the_hybrid_demo_model_recalls_what_comes_out_of_tiers(tmp_path: Path) -> None:
+    questions = Questions.of(HYBRID, [LENGTH], 5)
+    with engine(HYBRID, host(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as tiered:
+        assert questions.share_right(run_one_by_one(tiered, questions.requests)) == 1.0
+        again = run_one_by_one(tiered, questions.requests)
+        assert questions.share_right(again) == 1.0
+        assert tiered.quiet().restored_tokens >= 4 * CHECKPOINT_TOKENS
