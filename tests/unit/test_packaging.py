@@ -7,6 +7,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cluster", "engine", "kernels", "kv_transfer")
 
@@ -65,5 +67,6 @@ def test_dependencies_are_what_the_packages_import() -> None:
     assert {DISTRIBUTIONS.get(name, name) for name in modules} == names
 
 
-def test_the_demo_model_is_small_enough_to_ship() -> None:
-    assert sum(file.stat().st_size for file in (ROOT / "configs/demo/model").iterdir()) <= 16_000_000
+@pytest.mark.parametrize("name", ["model", "hybrid"])
+def test_the_demo_models_are_small_enough_to_ship(name: str) -> None:
+    assert sum(file.stat().st_size for file in (ROOT / "configs/demo" / name).iterdir()) <= 16_000_000
