@@ -83,6 +83,10 @@ class Cuts(NamedTuple):
         cuts.chunk_start.append(cuts.query_start[-1])
         return cuts
 
+    def columns(self, sources: Sequence[int], targets: Sequence[int]) -> dict[str, Sequence[int]]:
+        """Return all lists of a batch with these slots, by the names of its FIELDS."""
+        return {**self._asdict(), "num_decodes": [self.num_decodes], "sources": sources, "targets": targets}
+
     def padded(self, num_seqs: int, num_chunks: int) -> Cuts:
         """Return them with empty sequences and chunks behind the last, so many in all."""
         seqs, chunks = num_seqs + 1 - len(self.query_start), num_chunks - len(self.chunk_seqs)
@@ -188,8 +192,8 @@ class StateBatch:
         cls, cuts: Cuts, sources: Sequence[int], targets: Sequence[int], device: torch.device | None = None
     ) -> StateBatch:
         """Copy all lists to the device at once; each begins at a multiple of 16 bytes."""
-        named = {**cuts._asdict(), "num_decodes": [cuts.num_decodes], "sources": sources, "targets": targets}
-        lists = [named[name] for name in FIELDS]
+        columns = cuts.columns(sources, targets)
+        lists = [columns[name] for name in FIELDS]
         sizes = [len(values) for values in lists]
         padded = [-(-size // 4) * 4 for size in sizes]
         words = [

@@ -270,7 +270,7 @@ class ModelConfig:
 
     @property
     def window_rotary_dim(self) -> int:
-        """As `rotary_dim`, in layers with a window."""
+        """The number of dimensions of a head that are rotated in layers with a window."""
         if self.window_heads is None:
             return self.rotary_dim
         return int(self.window_heads.key_dim * self.rotary_fraction)

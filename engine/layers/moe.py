@@ -110,9 +110,7 @@ class MoE(FeedForward):
         if self.shared_experts is None or self.shared_expert_gate is None:
             return add_to
         shared, gate = self.shared_experts(hidden), self.shared_expert_gate(hidden)
-        if add_to is not None:
-            return gate_heads(shared[:, None], gate[:, None], add_to)
-        return gate_heads(shared[:, None], gate[:, None]).squeeze(1)
+        return gate_heads(shared[:, None], gate[:, None], add_to).flatten(1)
 
 
 class SpreadExperts:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
 from baton.kernels.state_batch import Checkpoint, Cuts, StateBatch, most_chunks
+from baton.kernels.step import decode_states
 
 from ..core.layout import NOT_KEPT
 from ..core.step import PADDING, Chunk, StepSize
@@ -142,8 +143,8 @@ class StateInputs:
     """
 
     def __init__(self, tables: RowTables, group: int, max_num_seqs: int, checkpoint_tokens: int) -> None:
-        self.group = group
-        self.entry_tokens = checkpoint_tokens
+        self._group = group
+        self._entry_tokens = checkpoint_tokens
         self._tables = tables
         self._own = tables.states[group]
         device = tables.memory.device
@@ -151,38 +152,38 @@ class StateInputs:
         self._all = torch.full((1,), max_num_seqs, dtype=torch.int32, device=device)
         self._none = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
 
-    @property
-    def sources(self) -> Tensor:
-        return self._own.sources.tensor[0]
-
-    @property
-    def targets(self) -> Tensor:
-        return self._own.targets.tensor[0]
-
     def set(self, batch: Batch, shape: StepShape) -> None:
         """Write the slots and cuts of a step of chunks, padded to `shape`."""
         if shape.is_decode:
             return
-        slots = self._tables.state_slots[self.group]
+        slots = self._tables.state_slots[self._group]
         sources, targets, checkpoints = [], [], []
         for seq, (row, start, end) in enumerate(zip(batch.rows, batch.starts, batch.ends, strict=True)):
             table = slots[row]
-            sources.append(table[(start - 1) // self.entry_tokens] if start else NOT_KEPT)
-            targets.append(table[(end - 1) // self.entry_tokens])
+            sources.append(table[(start - 1) // self._entry_tokens] if start else NOT_KEPT)
+            targets.append(table[(end - 1) // self._entry_tokens])
             checkpoints += self._checkpoints(table, seq, start, end)
         cuts = Cuts.of(batch.lens, sources, checkpoints=checkpoints)
         more = [NOT_KEPT] * (shape.num_seqs - len(sources))
         padded = cuts.padded(shape.num_seqs, self._num_chunks(shape))
-        self._tables.set_states(self.group, sources + more, targets + more, padded)
+        self._tables.set_states(self._group, sources + more, targets + more, padded)
+
+    def fill_decodes(self, num_seqs: int) -> None:
+        """Find the slots of one token of each sequence of the batch in the tables, in the order of the device."""
+        tables, own = self._tables, self._own
+        batch = tables.batch(num_seqs)
+        sources, targets = own.sources.tensor[0], own.targets.tensor[0]
+        decode_states(tables.blocks[self._group], batch, self._entry_tokens, sources, targets)
 
     def of(self, shape: StepShape) -> StateBatch:
-        """Return the sequences of a step of this shape, which `set` fills, or of decodes the backend."""
+        """Return the sequences of a step of this shape, which `set` or `fill_decodes` fills."""
         seqs = shape.num_seqs
+        sources, targets = self._own.sources.tensor[0, :seqs], self._own.targets.tensor[0, :seqs]
         if shape.is_decode:
             return StateBatch(
                 query_start=self._one_each[: seqs + 1],
-                sources=self.sources[:seqs],
-                targets=self.targets[:seqs],
+                sources=sources,
+                targets=targets,
                 num_decodes=self._all,
                 chunk_start=self._none[:1],
                 chunk_seqs=self._none[:0],
@@ -194,8 +195,8 @@ class StateInputs:
         chunks = self._num_chunks(shape)
         return StateBatch(
             query_start=self._tables.query_start.tensor[0, : seqs + 1],
-            sources=self.sources[:seqs],
-            targets=self.targets[:seqs],
+            sources=sources,
+            targets=targets,
             num_decodes=self._own.num_decodes.tensor[0],
             chunk_start=self._own.chunk_start.tensor[0, : chunks + 1],
             chunk_seqs=self._own.chunk_seqs.tensor[0, :chunks],
@@ -207,14 +208,14 @@ class StateInputs:
 
     def _num_chunks(self, shape: StepShape) -> int:
         decodes = shape.num_decodes
-        return most_chunks(shape.num_seqs - decodes, shape.num_tokens - decodes, self.entry_tokens)
+        return most_chunks(shape.num_seqs - decodes, shape.num_tokens - decodes, self._entry_tokens)
 
     def _checkpoints(self, table: Sequence[int], seq: int, start: int, end: int) -> list[Checkpoint]:
         """Return the checkpoints within the tokens from `start` to `end` of a sequence.
 
         A slot that was moved on to a later entry (`core.kv.cache_groups`) still stands in the one before.
         """
-        size = self.entry_tokens
+        size = self._entry_tokens
         cuts = range((start // size + 1) * size, end, size)
         slots = ((cut, table[cut // size - 1]) for cut in cuts)
         unkept = (NOT_KEPT, table[(end - 1) // size])
@@ -248,6 +249,11 @@ class InputBuffers:
         """Write what the CPU alone knows of a step, beside the batch: how chunks of layers with states are cut."""
         for states in self.states.values():
             states.set(batch, shape)
+
+    def fill_decodes(self, num_seqs: int) -> None:
+        """Find the slots of the states of a step of decodes."""
+        for states in self.states.values():
+            states.fill_decodes(num_seqs)
 
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""

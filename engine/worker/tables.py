@@ -169,9 +169,9 @@ class RowTables:
 
     def set_states(self, group: int, sources: Sequence[int], targets: Sequence[int], cuts: Cuts) -> None:
         """Write the slots of a step of chunks, and how it is cut."""
-        values = {**cuts._asdict(), "sources": sources, "targets": targets, "num_decodes": [cuts.num_decodes]}
+        columns = cuts.columns(sources, targets)
         for name, table in self.states[group]._asdict().items():
-            self._writes.add(table.address(0), values[name])
+            self._writes.add(table.address(0), columns[name])
 
     def _block_address(self, group: int, row: int, entry: int) -> int:
         return self._blocks.address(group * self._num_rows + row, entry)

@@ -23,7 +23,7 @@ from baton.kernels.native.calls import NotRecordable
 from baton.kernels.native.cpu_graph import Workspace, record
 from baton.kernels.sampling import sample
 
-from ...core.layout import BLOCK_SIZE, NOT_KEPT
+from ...core.layout import BLOCK_SIZE
 from ...layers.base import RankRows
 from ..inputs import Batch
 from ..outputs import Event
@@ -175,12 +175,7 @@ class CpuStep:
         if shape.num_wanted is not None:
             self._fill_wanted(batch)
         if shape.is_decode:
-            for states in self._parts.inputs.states.values():
-                table, size = self._blocks[states.group], states.entry_tokens
-                sources, targets = states.sources.numpy(), states.targets.numpy()
-                sources[:num_seqs] = np.where(starts > 0, table[rows, (starts - 1) // size], NOT_KEPT)
-                targets[:num_seqs] = table[rows, starts // size]
-                sources[num_seqs : shape.num_seqs] = targets[num_seqs : shape.num_seqs] = NOT_KEPT
+            self._parts.inputs.fill_decodes(shape.num_seqs)
 
     def _fill_wanted(self, batch: Batch) -> None:
         """Write the indices of the last `num_wanted` tokens of each chunk.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.sampling import sample, sample_rows
-from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, decode_states, replace_tokens, store_tokens
+from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, replace_tokens, store_tokens
 
 from ...layers.base import RankRows
 from ..inputs import Batch
@@ -75,9 +75,7 @@ class CudaStep:
         fill = decode_inputs if shape.is_decode else chunk_inputs
         fill(tables.step, batch, buffers)
         if shape.is_decode:
-            for states in parts.inputs.states.values():
-                table = tables.blocks[states.group]
-                decode_states(table, batch, states.entry_tokens, states.sources, states.targets)
+            parts.inputs.fill_decodes(shape.num_seqs)
         inputs = parts.inputs.of(shape)
         hidden = parts.model.forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]
