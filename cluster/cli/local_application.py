@@ -16,7 +16,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -219,16 +220,12 @@ class LocalApplication:
         return "\n".join(errors) or application.message
 
     def _wait_until_healthy(self) -> None:
+        wanted = {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         while not self._stop.is_set():
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5.0).is_success and self._has_a_gateway_for_every_rank():
+                if httpx.get(f"{self.url}/health", timeout=5.0).is_success and is_whole(self.ranks(), wanted):
                     return
             self._stop.wait(POLL_S)
-
-    def _has_a_gateway_for_every_rank(self) -> bool:
-        table = self.ranks()
-        served = {rank for gateway in table["gateways"] for rank in gateway["ranks"]}
-        return served.issuperset(engine["rank"] for engine in table["data"])
 
     def _shut_down(self) -> None:
         import ray
@@ -261,6 +258,21 @@ class LocalApplication:
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
             ray.get(ray.get_actor(directory_name(self.name), namespace=NAMESPACE).end.remote())
+
+
+def is_whole(table: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
+    """Tell from a gateway's table of ranks whether requests take the ways that they will take from now on.
+
+    `wanted` gives the number of replicas of each role. Each engine must have a gateway, and the gateway whose table
+    this is must have heard from all engines that it serves: a request that comes before would not be handed over.
+    """
+    ranks_of = {gateway["gateway"]: gateway["ranks"] for gateway in table["gateways"]}
+    served = {rank for ranks in ranks_of.values() for rank in ranks}
+    own = ranks_of.get(table["gateway"], [])
+    connected = all(
+        engine["rank"] in served and (engine["reachable"] or engine["rank"] not in own) for engine in table["data"]
+    )
+    return connected and Counter(engine["role"] for engine in table["data"]) >= Counter(wanted)
 
 
 def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str, int]:
