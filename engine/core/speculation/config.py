@@ -1,0 +1,128 @@
+"""Settings of speculation, under vLLM's names: what `speculative_config` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from baton.engine.strict_model import StrictModel, hint
+
+from .drafter import Drafter
+from .ngram import NgramDrafter
+from .suffix import SuffixDrafter
+
+MAX_DRAFTS = 15  # of one request in a step
+METHODS = ("ngram", "suffix")
+_LOOKUP_TOKENS = 5  # vLLM's
+_NEEDS_DRAFT_LAYERS = "needs draft layers, and those of checkpoints are not loaded yet"
+_NEEDS_DRAFT_MODEL = "needs a second model, and an engine has one"
+_REFUSED_METHODS = {
+    "draft_model": _NEEDS_DRAFT_MODEL,
+    "mlp_speculator": _NEEDS_DRAFT_MODEL,
+    "medusa": "needs trained heads, and none are loaded",
+    "eagle": _NEEDS_DRAFT_LAYERS,
+    "eagle3": _NEEDS_DRAFT_LAYERS,
+    "mtp": _NEEDS_DRAFT_LAYERS,
+    "ngram_gpu": "is 'ngram' searched for on a GPU: the search takes microseconds on a CPU",
+    "extract_hidden_states": "guesses nothing",
+    "custom_class": "runs code of callers within a step",
+}
+_OF_MODELS = "is for methods with a model of their own"
+_OF_METHOD = {
+    "prompt_lookup_max": "ngram",
+    "prompt_lookup_min": "ngram",
+    "suffix_decoding_max_tree_depth": "suffix",
+    "suffix_decoding_max_cached_requests": "suffix",
+    "suffix_decoding_max_spec_factor": "suffix",
+    "suffix_decoding_min_token_prob": "suffix",
+}
+
+
+class SpeculativeConfig(StrictModel):
+    """The method that guesses tokens, and its limits. Keys of a method other than `method` are refused."""
+
+    model_config = ConfigDict(strict=True)
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "model": f"{_OF_MODELS}: leave it out with 'ngram' and 'suffix'",
+        "quantization": _OF_MODELS,
+        "max_model_len": _OF_MODELS,
+        "revision": _OF_MODELS,
+        "code_revision": _OF_MODELS,
+        "draft_tensor_parallel_size": _OF_MODELS,
+        "draft_load_config": _OF_MODELS,
+        "parallel_drafting": _OF_MODELS,
+        "use_local_argmax_reduction": _OF_MODELS,
+        "disable_padded_drafter_batch": _OF_MODELS,
+        "enforce_eager": f"{_OF_MODELS}; steps follow the engine's own enforce_eager",
+        "speculative_token_tree": "drafts are one sequence: no tree of them is checked",
+        "rejection_sample_method": "a draft is accepted where the undisturbed draw gives the same token",
+        "disable_by_batch_size": "the number of drafts follows the load by itself",
+    }
+
+    method: str
+    # The most drafts of one request in a step; fewer where they are not accepted, or the batch is large.
+    num_speculative_tokens: int = Field(MAX_DRAFTS, ge=1, le=MAX_DRAFTS)
+    # ngram: how many of the last tokens must have occurred before. Of these two, one that is left out is as the other.
+    prompt_lookup_max: int = Field(_LOOKUP_TOKENS, ge=1, le=64)
+    prompt_lookup_min: int = Field(_LOOKUP_TOKENS, ge=1, le=64)
+    suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=64)  # tokens of a match that are compared
+    suffix_decoding_max_cached_requests: int = Field(10_000, ge=0)  # answers that later requests are guessed from
+    suffix_decoding_max_spec_factor: float = Field(1.0, ge=0)  # guesses for each token of the match
+    # Share of the places with the same match that must agree on a guess.
+    suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lookups_follow_each_other(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        if (low is None) != (high is None):
+            given["prompt_lookup_min"] = given["prompt_lookup_max"] = high if low is None else low
+        return given
+
+    @field_validator("method")
+    @classmethod
+    def _is_known(cls, method: str) -> str:
+        if method not in METHODS:
+            reason = _REFUSED_METHODS.get(method) or ("needs draft layers" if method.endswith("_mtp") else None)
+            if reason is not None:
+                raise ValueError(f"is {method!r}, which {reason}; methods that work are 'ngram' and 'suffix'")
+            raise ValueError(
+                f"is {method!r}, must be 'ngram' or 'suffix'; {hint(method, [*METHODS, *_REFUSED_METHODS])}"
+            )
+        return method
+
+    @model_validator(mode="after")
+    def _keys_fit_the_method(self) -> Self:
+        problems = {
+            name: f"is for {method!r}, and the method is {self.method!r}: leave it out"
+            for name, method in _OF_METHOD.items()
+            if name in self.model_fields_set and method != self.method
+        }
+        if not problems and self.prompt_lookup_min > self.prompt_lookup_max:
+            problems["prompt_lookup_min"] = (
+                f"is {self.prompt_lookup_min}, must be at most prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+        if self.method == "ngram" and "num_speculative_tokens" not in self.model_fields_set:
+            problems["num_speculative_tokens"] = (
+                f"is required with 'ngram': the most guesses at once, 1 to {MAX_DRAFTS}"
+            )
+        self.refuse(problems)
+        return self
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    """Return the drafter of the config's method."""
+    if config.method == "ngram":
+        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    return SuffixDrafter(
+        max_tree_depth=config.suffix_decoding_max_tree_depth,
+        max_cached_requests=config.suffix_decoding_max_cached_requests,
+        max_spec_factor=config.suffix_decoding_max_spec_factor,
+        min_token_prob=config.suffix_decoding_min_token_prob,
+    )

@@ -1,0 +1,41 @@
+"""The contract between the scheduler and what guesses the next tokens of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Guesses how requests go on. It is called on the scheduler's thread, between steps, so it must be quick.
+
+    Guesses are a function of the calls before: two ranks that make the same calls get the same guesses. A request
+    keeps its id while it is preempted and resumed. Calls for an id that was never started, or has ended, do nothing.
+    """
+
+    def start(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        salt: str | None,
+        prediction: Sequence[int] = (),
+    ) -> None:
+        """Begin a request. `output_token_ids` are tokens that it has already drawn.
+
+        Only requests of the same `salt` may see each other's text. `prediction` is text that the client expects as the
+        answer (`prediction` in OpenAI's API); it is used for this request alone.
+        """
+        ...
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Note the next tokens of the answer: drawn ones and accepted drafts, in order."""
+        ...
+
+    def propose(self, request_id: str, most: int) -> list[int]:
+        """Guess up to `most` tokens that follow the known ones; empty where there is nothing to guess from."""
+        ...
+
+    def end(self, request_id: str) -> None:
+        """Forget a request that is over. Its answer may serve as an example for later ones."""
+        ...

@@ -1,0 +1,181 @@
+"""Suffix decoding: guesses from the request's own text and from recent answers of the engine, the longest match first.
+
+    own text          prediction, prompt, answer so far
+    recent answers    of requests with the same salt, in batches: the newest is added to, the oldest is dropped
+
+The request's last tokens are searched for in each of them. The longest match decides; of equal ones the own text, then
+the newest answers. How much is guessed grows with the match: a match of L tokens allows `max_spec_factor` * L guesses,
+and one of `max_tree_depth` tokens as many as are asked for. Where the match occurs several times and what follows
+differs, the most frequent token is taken, as long as the share of the places that agree is `min_token_prob` or more.
+
+The idea, and the names of its settings, are those of SuffixDecoding (https://arxiv.org/abs/2411.04975) in vLLM. Trees
+with counts are replaced by texts with linked places (`token_index`), whose memory is bounded by their length.
+
+Memory: 44 bytes for each token of a request's own text, until it ends. Recent answers are at most `RECENT_TOKENS`
+tokens of all salts together, and `ANSWER_TOKENS` of one answer: 24 MB, and 1 kB for each salt among them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence, Set
+
+from .own_text import OwnText
+from .token_index import SEPARATOR, Match, TokenIndex
+
+RECENT_TOKENS = 2**19
+BATCH_TOKENS = RECENT_TOKENS // 4  # of one salt, before its next batch begins
+ANSWER_TOKENS = 2**13  # the last of a longer answer are kept
+_ANCHORS = (6, 2)  # a match has 2 tokens at least
+_VOTES = 8  # places of the longest match whose continuations are compared
+_ENOUGH = 4  # ... where the match has `max_tree_depth` tokens
+
+
+class SuffixDrafter:
+    """Guesses from the request's own text and recent answers. Implements `Drafter`."""
+
+    def __init__(
+        self, *, max_tree_depth: int, max_cached_requests: int, max_spec_factor: float, min_token_prob: float
+    ) -> None:
+        self._longest = max_tree_depth
+        self._factor = max_spec_factor
+        self._min_prob = min_token_prob
+        self.recent = RecentAnswers(max_cached_requests)
+        self._texts: dict[str, OwnText] = {}
+        self._salts: dict[str, str | None] = {}
+
+    def start(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        salt: str | None,
+        prediction: Sequence[int] = (),
+    ) -> None:
+        text = OwnText(_ANCHORS, self._longest, prompt_token_ids, prediction)
+        text.extend(output_token_ids)
+        self._texts[request_id], self._salts[request_id] = text, salt
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        if (text := self._texts.get(request_id)) is not None:
+            text.extend(token_ids)
+
+    def propose(self, request_id: str, most: int) -> list[int]:
+        own = self._texts.get(request_id)
+        if own is None:
+            return []
+        tail = own.tail()
+        source: OwnText | TokenIndex = own
+        match = own.search(tail, _ENOUGH)
+        for index in self.recent.of(self._salts[request_id]):
+            if match is not None and match.length == len(tail):
+                break
+            other = index.search(tail, _ENOUGH, 0 if match is None else match.length)
+            if other is not None:
+                match, source = other, index
+        return [] if match is None else self._guess(source, match, most)
+
+    def _guess(self, source: OwnText | TokenIndex, match: Match, most: int) -> list[int]:
+        if match.length < self._longest:
+            most = min(most, int(self._factor * match.length))
+        if most <= 0:
+            return []
+        return most_frequent([source.following(place, most) for place in match.places[:_VOTES]], self._min_prob)
+
+    def end(self, request_id: str) -> None:
+        if (text := self._texts.pop(request_id, None)) is not None:
+            self.recent.add(self._salts.pop(request_id), text.answer(ANSWER_TOKENS))
+
+
+def most_frequent(texts: list[list[int]], min_prob: float) -> list[int]:
+    """Return the text that most of `texts` begin with, token by token; of equally frequent tokens that of the first.
+
+    It ends before the token whose share of all texts is below `min_prob`.
+    """
+    guess: list[int] = []
+    num_texts = len(texts)
+    while texts:
+        first = texts[0]
+        if texts.count(first) == len(texts):
+            return guess + first[len(guess) :]
+        position = next(_differing(texts), min(map(len, texts)))  # equal up to here
+        guess = first[:position]
+        votes = Counter(text[position] for text in texts if len(text) > position)
+        if not votes:
+            break
+        token, count = votes.most_common(1)[0]
+        if count < min_prob * num_texts:
+            break
+        texts = [text for text in texts if len(text) > position and text[position] == token]
+    return guess
+
+
+def _differing(texts: list[list[int]]) -> Iterator[int]:
+    """Yield the positions at which not all texts have the same token."""
+    return (position for position, tokens in enumerate(zip(*texts, strict=False)) if len(set(tokens)) > 1)
+
+
+class RecentAnswers:
+    """Answers of requests that are over, by salt: one salt's answers are in no other's texts."""
+
+    def __init__(self, max_answers: int) -> None:
+        """`max_answers` of all salts together; 0: none."""
+        self._max_answers = max_answers
+        self._by_salt: dict[str | None, deque[_AnswerBatch]] = {}
+        self._by_age: deque[_AnswerBatch] = deque()  # the oldest first
+        self.num_tokens = 0
+        self.num_answers = 0
+
+    @property
+    def salts(self) -> Set[str | None]:
+        return self._by_salt.keys()
+
+    def of(self, salt: str | None) -> Iterator[TokenIndex]:
+        """Yield the texts of a salt, the newest first."""
+        return (batch.index for batch in self._by_salt.get(salt, ()))
+
+    def add(self, salt: str | None, answer: array[int]) -> None:
+        if not answer or not self._max_answers:
+            return
+        batch = self._newest(salt)
+        before = len(batch.index)
+        batch.index.extend([*answer, SEPARATOR])
+        batch.num_answers += 1
+        self.num_answers += 1
+        self.num_tokens += len(batch.index) - before
+        while self.num_tokens > RECENT_TOKENS or self.num_answers > self._max_answers:
+            self._drop_oldest()
+
+    def _newest(self, salt: str | None) -> _AnswerBatch:
+        """Return the batch that takes the next answer."""
+        batches = self._by_salt.setdefault(salt, deque())
+        most_answers = max(1, self._max_answers // 4)
+        if batches:
+            newest = batches[0]
+            if len(newest.index) < BATCH_TOKENS and newest.num_answers < most_answers:
+                return newest
+        batches.appendleft(batch := _AnswerBatch(salt))
+        self._by_age.append(batch)
+        return batch
+
+    def _drop_oldest(self) -> None:
+        """Forget the answers of the batch that began first."""
+        oldest = self._by_age.popleft()
+        batches = self._by_salt[oldest.salt]
+        batches.pop()
+        if not batches:
+            del self._by_salt[oldest.salt]
+        self.num_tokens -= len(oldest.index)
+        self.num_answers -= oldest.num_answers
+
+
+class _AnswerBatch:
+    """Answers that are forgotten together."""
+
+    __slots__ = ("index", "num_answers", "salt")
+
+    def __init__(self, salt: str | None) -> None:
+        self.salt = salt
+        self.index = TokenIndex(_ANCHORS)
+        self.num_answers = 0

@@ -1,0 +1,76 @@
+"""Settings of speculation: what is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from baton.engine.core.speculation.config import MAX_DRAFTS, SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.ngram import NgramDrafter
+from baton.engine.core.speculation.suffix import SuffixDrafter
+from baton.engine.strict_model import problems_of
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def config(**given: Any) -> SpeculativeConfig:
+    return SpeculativeConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({}, "method", "is missing"),
+        ({"method": "ngrams"}, "method", "must be 'ngram' or 'suffix'; did you mean 'ngram'"),
+        ({"method": "mtp"}, "method", "is 'mtp', which needs draft layers"),
+        ({"method": "deepseek_mtp"}, "method", "which needs draft layers"),
+        ({"method": "eagle3"}, "method", "which needs draft layers"),
+        ({"method": "draft_model"}, "method", "which needs a second model"),
+        ({"method": "medusa"}, "method", "which needs trained heads"),
+        ({**NGRAM, "num_speculative_token": 3}, "num_speculative_token", "did you mean 'num_speculative_tokens'"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens", "is 0, must be at least 1"),
+        ({**NGRAM, "num_speculative_tokens": 16}, "num_speculative_tokens", "is 16, must be at most 15"),
+        ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens", "is true, must be a number"),
+        ({"method": "ngram"}, "num_speculative_tokens", "is required with 'ngram'"),
+        ({**NGRAM, "model": "draft"}, "model", "is for methods with a model of their own"),
+        ({**NGRAM, "speculative_token_tree": "[(0,)]"}, "speculative_token_tree", "one sequence"),
+        ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max", "at least 1"),
+        ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min", "prompt_lookup_max .3."),
+        ({**NGRAM, "suffix_decoding_min_token_prob": 0.5}, "suffix_decoding_min_token_prob", "is for 'suffix'"),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max", "is for 'ngram'"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob", "at most 1"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "suffix_decoding_max_tree_depth", "at least 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(given: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**given)
+    problem = next(problems_of(caught.value))
+    assert problem[0] == field
+    assert message.replace(".3.", "(3)") in problem[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "lookups"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": None}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_one_bound_of_lookups_is_as_the_other(given: dict[str, Any], lookups: tuple[int, int]) -> None:
+    made = config(**NGRAM, **given)
+    assert (made.prompt_lookup_min, made.prompt_lookup_max) == lookups
+
+
+def test_suffix_needs_nothing_but_its_name() -> None:
+    assert config(method="suffix").num_speculative_tokens == MAX_DRAFTS
+
+
+def test_each_method_has_its_drafter() -> None:
+    assert isinstance(make_drafter(config(**NGRAM)), NgramDrafter)
+    assert isinstance(make_drafter(config(method="suffix")), SuffixDrafter)

@@ -1,0 +1,234 @@
+"""Drafters against a search that looks everywhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.drafter import Drafter
+from baton.engine.core.speculation.ngram import NgramDrafter
+from baton.engine.core.speculation.suffix import RECENT_TOKENS, SuffixDrafter, most_frequent
+from baton.engine.core.speculation.token_index import MOST_PLACES, SEPARATOR, TokenIndex
+
+FEW_TOKENS = st.integers(0, 3)
+TEXTS = st.lists(FEW_TOKENS, max_size=MOST_PLACES)
+
+
+def suffix(depth: int = 24, cached: int = 100, factor: float = 100.0, min_prob: float = 0.0) -> SuffixDrafter:
+    return SuffixDrafter(
+        max_tree_depth=depth, max_cached_requests=cached, max_spec_factor=factor, min_token_prob=min_prob
+    )
+
+
+def runs(text: Sequence[int], tail: Sequence[int], most: int) -> dict[int, int]:
+    """Return how many tokens before each place of the text equal the end of the tail, `most` at most."""
+    lengths = {}
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(most, place, len(tail)) and text[place - 1 - length] == tail[len(tail) - 1 - length]:
+            length += 1
+        lengths[place] = length
+    return lengths
+
+
+def continued(text: Sequence[int], place: int, most: int) -> list[int]:
+    """Return what follows a place, where the text goes on behind its end as from the place on."""
+    longer = list(text)
+    while len(longer) < place + most:
+        longer.append(longer[len(longer) - len(text) + place])
+    return longer[place : place + most]
+
+
+def looked_up(text: Sequence[int], shortest: int, longest: int, most: int) -> list[int]:
+    lengths = runs(text, text, longest)
+    best = max(lengths.values(), default=0)
+    if best < shortest:
+        return []
+    return continued(text, max(place for place, length in lengths.items() if length == best), most)
+
+
+@given(TEXTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 8), st.integers(0, MOST_PLACES))
+def test_ngram_finds_the_longest_run_and_of_these_the_newest(
+    text: list[int], shortest: int, more: int, most: int, num_prompt: int
+) -> None:
+    drafter = NgramDrafter(shortest, shortest + more)
+    drafter.start("a", text[:num_prompt], [], None)
+    drafter.extend("a", text[num_prompt:])
+    assert drafter.propose("a", most) == looked_up(text, shortest, shortest + more, most)
+
+
+@given(TEXTS, st.integers(1, 8), st.lists(st.integers(1, 5), max_size=20))
+def test_suffix_finds_the_longest_run_too_and_texts_may_grow_in_any_steps(
+    text: list[int], most: int, sizes: list[int]
+) -> None:
+    drafter = suffix()
+    drafter.start("a", [], [], None)
+    rest = text
+    for size in [*sizes, len(text)]:
+        drafter.extend("a", rest[:size])
+        rest = rest[size:]
+    lengths = runs(text, text, 24)
+    best = max(lengths.values(), default=0)
+    guess = drafter.propose("a", most)
+    if best < 2:
+        assert guess == []
+    else:
+        places = [place for place, length in sorted(lengths.items(), reverse=True) if length == best]
+        assert guess == most_frequent([continued(text, place, most) for place in places[:8]], 0.0)
+
+
+@given(TEXTS, st.lists(TEXTS, max_size=4), st.integers(1, 8))
+def test_the_longest_match_of_own_text_and_recent_answers_decides(
+    text: list[int], answers: list[list[int]], most: int
+) -> None:
+    drafter = suffix()
+    for number, answer in enumerate(answers):
+        drafter.start(str(number), [9, 9, 9], answer, None)
+        drafter.end(str(number))
+    drafter.start("a", text, [], None)
+    shared = [token for answer in answers if answer for token in (*answer, SEPARATOR)]
+    own = max(runs(text, text, 24).values(), default=0)
+    other = max(runs(shared, text, 24).values(), default=0)
+    guess = drafter.propose("a", most)
+    if max(own, other) < 2:
+        assert guess == []
+    elif own < other and len(shared) <= MOST_PLACES:
+        options = [place for place, length in runs(shared, text, 24).items() if length == other]
+        assert any(guess[:1] == ([] if shared[place] == SEPARATOR else [shared[place]]) for place in options)
+    assert SEPARATOR not in guess
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_calls_for_unknown_requests_do_nothing(method: str) -> None:
+    drafter = make(method)
+    drafter.extend("a", [1])
+    drafter.end("a")
+    assert drafter.propose("a", 3) == []
+    drafter.start("a", [1, 2, 3, 4, 5, 1, 2, 3, 4, 5], [], None)
+    assert drafter.propose("a", 3) == [1, 2, 3]
+    drafter.end("a")
+    assert drafter.propose("a", 3) == []
+
+
+def make(method: str) -> Drafter:
+    return make_drafter(SpeculativeConfig(method=method, num_speculative_tokens=8))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_predicted_answer_is_guessed_from_its_first_token_on(method: str) -> None:
+    prompt, prediction = list(range(100, 140)), list(range(200, 230))
+    drafter = make(method)
+    drafter.start("a", prompt, [], None, prediction)
+    drafter.start("b", prompt, [], None)
+    assert drafter.propose("a", 40) == prediction
+    assert drafter.propose("b", 40) == []
+    drafter.extend("a", [*prediction[:3], 7, *prediction[10:16]])
+    assert drafter.propose("a", 4) == prediction[16:20]
+    drafter.end("a")
+    drafter.start("c", [1, 2, *prediction[20:26]], [], None)
+    assert drafter.propose("c", 4) == [], "a prediction is no answer"
+
+
+def test_answers_serve_only_requests_of_their_salt() -> None:
+    drafter, answer = suffix(), [5, 6, 7, 8, 9]
+    drafter.start("a", [1], [], "tenant")
+    drafter.extend("a", answer)
+    drafter.end("a")
+    for request_id, salt, guess in (("b", "tenant", [7, 8, 9]), ("c", "other", []), ("d", None, []), ("e", "", [])):
+        drafter.start(request_id, [5, 6], [], salt)
+        assert drafter.propose(request_id, 5) == guess, salt
+
+
+def test_prompts_serve_only_their_own_request() -> None:
+    drafter = suffix()
+    drafter.start("a", [5, 6, 7, 8, 9], [1], None)
+    drafter.end("a")
+    drafter.start("b", [5, 6], [], None)
+    assert drafter.propose("b", 5) == []
+
+
+def test_a_longer_match_allows_more_guesses() -> None:
+    text = list(range(100))
+    for length in (2, 5, 10, 24, 40):
+        drafter = suffix(factor=1.0)
+        drafter.start("a", [*text, *text[:length]], [], None)
+        assert len(drafter.propose("a", 30)) == (length if length < 24 else 30)
+    assert suffix(factor=0.0).propose("a", 5) == []
+
+
+def test_the_more_frequent_continuation_is_guessed_until_too_few_agree() -> None:
+    assert most_frequent([[1, 2, 3], [4, 5, 6], [4, 5, 7]], 0.0) == [4, 5, 6]
+    assert most_frequent([[1, 2, 3], [4, 5, 6], [4, 5, 7]], 0.5) == [4, 5]
+    assert most_frequent([[1, 2, 3], [4, 5, 6], [4, 5, 7]], 0.9) == []
+    assert most_frequent([[1], [1, 2]], 0.0) == [1, 2]
+    assert most_frequent([[], []], 0.0) == []
+
+
+def test_recent_answers_are_bounded_in_number_and_tokens() -> None:
+    drafter, draw = suffix(cached=8), random.Random(0)
+    answers = [[draw.randrange(10_000) for _ in range(50)] for _ in range(100)]
+    for number, answer in enumerate(answers):
+        drafter.start(str(number), [1], answer, f"salt {number % 3}")
+        drafter.end(str(number))
+        assert drafter.recent.num_answers <= 8
+    assert len(drafter.recent.salts) <= 3
+    known = 0
+    for number, answer in enumerate(answers):
+        drafter.start("probe", answer[:10], [], f"salt {number % 3}")
+        known += drafter.propose("probe", 5) == answer[10:15]
+    assert 3 <= known <= 8
+
+    drafter = suffix(cached=10_000)
+    for _ in range(80):
+        drafter.start("a", [1], [draw.randrange(100_000) for _ in range(10_000)], None)
+        drafter.end("a")
+        assert drafter.recent.num_tokens <= RECENT_TOKENS
+    assert drafter.recent.num_answers < 80
+
+
+def test_no_answers_are_kept_where_none_are_asked_for() -> None:
+    drafter = suffix(cached=0)
+    drafter.start("a", [1], [5, 6, 7], None)
+    drafter.end("a")
+    drafter.start("b", [5, 6], [], None)
+    assert drafter.propose("b", 3) == []
+
+
+def de_bruijn(num_tokens: int, length: int) -> list[int]:
+    """Return a text that has every run of `length` tokens once."""
+    counts, text = [0] * num_tokens**length, [0] * length
+    for _ in range(num_tokens**length):
+        state = 0
+        for token in text[-length + 1 :]:
+            state = state * num_tokens + token
+        counts[state] += 1
+        text.append(num_tokens - counts[state])
+    return text
+
+
+@pytest.mark.parametrize("text", [[7] * 100_000, de_bruijn(46, 3), [1, 2] * 50_000], ids=["one", "de_bruijn", "two"])
+def test_a_search_looks_at_few_places_in_any_text(text: list[int]) -> None:
+    index = TokenIndex((6, 2), text)
+    match = index.search(index.part(len(text) - 24))
+    assert match is None or len(match.places) <= MOST_PLACES
+    assert index.num_bytes <= 44 * len(text)
+    drafter = suffix()
+    drafter.start("a", text, [], None)
+    assert len(drafter.propose("a", 32)) <= 32
+
+
+def test_links_survive_the_growth_of_the_index() -> None:
+    draw = random.Random(1)
+    text = [draw.randrange(50_000) for _ in range(5_000)]
+    index = TokenIndex((6, 2))
+    for token in text:
+        index.extend([token])
+    for place in (10, 63, 64, 65, 255, 256, 257, 1024, 4000):
+        match = index.search(index.part(place - 8, place))
+        assert match is not None
+        assert (match.length, match.places) == (8, [place])
