@@ -102,7 +102,7 @@ class SpeculativeConfig(StrictModel):
         problems = {
             name: f"is for {method!r}, and the method is {self.method!r}: leave it out"
             for name, method in _OF_METHOD.items()
-            if name in self.model_fields_set and method != self.method
+            if method != self.method and getattr(self, name) != type(self).model_fields[name].default
         }
         if not problems and self.prompt_lookup_min > self.prompt_lookup_max:
             problems["prompt_lookup_min"] = (

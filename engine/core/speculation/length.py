@@ -1,0 +1,189 @@
+"""How many drafts each request gets in a step: as many as are worth their time, by what was measured.
+
+A step of R requests takes T seconds and draws G tokens, G / T of them a second. One more draft, which is accepted with
+chance q and adds t seconds, raises that where
+
+    q / t > G / T         so the lowest chance that is worth a draft is      threshold = t * G / T
+
+* Where steps are bound by the device's memory, t is nearly 0, and drafts with little chance are worth it. In a large
+  batch, or on a CPU, a draft costs as much as a request does; then the threshold is 1, and there are none.
+* q is estimated for each request from its own drafts, beginning with those of all requests (`acceptance`), T and t from
+  steps that were measured (`step_cost`).
+
+What is not tried is not learnt. So a request without drafts gets one now and then, more seldom each time that it was
+wrong, and so does the whole batch where the threshold is 1. What this may cost is bounded by an account:
+
+    each step      + `ALLOWANCE` of its time
+    with drafts    - its time beyond that of steps without drafts for as many tokens
+
+It holds `LOAN_STEPS` steps at first and at most. While it is overdrawn there are no drafts. So whatever the estimates
+are worth, speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After
+`MOST_IN_A_ROW` steps with drafts one has none, which keeps the time of such steps known.
+
+All is a function of the calls, and nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+from .acceptance import Acceptance, chances
+from .step_cost import StepCost
+
+ALLOWANCE = 0.015  # share of the time that may be lost to drafts
+LOAN_STEPS = 3.0
+MOST_IN_A_ROW = 64
+_LEAST_CHANCE = 0.06  # of a draft, however little it costs
+_MARGIN = 1.1  # estimates err, and a draft costs the scheduler time, too
+_FIRST_PRIOR = 0.6  # share of drafts accepted, before the first
+_KEPT, _WEIGHT = 0.9, 2.0  # of one request's acceptance
+_KEPT_BY_ALL, _WEIGHT_OF_ALL = 0.99, 4.0
+_FIRST_WAIT, _LONGEST_WAIT = 8, 128  # steps before a request without drafts tries one
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 2048  # steps before a batch without drafts tries them
+_REVIEWED = 8  # steps between two looks at the threshold of a batch of one size
+
+
+class _Tried:
+    """The drafts of one request."""
+
+    __slots__ = ("acceptance", "chances", "step", "wait")
+
+    def __init__(self, most: int, step: int, chances: list[float]) -> None:
+        self.acceptance = Acceptance(most, _KEPT, _WEIGHT)
+        self.chances = chances
+        self.step = step  # in which it last had drafts
+        self.wait = _FIRST_WAIT
+
+
+class DraftLengths:
+    """Decides the number of drafts. Of each step call `begin_step`, then `of` each request that decodes in it.
+
+    When it has settled, call `settled` for each request that had drafts, and `observe`. Memory: 600 bytes a request,
+    from its first `of` to `end`.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: drafts of one request in a step."""
+        self._most = most
+        self._cost = StepCost()
+        self._by_all = Acceptance(most, _KEPT_BY_ALL, _WEIGHT_OF_ALL)
+        self._shares = self._by_all.shares_from(_FIRST_PRIOR)
+        self._tried: dict[str, _Tried] = {}
+        self._account_s: float | None = None  # None: no step was measured
+        self._step = 0
+        self._threshold, self._limit = 1.0, 0
+        self._reviewed = (0, 0)  # the step of the newest threshold, and the number of requests
+        self._in_a_row = 0  # steps with drafts
+        self._last_drafts, self._pause = 0, _FIRST_PAUSE
+
+    @property
+    def num_known(self) -> int:
+        """Return the number of requests whose drafts are remembered."""
+        return len(self._tried)
+
+    # -------------------------------------------------------------------------------- planning
+
+    def begin_step(self, num_requests: int, num_prompt_tokens: int = 0) -> int:
+        """Return the most drafts that a request can get in the next step; 0: nobody need be asked.
+
+        `num_requests` decode in it, beside tokens of prompts.
+        """
+        self._step += 1
+        self._limit = self._limit_of(num_requests, num_prompt_tokens) if num_requests else 0
+        return self._limit
+
+    def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
+        plain_s = self._cost.plain_s(num_requests)
+        if plain_s is None or self._account_s is None or self._account_s < 0:
+            return 0
+        if self._in_a_row >= MOST_IN_A_ROW:
+            self._in_a_row = 0
+            return 0
+        step, size = self._reviewed
+        if size != num_requests + num_prompt_tokens or self._step - step >= _REVIEWED:
+            self._reviewed = self._step, num_requests + num_prompt_tokens
+            self._threshold = self._threshold_of(num_requests, num_prompt_tokens, plain_s)
+        if self._threshold < 1:
+            self._pause = _FIRST_PAUSE
+            return self._most
+        return 0 if num_prompt_tokens else self._try_all(num_requests, plain_s)
+
+    def _try_all(self, num_requests: int, plain_s: float) -> int:
+        """Let every request have a draft although it does not look worth it, if that was long ago and is paid for."""
+        cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
+        if self._step - self._last_drafts < self._pause or self._account_s is None or self._account_s < cost_s:
+            return 0
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._last_drafts = self._step
+        self._reviewed = (0, 0)
+        self._threshold = 0.0
+        return 1
+
+    def _threshold_of(self, num_requests: int, num_prompt_tokens: int, plain_s: float) -> float:
+        """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
+        as_request_s = plain_s / num_requests
+        best, added_s = num_requests / plain_s, self._cost.added_s(2 * num_requests + num_prompt_tokens, as_request_s)
+        drawn = float(num_requests)
+        self._shares = self._by_all.shares_from(_FIRST_PRIOR)
+        for num_drafts, chance in enumerate(chances(self._shares), 1):
+            drawn += num_requests * chance
+            num_tokens = num_requests * (1 + num_drafts) + num_prompt_tokens
+            each_s = self._cost.added_s(num_tokens, as_request_s)
+            rate = drawn / (plain_s + num_requests * num_drafts * each_s)
+            if rate > best:
+                best, added_s = rate, each_s
+        return max(_LEAST_CHANCE, _MARGIN * added_s * best)
+
+    def of(self, request_id: str, most: int) -> int:
+        """Return the number of drafts for a request that can take up to `most` in this step."""
+        tried = self._tried.get(request_id)
+        if tried is None:
+            tried = self._tried[request_id] = _Tried(self._most, self._step, chances(self._shares))
+        most = min(most, self._limit)
+        threshold, num_drafts = self._threshold, 0
+        for chance in tried.chances[:most]:
+            if chance < threshold:
+                break
+            num_drafts += 1
+        if not num_drafts and self._step - tried.step >= tried.wait:
+            return min(1, most)
+        return num_drafts
+
+    # -------------------------------------------------------------------------------- results
+
+    def settled(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """Note how many drafts of a request were accepted in a step."""
+        if not num_drafts:
+            return
+        self._by_all.note(num_drafts, num_accepted)
+        tried = self._tried.get(request_id)
+        if tried is not None:
+            tried.acceptance.note(num_drafts, num_accepted)
+            tried.chances = chances(tried.acceptance.shares(self._shares))
+            tried.step = self._step
+            tried.wait = _FIRST_WAIT if num_accepted else min(2 * tried.wait, _LONGEST_WAIT)
+
+    def observe(self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0) -> None:
+        """Note the time of a step that only decoded: `num_tokens` with all of its drafts.
+
+        `seconds` passed since the step before it ended, or since it was planned if that was later.
+        """
+        num_requests = num_tokens - num_drafts
+        if num_requests <= 0 or seconds <= 0:
+            return
+        if not num_drafts:
+            self._cost.note_plain(num_requests, seconds)
+        plain_s = self._cost.plain_s(num_requests)
+        if plain_s is None:
+            return
+        if self._account_s is None:
+            self._account_s = LOAN_STEPS * plain_s
+        lost_s = 0.0
+        if num_drafts:
+            self._in_a_row += 1
+            self._last_drafts = self._step
+            self._cost.note_drafts(num_requests, num_drafts, seconds, plain_s)
+            lost_s = seconds - plain_s * (num_requests + num_accepted) / num_requests
+        self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
+
+    def end(self, request_id: str) -> None:
+        """Forget a request that is over."""
+        self._tried.pop(request_id, None)

@@ -1,0 +1,49 @@
+"""Counters of drafts. Names are those of vLLM's metrics."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SpeculationStats(msgspec.Struct, frozen=True):
+    """Drafts that an engine has checked, counted from the process's start."""
+
+    num_drafts: int = 0  # times that a request had drafts in a step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = []  # by the position of the draft in its step, up to the most drafts
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Return the share of drafts that were accepted; 0 before the first."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """Return the tokens that a request drew in a step with drafts, on average; 1 before the first."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+class SpeculationCounter:
+    """Counts the drafts of one engine."""
+
+    def __init__(self, most_drafts: int) -> None:
+        """`most_drafts` of a request in a step."""
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._accepted = [0] * (most_drafts + 1)  # chunks by the number of drafts accepted
+
+    def settled(self, num_drafts: int, num_accepted: int) -> None:
+        """Note that the first `num_accepted` of a request's drafts were right. Without drafts it counts nothing."""
+        if num_drafts:
+            self._num_drafts += 1
+            self._num_draft_tokens += num_drafts
+            self._accepted[num_accepted] += 1
+
+    def stats(self) -> SpeculationStats:
+        per_position, num_chunks = [], 0
+        for count in reversed(self._accepted[1:]):
+            num_chunks += count
+            per_position.append(num_chunks)
+        per_position.reverse()
+        return SpeculationStats(self._num_drafts, self._num_draft_tokens, sum(per_position), per_position)

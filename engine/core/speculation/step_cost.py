@@ -1,0 +1,91 @@
+"""What drafts cost: the time of steps without any, and how much each draft adds to it, as measured lately.
+
+    seconds of a step = plain(requests) + drafts * added(tokens)
+
+`plain` is known only where it was measured, at about this number of requests: what speculation gains or loses is
+measured against it. `added` is looked up between the sizes that were measured. Without a measurement a draft is taken
+to cost as much as a request does: on a device that is bound by its memory it costs far less, which a first try shows.
+
+Sizes within a fifth of each other share a measurement, so memory is bounded: 4 entries for each doubling.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from dataclasses import dataclass
+
+_NEWEST = 0.2  # weight of a new measurement beside all older ones
+_MOST_TIMES = 2.0  # the expected: what took longer counts as that
+_TRUSTED = 2  # measurements, before which a time may be an outlier
+_KEPT_STEPS = 512  # after which the time of a plain step is measured anew: texts have become longer, or shorter
+_REACH = 4.0  # an added time holds for steps of up to so many times the tokens
+
+
+def _bin(size: int) -> int:
+    return round(4 * math.log2(size))
+
+
+@dataclass(slots=True)
+class _Plain:
+    """Steps without drafts."""
+
+    seconds: float
+    count: int = 0
+    noted: int = 0  # the number of the newest, among all steps
+
+
+class StepCost:
+    """The time of steps and of drafts in them."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, _Plain] = {}  # by the bin of requests
+        self._num_noted = 0  # steps
+        self._added: dict[int, float] = {}  # seconds of one draft, by the bin of the step's tokens
+        self._bins: list[int] = []  # those of `_added`, in order
+
+    def plain_s(self, num_requests: int) -> float | None:
+        """Return the time of a step without drafts; None where it was not measured."""
+        plain = self._plain.get(_bin(num_requests))
+        return plain.seconds if plain is not None and plain.count >= _TRUSTED and not self._is_old(plain) else None
+
+    def _is_old(self, plain: _Plain) -> bool:
+        return self._num_noted - plain.noted > _KEPT_STEPS
+
+    def added_s(self, num_tokens: int, as_request_s: float) -> float:
+        """Return what one more draft adds to a step of so many tokens; `as_request_s` where that is not known."""
+        size = _bin(num_tokens)
+        if size in self._added:
+            return self._added[size]
+        above = bisect(self._bins, size)
+        if above == 0:
+            return self._added[self._bins[0]] if self._bins else as_request_s
+        low = self._bins[above - 1]
+        if above == len(self._bins):
+            return self._added[low] if size - low <= 4 * math.log2(_REACH) else as_request_s
+        high = self._bins[above]
+        share = (size - low) / (high - low)
+        return self._added[low] * (1 - share) + self._added[high] * share
+
+    def note_plain(self, num_requests: int, seconds: float) -> None:
+        self._num_noted += 1
+        size = _bin(num_requests)
+        plain = self._plain.get(size)
+        if plain is None or self._is_old(plain):
+            plain = self._plain[size] = _Plain(seconds)
+        elif plain.count >= _TRUSTED:
+            seconds = min(seconds, _MOST_TIMES * plain.seconds)
+        plain.count += 1
+        plain.noted = self._num_noted
+        plain.seconds += max(_NEWEST, 1 / plain.count) * (seconds - plain.seconds)
+
+    def note_drafts(self, num_requests: int, num_drafts: int, seconds: float, plain_s: float) -> None:
+        """Note the time of a step with drafts. A few of them among many requests tell little."""
+        self._num_noted += 1
+        size = _bin(num_requests + num_drafts)
+        before = self.added_s(num_requests + num_drafts, plain_s / num_requests)
+        if size not in self._added:
+            self._bins.insert(bisect(self._bins, size), size)
+        per_draft = max(0.0, min(seconds, _MOST_TIMES * (plain_s + num_drafts * before)) - plain_s) / num_drafts
+        weight = min(1.0, num_drafts / num_requests) * (_NEWEST if size in self._added else 1.0)
+        self._added[size] = before + weight * (per_draft - before)

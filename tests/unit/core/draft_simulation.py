@@ -1,0 +1,78 @@
+"""Decoding with drafts on devices that are formulas: what speculation gains, and what it costs at worst."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.engine.core.speculation.length import DraftLengths
+
+Device = Callable[[int], float]  # seconds of a step by its tokens
+
+
+def memory_bound(num_tokens: int) -> float:
+    """Return the time of a step of an 8b model on a GPU: weights are read once, and count up to some 300 tokens."""
+    return 5e-3 + 20e-6 * num_tokens if num_tokens <= 300 else 11e-3 * num_tokens / 300
+
+
+def compute_bound(num_tokens: int) -> float:
+    """Return the time of a step on a CPU."""
+    return 1e-3 + 2e-3 * num_tokens
+
+
+@dataclass
+class Simulated:
+    tokens: int = 0
+    seconds: float = 0.0
+    drafts: int = 0
+
+    def slowdown(self, device: Device, num_requests: int) -> float:
+        """Return the time over that of steps without drafts, for as many tokens."""
+        return self.seconds / (device(num_requests) * self.tokens / num_requests)
+
+
+def simulate(
+    device: Device,
+    num_requests: int,
+    rates: Sequence[float],
+    *,
+    num_steps: int = 2000,
+    most: int = 5,
+    depth: int = 2,
+    answer_steps: int = 200,
+    noise: float = 0.02,
+    seed: int = 0,
+) -> Simulated:
+    """Run steps in which a draft is right at the rate of its request; `rates` are dealt out to requests in turn.
+
+    After `answer_steps` steps a request gives its place to the next one.
+    """
+    draw, policy, done = random.Random(seed), DraftLengths(most), Simulated()
+    places = [f"{place} 0" for place in range(num_requests)]
+    in_flight: deque[tuple[list[str], list[int]]] = deque()
+    for step in range(num_steps):
+        if step and step % (answer_steps // min(answer_steps, num_requests) or 1) == 0:
+            place = step % num_requests
+            policy.end(places[place])
+            places[place] = f"{place} {step}"
+        limit = policy.begin_step(num_requests)
+        in_flight.append((places.copy(), [policy.of(request, most) if limit else 0 for request in places]))
+        if len(in_flight) < depth:
+            continue
+        requests, drafts = in_flight.popleft()
+        num_drafts, num_accepted = sum(drafts), 0
+        for request, count in zip(requests, drafts, strict=True):
+            rate = rates[int(request.split()[0]) % len(rates)]
+            accepted = 0
+            while accepted < count and draw.random() < rate:
+                accepted += 1
+            num_accepted += accepted
+            policy.settled(request, count, accepted)
+        seconds = device(num_requests + num_drafts) * draw.uniform(1 - noise, 1 + noise)
+        policy.observe(num_requests + num_drafts, seconds, num_drafts, num_accepted)
+        done.tokens += num_requests + num_accepted
+        done.seconds += seconds
+        done.drafts += num_drafts
+    return done

@@ -1,0 +1,168 @@
+"""The number of drafts follows what was accepted and what steps took; it never costs more than 3 % of the time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.core.speculation.acceptance import Acceptance, chances
+from baton.engine.core.speculation.length import MOST_IN_A_ROW, DraftLengths
+from baton.engine.core.speculation.step_cost import StepCost
+
+from .draft_simulation import Device, compute_bound, memory_bound, simulate
+
+MOST_SLOWDOWN = 1.03
+RATES = [0.0, 0.3, 0.6, 0.9]
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 64, 256])
+@pytest.mark.parametrize("rate", [*RATES, None], ids=[*map(str, RATES), "mixed"])
+@pytest.mark.parametrize("device", [memory_bound, compute_bound])
+def test_it_is_never_much_slower_than_without(device: Device, rate: float | None, num_requests: int) -> None:
+    steps = 1000 if num_requests > 100 else 2000
+    done = simulate(device, num_requests, RATES if rate is None else [rate], num_steps=steps)
+    assert done.slowdown(device, num_requests) <= MOST_SLOWDOWN
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "rate", "times"),
+    [(1, 0.6, 2.0), (1, 0.9, 4.0), (8, 0.3, 1.2), (8, 0.6, 1.9), (8, 0.9, 3.7), (64, 0.6, 1.25), (64, 0.9, 2.0)],
+)
+def test_on_a_device_bound_by_its_memory_it_comes_near_the_best_number(
+    num_requests: int, rate: float, times: float
+) -> None:
+    done = simulate(memory_bound, num_requests, [rate])
+    assert 1 / done.slowdown(memory_bound, num_requests) >= times
+
+
+@pytest.mark.parametrize("num_requests", [8, 64, 256])
+def test_where_a_draft_costs_what_a_request_costs_there_are_next_to_none(num_requests: int) -> None:
+    done = simulate(compute_bound, num_requests, [0.9], num_steps=1000)
+    assert done.drafts <= 0.01 * 1000 * num_requests
+
+
+def test_requests_get_drafts_by_their_own_acceptance() -> None:
+    mixed = simulate(memory_bound, 64, [0.0, 0.9])
+    alike = simulate(memory_bound, 64, [0.45])
+    assert mixed.slowdown(memory_bound, 64) < 0.8 * alike.slowdown(memory_bound, 64)
+
+
+@given(
+    st.integers(0, 3),
+    st.sampled_from([1, 4, 32, 300]),
+    st.floats(0, 1),
+    st.floats(1e-4, 0.1),
+    st.floats(0, 1e-2),
+    st.integers(1, 15),
+    st.integers(1, 2),
+)
+def test_the_bound_holds_for_any_device_and_acceptance(
+    seed: int, num_requests: int, rate: float, base_s: float, token_s: float, most: int, depth: int
+) -> None:
+    def device(num_tokens: int) -> float:
+        return base_s + token_s * num_tokens
+
+    done = simulate(device, num_requests, [rate], num_steps=500, most=most, depth=depth, noise=0.0, seed=seed)
+    assert done.slowdown(device, num_requests) <= 1 + 0.015 + (3 + depth * (1 + most)) / 500
+
+
+def ready(num_requests: int = 1, seconds: float = 0.01, most: int = 4) -> DraftLengths:
+    policy = DraftLengths(most)
+    for _ in range(4):
+        policy.begin_step(num_requests)
+        policy.observe(num_requests, seconds)
+    return policy
+
+
+def run(policy: DraftLengths, *, accepted: float, steps: int, added_s: float = 0.0) -> list[int]:
+    """Let one request run alone, and return its drafts of each step."""
+    given = []
+    for _ in range(steps):
+        limit = policy.begin_step(1)
+        count = policy.of("a", limit) if limit else 0
+        right = round(accepted * count)
+        policy.settled("a", count, right)
+        policy.observe(1 + count, 0.01 + added_s * count, count, right)
+        given.append(count)
+    return given
+
+
+def test_all_drafts_are_given_where_all_are_accepted_and_a_step_without_now_and_then() -> None:
+    given = run(ready(), accepted=1.0, steps=300)
+    assert given.count(4) > 280
+    assert 3 <= given[20:].count(0) <= 300 / MOST_IN_A_ROW + 1
+
+
+def test_what_is_never_accepted_is_tried_ever_more_seldom_and_comes_back_when_it_is() -> None:
+    policy = ready()
+    given = run(policy, accepted=0.0, steps=1000)
+    assert sum(given[100:]) <= 12
+    assert sum(given[500:]) >= 1
+    assert sum(run(policy, accepted=1.0, steps=300)[-100:]) > 350
+
+
+def test_nothing_is_drafted_before_the_time_without_drafts_is_known() -> None:
+    policy = DraftLengths(4)
+    assert [policy.begin_step(1) for _ in range(10)] == [0] * 10
+
+
+def test_a_batch_of_another_size_is_measured_first() -> None:
+    policy = ready()
+    run(policy, accepted=1.0, steps=50)
+    assert policy.begin_step(50) == 0
+    limits = []
+    for _ in range(10):
+        limits.append(policy.begin_step(50))
+        policy.observe(50, 0.01)
+    assert limits[:2] == [0, 0]
+    assert any(limits)
+
+
+def test_an_overdrawn_account_stops_drafts_whatever_the_estimates_say() -> None:
+    policy = ready()
+    run(policy, accepted=1.0, steps=50)
+    count = policy.begin_step(1)
+    assert count
+    policy.observe(1 + count, 1.0, count, count)
+    assert [policy.begin_step(1) for _ in range(10)] == [0] * 10
+
+
+def test_it_is_a_function_of_the_calls() -> None:
+    for device in (memory_bound, compute_bound):
+        assert simulate(device, 8, RATES, seed=3) == simulate(device, 8, RATES, seed=3)
+
+
+def test_requests_that_are_over_are_forgotten() -> None:
+    policy = ready()
+    run(policy, accepted=1.0, steps=20)
+    assert policy.num_known == 1
+    policy.end("a")
+    policy.end("never seen")
+    assert policy.num_known == 0
+
+
+def test_a_share_is_that_of_the_drafts_that_were_checked() -> None:
+    acceptance = Acceptance(3, kept=1.0, weight=1e-9)
+    for accepted in (0, 1, 1, 3):
+        acceptance.note(3, accepted)
+    assert acceptance.shares([0.5] * 3) == pytest.approx([3 / 4, 1 / 3, 1.0])
+    assert Acceptance(3, kept=0.9, weight=2.0).shares_from(0.4) == pytest.approx([0.4] * 3)
+    assert chances([0.5, 0.5, 1.0]) == [0.5, 0.25, 0.25]
+
+
+def test_the_cost_of_a_draft_is_found() -> None:
+    cost, draw = StepCost(), random.Random(0)
+    for _ in range(4):
+        cost.note_plain(8, 0.010)
+    assert cost.plain_s(8) == pytest.approx(0.010)
+    assert cost.plain_s(9) is None
+    assert cost.added_s(16, 0.002) == 0.002, "not known"
+    for _ in range(60):
+        drafts = draw.choice([8, 16, 32])
+        cost.note_drafts(8, drafts, 0.010 + 0.0001 * drafts, 0.010)
+    for tokens in (12, 16, 20, 24, 30, 40, 100):
+        assert cost.added_s(tokens, 0.002) == pytest.approx(0.0001, rel=0.05)
+    assert cost.added_s(1000, 0.002) == 0.002, "too far from what was measured"
