@@ -28,7 +28,7 @@ def result_of(plan: StepPlan) -> StepResult:
     """Return a result as a runner would, with tokens that depend on row and position."""
     return StepResult(
         plan.step,
-        [ChunkResult((chunk.start * 31 + chunk.row) % VOCAB_SIZE if chunk.samples else None) for chunk in plan.chunks],
+        [ChunkResult([(chunk.start * 31 + chunk.row) % VOCAB_SIZE] if chunk.samples else []) for chunk in plan.chunks],
     )
 
 

@@ -26,6 +26,7 @@ from .connector import KVConnector
 from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
 from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
+from .scheduling.drafting import Drafting
 from .scheduling.scheduler import Scheduler
 from .step import PendingStep, Runner
 from .tiers import KVTiers
@@ -55,6 +56,7 @@ class EngineCore:
         lockstep: Lockstep | None = None,
         tiers: KVTiers | None = None,
         grammars: GrammarSource | None = None,
+        drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an engine. With a `lockstep` it is one of several that step together.
@@ -67,7 +69,9 @@ class EngineCore:
         self.runner = runner
         self._late_compilations = late_compilations
         self._expert_review = expert_review
-        self.scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, clock=clock)
+        self.scheduler = Scheduler(
+            config, connector, tiers=tiers, grammars=grammars, drafting=drafting, clock=clock
+        )
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
 

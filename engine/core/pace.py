@@ -171,8 +171,8 @@ class StepMeter:
     def planned(self, step: int, now_s: float) -> None:
         self._planned_s[step] = now_s
 
-    def settled(self, step: int, num_prompt_tokens: int, num_decodes: int, now_s: float) -> None:
-        """Note a step's end. It began when it was planned, or when the one before it ended."""
+    def settled(self, step: int, num_prompt_tokens: int, num_decodes: int, now_s: float) -> float:
+        """Note a step's end, and return its time. It began when it was planned, or when the one before it ended."""
         began_s, self._last_end_s = max(self._planned_s.pop(step), self._last_end_s), now_s
         seconds = now_s - began_s
         if num_prompt_tokens:
@@ -181,6 +181,7 @@ class StepMeter:
         elif num_decodes:
             self._decode.add(num_decodes, seconds, now_s)
         self._is_renewed = False
+        return seconds
 
     def forget(self) -> None:
         """Forget the steps in flight: no result will come."""

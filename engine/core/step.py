@@ -2,8 +2,12 @@
 
 A request owns a *row* of the runner from the plan that brings it in (`RowStart`) to the plan that lists the row in
 `freed_rows`. The row keeps everything about the request on the device: its tokens, block table, sampling state. After
-`RowStart`, plans carry only differences. The token that a step samples is written into the row by the runner itself, at
-index `start + num_tokens`, so the next step can be planned before anyone has seen it.
+`RowStart`, plans carry only differences. Tokens that a step samples are written into the row by the runner itself,
+behind those that are known, so the next step can be planned before anyone has seen them.
+
+Several tokens are sampled where a chunk ends in *drafts*, guesses of tokens that nobody has drawn yet: as many as were
+guessed right, and one more. The row on the device knows how many that were before anyone else does; until the step is
+settled, plans count all drafts as right.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, start + num_tokens) of one row run through the model in this step."""
+    """Tokens [start, start + num_tokens) of one row run through the model in this step.
+
+    Where drafts of an earlier step are not settled, the row may begin up to so many tokens before `start`.
+    """
 
     row: int
     start: int  # tokens of the row whose KV is already in its blocks
@@ -40,6 +47,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: bool = (
         False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
     )
+    num_drafts: int = 0  # the last so many of its tokens are guesses
+    drafts: list[int] = []  # guesses of the row's tokens, the last of them for index `start + num_drafts`
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens that are drawn: behind the last token, and behind the one before each draft."""
+        return self.num_drafts + 1 if self.samples else 0
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens that go through all of the last layer, since something is drawn or scored behind them."""
+        return self.num_tokens if self.prompt_logprobs else self.num_draws
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +91,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Apply `freed_rows`, then `started_rows`, then run `chunks`.
 
     Those of one token come first, the *decodes*: all KV before their token is of earlier steps, and may be read while
-    this step still writes its own. The others may read what another chunk of the same step writes.
+    this step still writes its own. Those with drafts follow. The others may read what another chunk of the same step
+    writes.
 
     Without chunks, but with a `group`, it is an *empty step*: its rank has nothing to do and runs `PADDING`, so that
     its experts serve the tokens of the others.
@@ -92,7 +112,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def size(self) -> StepSize:
         """The size of all chunks together."""
-        wanted = sum(chunk.num_tokens if chunk.prompt_logprobs else int(chunk.samples) for chunk in self.chunks)
+        wanted = sum(chunk.num_wanted for chunk in self.chunks)
         return StepSize(
             num_tokens=self.num_tokens,
             num_seqs=len(self.chunks),
@@ -107,8 +127,8 @@ NO_TOKEN = -1  # what a row draws that has none to draw
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of one chunk; results are in the order of `StepPlan.chunks`."""
 
-    token_id: int | None  # or `NO_TOKEN`; None where the chunk does not sample
-    logprobs: Logprobs | None = None  # of the drawn token
+    token_ids: list[int]  # drawn, or `NO_TOKEN`: one more than drafts were accepted; none where the chunk samples none
+    logprobs: Logprobs | None = None  # of the drawn tokens
     prompt_logprobs: Logprobs | None = None  # of prompt tokens start + 1 ... start + num_tokens (within the prompt)
 
 

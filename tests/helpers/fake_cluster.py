@@ -110,12 +110,12 @@ class FakeRunner:
             entries = [self._logprobs(context[p - 1], row.tokens[p], count) for p in targets]
             prompt_logprobs = Logprobs.pack(entries) if entries else Logprobs(count + 1)
         if not chunk.samples:
-            return ChunkResult(None, None, prompt_logprobs)
+            return ChunkResult([], None, prompt_logprobs)
         token = self._draw(row, context[-1])
         row.tokens.append(token)
         count = row.start.sampling.logprobs
         logprobs = None if count is None else Logprobs.pack([self._logprobs(context[-1], token, count)])
-        return ChunkResult(token, logprobs, prompt_logprobs)
+        return ChunkResult([token], logprobs, prompt_logprobs)
 
     def _draw(self, row: Row, kv: int) -> int:
         prompt = tuple(row.start.prompt_token_ids)

@@ -282,7 +282,7 @@ class RequestMemory:
         """
         given_back = []
         for number, group in self._given_back:
-            end = group.first_visible(request.num_computed)
+            end = group.first_visible(request.num_computed - request.num_unsettled_drafts)
             if self._caching:
                 end = min(end, group.num_entries(request.num_registered))
             if end > request.first_kept[number]:

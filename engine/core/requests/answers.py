@@ -1,37 +1,38 @@
-"""Outputs of a request: each new token, its end, and the error where no token could be drawn."""
+"""Outputs of a request: its new tokens, its end, and the error where no token could be drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..logprobs import Logprobs
 from ..messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from ..sampling import SamplingParams
 from ..stages import Ages
-from ..step import ChunkResult
 from .request import Request
 
 
-def next_token(request: Request, drawn: ChunkResult) -> EngineOutput:
-    """Return the output of a token that is neither the first nor the last."""
+def next_tokens(request: Request, token_ids: list[int], logprobs: Logprobs | None) -> EngineOutput:
+    """Return the output of tokens that are neither the first nor the last."""
     return EngineOutput(
-        request_id=request.request_id,
-        generation=request.generation,
-        token_ids=request.token_ids[-1:],
-        logprobs=drawn.logprobs,
+        request_id=request.request_id, generation=request.generation, token_ids=token_ids, logprobs=logprobs
     )
 
 
-def first_or_last_token(
-    request: Request, drawn: ChunkResult, reason: FinishReason | None, kv_source: KVSource | None
+def first_or_last_tokens(
+    request: Request,
+    token_ids: list[int],
+    logprobs: Logprobs | None,
+    reason: FinishReason | None,
+    kv_source: KVSource | None,
 ) -> EngineOutput:
-    """Return the output of the first or last token, with the data of the prompt or of the end."""
+    """Return the output of the first or last tokens, with the data of the prompt or of the end."""
     first = not request.answered
     request.answered = True
     return EngineOutput(
         request_id=request.request_id,
         generation=request.generation,
-        token_ids=request.token_ids[-1:],
-        logprobs=drawn.logprobs,
+        token_ids=token_ids,
+        logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs.joined() if first and request.prompt_logprobs else None,
         num_cached_tokens=request.num_cached_tokens if first else 0,
         ages=request.stages.ages() if first else None,

@@ -3,7 +3,8 @@
     0 <= num_computed < num_tokens <= limit          len(token_ids) <= num_tokens
 
 `num_tokens` counts what is known (`token_ids`) and what steps in flight will draw; `num_computed` counts the tokens
-whose KV is in the request's blocks once those steps are done. Scheduling lets the second catch up with the first.
+whose KV is in the request's blocks once those steps are done. Scheduling lets the second catch up with the first. Both
+count drafts as accepted until their step is settled.
 
     add ──> WAITING ──────────────────> RUNNING ──> FINISHED_STOPPED | _LENGTH | _HANDOFF
               │   ^                      │   ^
@@ -123,6 +124,7 @@ class Request:
         "num_registered",
         "num_seen_blocks",
         "num_tokens",
+        "num_unsettled_drafts",
         "prompt_logprobs",
         "rank",
         "request_id",
@@ -146,6 +148,7 @@ class Request:
         self.num_prompt = len(message.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_unsettled_drafts = 0  # of steps in flight: so many of its tokens may not come to be
         self.is_constrained = message.sampling.structured_outputs is not None
         # Decodes may reach one token less. A grammar must know a token before the next is drawn.
         self.horizon = self.num_tokens if self.is_constrained else self.limit
@@ -237,6 +240,19 @@ class Request:
         self.num_computed += num_tokens
         self.num_tokens += samples
         self.last_step = step
+
+    def advance_drafts(self, num_drafts: int) -> None:
+        """Count drafts behind the next token as computed and accepted by the step that computes this token."""
+        self.num_computed += num_drafts
+        self.num_tokens += num_drafts
+        self.num_unsettled_drafts += num_drafts
+
+    def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Take back the drafts of a step that were not accepted. Its row, if it still has one, has done so already."""
+        self.num_unsettled_drafts -= num_drafts
+        self.num_tokens -= num_drafts - num_accepted
+        if self.row != NO_ROW:
+            self.num_computed -= num_drafts - num_accepted
 
     def begin(self, token_id: int) -> None:
         """Go on from the first token, which another engine has drawn."""

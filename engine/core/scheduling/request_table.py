@@ -23,6 +23,7 @@ from ..requests.request import STATUS_AFTER, FinishRule, Request, RequestStatus
 from ..requests.validate import refusal
 from ..stages import Stages
 from .admission import KVLoading
+from .drafting import Drafting
 from .running import RunningRequests
 from .waiting import WaitingQueue
 
@@ -40,6 +41,7 @@ class RequestTable(Mapping[str, Request]):
         transfers: Transfers,
         fence: Fence,
         clock: Callable[[], float],
+        drafting: Drafting | None = None,
     ) -> None:
         self.outputs: list[EngineOutput] = []  # not taken yet
         self.deadlines = Deadlines(clock)
@@ -51,6 +53,7 @@ class RequestTable(Mapping[str, Request]):
         self._constraints = constraints
         self._transfers = transfers
         self._fence = fence
+        self._drafting = drafting
         self._by_id: dict[str, Request] = {}
         self._num_added = 0
 
@@ -168,6 +171,8 @@ class RequestTable(Mapping[str, Request]):
         self._waiting.remove(request)
         if request.is_constrained:
             self._constraints.drop(request)
+        if self._drafting is not None:
+            self._drafting.end(request)
         self._fence.retire(*request.give_up_memory(), request.last_step)
         return source
 

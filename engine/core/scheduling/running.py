@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ..kv.transfers import Transfers
 from ..prefix import BlockHash
 from ..requests.request import Request, RequestStatus, advance_decodes
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
+from .drafting import Drafting
 from .waiting import WaitingQueue
 
 _NO_BLOCKS: list[list[int]] = []  # shared by all chunks that bring none; never written to
@@ -31,9 +32,14 @@ class StepMismatch(Exception):
 
 
 class StepDraft:
-    """A step plan while it is being made: chunks under the token budget. Single tokens lead the plan: its decodes."""
+    """A step plan while it is being made: chunks under the token budget.
+
+    Single tokens lead the plan: its decodes. Those with drafts follow.
+    """
 
     __slots__ = (
+        "_drafted",
+        "_drafted_requests",
         "_longer",
         "_longer_requests",
         "_row_starts",
@@ -52,13 +58,15 @@ class StepDraft:
         self.started: list[Request] = []
         self.singles: list[Chunk] = []  # appended to directly by the loop over decodes
         self.singles_requests: list[Request] = []
+        self._drafted: list[Chunk] = []
+        self._drafted_requests: list[Request] = []
         self._row_starts: list[RowStart] = []
         self._longer: list[Chunk] = []
         self._longer_requests: list[Request] = []
 
     @property
     def is_empty(self) -> bool:
-        return not self.singles and not self._longer
+        return not (self.singles or self._drafted or self._longer)
 
     def start(self, request: Request, row_start: RowStart, new_blocks: list[list[int]]) -> None:
         """Plan the first chunk of a request that has just got its row and blocks.
@@ -87,9 +95,40 @@ class StepDraft:
         self.budget -= num_tokens
         request.advance(self.step, num_tokens, samples)
 
+    def take_decodes(self) -> list[tuple[Chunk, Request]]:
+        """Take out the decodes, to put each back with or without drafts."""
+        decodes = list(zip(self.singles, self.singles_requests, strict=True))
+        self.singles.clear()
+        self.singles_requests.clear()
+        return decodes
+
+    def put_back(self, chunk: Chunk, request: Request) -> None:
+        """Plan a decode as it was."""
+        self.singles.append(chunk)
+        self.singles_requests.append(request)
+
+    def add_drafts(
+        self, chunk: Chunk, request: Request, guesses: Sequence[int], new_blocks: list[list[int]]
+    ) -> None:
+        """Plan a decode with guesses of the request's tokens from the last known one on, and blocks to hold them."""
+        num_drafts = len(request.token_ids) + len(guesses) - request.num_computed
+        blocks = _joined(chunk.new_block_ids, new_blocks)
+        drafted = Chunk(
+            chunk.row, chunk.start, 1 + num_drafts, True, blocks, num_drafts=num_drafts, drafts=list(guesses)
+        )
+        self._drafted.append(drafted)
+        self._drafted_requests.append(request)
+        request.advance_drafts(num_drafts)
+        self.budget -= num_drafts
+
     @property
     def num_prompt_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self._longer)
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that only draw."""
+        return len(self.singles) + len(self._drafted)
 
     def seal(self, freed_rows: list[int], *, constrained: bool) -> tuple[StepPlan, Sequence[Request]]:
         """Return the plan, and the request of each of its chunks; nothing can be added afterwards.
@@ -97,10 +136,19 @@ class StepDraft:
         `constrained`: some of the requests may have a grammar.
         """
         chunks, requests = self.singles, self.singles_requests
+        chunks += self._drafted
         chunks += self._longer
+        requests += self._drafted_requests
         requests += self._longer_requests
         masks = _masks(chunks, requests) if constrained else []
         return StepPlan(self.step, freed_rows, self._row_starts, chunks, masks=masks), requests
+
+
+def _joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
+    """Return the new blocks of each group, where there are any."""
+    if not first or not second:
+        return first or second
+    return [blocks + more for blocks, more in zip(first, second, strict=True)]
 
 
 def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMask]:
@@ -115,7 +163,7 @@ class StepInFlight(NamedTuple):
     plan: StepPlan
     requests: Sequence[Request]  # of each of its chunks
     num_prompt_tokens: int
-    num_decodes: int  # chunks of one token
+    num_decodes: int  # requests that only draw
 
 
 class StepsInFlight:
@@ -139,7 +187,7 @@ class StepsInFlight:
 
     def enter(self, draft: StepDraft, freed_rows: list[int], *, constrained: bool) -> StepPlan:
         """Make the draft a plan that is in flight. `constrained`: some of its requests may have a grammar."""
-        num_decodes = len(draft.singles)
+        num_decodes = draft.num_decodes
         plan, requests = draft.seal(freed_rows, constrained=constrained)
         self._steps.append(StepInFlight(plan, requests, draft.num_prompt_tokens, num_decodes))
         self.num_planned += 1
@@ -165,7 +213,13 @@ class RunningRequests:
     """Running requests by rank. Decoding ones get a token of each step; the others share what is left of its budget."""
 
     def __init__(
-        self, rows: RowPool, memory: RequestMemory, fence: Fence, transfers: Transfers, waiting: WaitingQueue
+        self,
+        rows: RowPool,
+        memory: RequestMemory,
+        fence: Fence,
+        transfers: Transfers,
+        waiting: WaitingQueue,
+        drafting: Drafting | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.lacks_blocks = False  # a running request does in this step, so no waiting one gets any
@@ -174,6 +228,7 @@ class RunningRequests:
         self._fence = fence
         self._transfers = transfers
         self._waiting = waiting
+        self._drafting = drafting
         self._by_rank: list[Request] = []
         self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts left
 
@@ -241,8 +296,29 @@ class RunningRequests:
             requests.append(request)
         advance_decodes(requests, draft.step)
         draft.budget -= len(chunks)
+        if self._drafting is not None:
+            unread = sum(request.num_tokens - request.num_computed for request in prefills)
+            if self._drafting.begin_step(len(chunks), min(unread, draft.budget)):
+                self._add_drafts(self._drafting, draft)
         self._reading = prefills.copy()
         return prefills
+
+    def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
+        """Let decodes have drafts, as far as budget, blocks and the requests' lengths go.
+
+        A block is taken for them only where one is free. A grammar would have to see each token first.
+        """
+        for chunk, request in draft.take_decodes():
+            num_known, num_computed, new_blocks = len(request.token_ids), request.num_computed, _NO_BLOCKS
+            room = min(draft.budget, request.limit - 1 - num_computed)
+            guesses = drafting.propose(request, room) if room > 0 and not request.is_constrained else ()
+            if num_known + len(guesses) > request.capacity:
+                new_blocks = self._memory.grow(request)
+                guesses = guesses[: request.capacity - num_known]
+            if num_known + len(guesses) > num_computed:
+                draft.add_drafts(chunk, request, guesses, new_blocks)
+            else:
+                draft.put_back(chunk, request)
 
     def read_on(self, prefills: list[Request], draft: StepDraft, kept: int = 0) -> None:
         """Plan as much of their prompts as the budget allows, in order, and leave `kept` tokens of it."""

@@ -40,12 +40,13 @@ from ..kv.tier_copies import TierCopies
 from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
 from ..pace import StepMeter
-from ..requests.answers import final_output, first_or_last_token, next_token, nothing_drawn, on_offer
+from ..requests.answers import final_output, first_or_last_tokens, next_tokens, nothing_drawn, on_offer
 from ..requests.constraints import Constraints
 from ..requests.request import Request, RequestStatus
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from ..tiers import KVTiers
 from .admission import Admission, KVLoading
+from .drafting import Drafting
 from .request_table import RequestTable
 from .running import RunningRequests, StepMismatch, StepsInFlight
 from .waiting import PromptBacklog, WaitingQueue
@@ -60,6 +61,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         tiers: KVTiers | None = None,
         grammars: GrammarSource | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.config = config
         block_size = config.block_size
@@ -77,7 +79,10 @@ class Scheduler:
         self.loading = KVLoading(
             self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
         )
-        self.running = RunningRequests(self.rows, self.memory, self.fence, self.transfers, self.waiting)
+        self.drafting = drafting
+        self.running = RunningRequests(
+            self.rows, self.memory, self.fence, self.transfers, self.waiting, self.drafting
+        )
         self.admission = Admission(self.waiting, self.loading, self.running, self.memory, self.fence, self.tier_copies)
         self.requests = RequestTable(
             config,
@@ -88,6 +93,7 @@ class Scheduler:
             self.transfers,
             self.fence,
             clock,
+            self.drafting,
         )
         self.steps = StepsInFlight(config.max_num_batched_tokens)
         self._meter = StepMeter()
@@ -182,47 +188,75 @@ class Scheduler:
         Where it raises, the outputs so far are not lost: `take_outputs` has them.
         """
         plan, requests, num_prompt_tokens, num_decodes = self.steps.take(result)
-        self._meter.settled(plan.step, num_prompt_tokens, num_decodes, self._clock())
+        seconds = self._meter.settled(plan.step, num_prompt_tokens, num_decodes, self._clock())
         self.fence.settled(plan.step)
         num_live = len(self.requests)
         running, preempted = RequestStatus.RUNNING, RequestStatus.PREEMPTED
-        outputs, num_drawn = self.requests.outputs, 0
+        num_drawn = 0
         for request, chunk, drawn in zip(requests, plan.chunks, result.chunks, strict=True):
             if request.status is not running and request.status is not preempted:
                 continue  # over since the step was planned
             if chunk.prompt_logprobs:
                 _collect_prompt_logprobs(request, chunk, drawn)
             if chunk.samples:
-                outputs.append(self._accept(request, drawn))
-                num_drawn += 1
+                num_drawn += self._accept(request, chunk, drawn)
             elif request.message.keep_kv:
                 self.transfers.advance(request, chunk.start + chunk.num_tokens)
         self._num_drawn += num_drawn
+        if self.drafting is not None and not num_prompt_tokens:
+            self.drafting.observe(num_decodes, plan.num_tokens - num_decodes, seconds)
         if len(self.requests) != num_live:
             self.running.remove_ended()
         if self.tier_copies.exists:
             self.tier_copies.settled(plan.step, newest_planned=self.steps.num_planned - 1, num_tokens=plan.num_tokens)
         return self.take_outputs()
 
-    def _accept(self, request: Request, drawn: ChunkResult) -> EngineOutput:
-        """Append a drawn token to its request, and return the output for it."""
-        token_id = drawn.token_id
-        if token_id is None:
-            raise StepMismatch(f"no token was drawn for request {request.request_id}")
-        if token_id == NO_TOKEN:
-            error = nothing_drawn(request)
-            self.requests.leave(request, FinishReason.ERROR)
-            return final_output(request.message, FinishReason.ERROR, error)
-        request.token_ids.append(token_id)
-        num_tokens = len(request.token_ids)
-        if num_tokens >= request.next_registration:
+    def _accept(self, request: Request, chunk: Chunk, drawn: ChunkResult) -> int:
+        """Append drawn tokens to their request, up to the one that ends it, and answer it. Returns their number."""
+        known, rule = request.token_ids, request.finish_rule
+        num_before, reason = len(known), None
+        if chunk.num_drafts and self.drafting is not None:
+            self.drafting.settled(request, chunk.num_drafts, len(drawn.token_ids) - 1)
+        for token_id in drawn.token_ids:
+            if token_id == NO_TOKEN:
+                break
+            known.append(token_id)
+            if reason := rule.reason(token_id, len(known)):
+                break
+        num_new = len(known) - num_before
+        if num_new:
+            self._answer(request, drawn, num_new, reason)
+        if not num_new or (reason is None and num_new < len(drawn.token_ids)):
+            self._end_without_token(request, drawn)
+        return num_new
+
+    def _answer(self, request: Request, drawn: ChunkResult, num_new: int, reason: FinishReason | None) -> None:
+        """Put out the newest tokens of a request: the first `num_new` of those that were drawn."""
+        token_ids, logprobs = drawn.token_ids, drawn.logprobs
+        if num_new < len(token_ids):
+            token_ids = token_ids[:num_new]
+            logprobs = logprobs.part(0, num_new) if logprobs else None
+        if len(request.token_ids) >= request.next_registration:
             self.memory.register(request)
-        reason = request.finish_rule.reason(token_id, num_tokens)
-        if request.is_constrained and reason is None:
-            self.constraints.advance(request, [token_id])
+        if reason is None:
+            if request.is_constrained:
+                self.constraints.advance(request, token_ids)
+            if self.drafting is not None:
+                self.drafting.extend(request, token_ids)
+        outputs = self.requests.outputs
         if reason is None and request.answered:
-            return next_token(request, drawn)
-        return first_or_last_token(request, drawn, reason, self.requests.leave(request, reason) if reason else None)
+            outputs.append(next_tokens(request, token_ids, logprobs))
+            return
+        source = self.requests.leave(request, reason) if reason else None
+        outputs.append(first_or_last_tokens(request, token_ids, logprobs, reason, source))
+
+    def _end_without_token(self, request: Request, drawn: ChunkResult) -> None:
+        """Answer a request for which no token could be drawn. Raises `StepMismatch` where none was to be."""
+        if not drawn.token_ids:
+            raise StepMismatch(f"no token was drawn for request {request.request_id}")
+        error = nothing_drawn(request)
+        self.requests.leave(request, FinishReason.ERROR)
+        self.requests.outputs.append(final_output(request.message, FinishReason.ERROR, error))
 
     # -------------------------------------------------------------------------------- watching
 

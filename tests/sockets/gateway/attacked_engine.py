@@ -51,7 +51,7 @@ class QuickRunner:
             prompt = self._logprobs(start.sampling.prompt_logprobs).part(0, count)
         if chunk.samples and start.sampling.logprobs is not None:
             drawn = self._logprobs(start.sampling.logprobs).part(end % 999, end % 999 + 1)
-        return ChunkResult(100 + end % 150 if chunk.samples else None, drawn, prompt)
+        return ChunkResult([100 + end % 150] if chunk.samples else [], drawn, prompt)
 
     def _logprobs(self, num_top: int | None) -> Logprobs:
         width = 1 + (num_top or 0)

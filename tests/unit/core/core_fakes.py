@@ -80,6 +80,7 @@ class Row:
     tables: list[list[int]]  # of each cache group
     seed: int
     is_constrained: bool
+    num_computed: int = 0
     kv: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -88,6 +89,9 @@ class Row:
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.kv.append(hash((self.kv[-1], token)))
+
+    def cut(self, num_tokens: int) -> None:
+        del self.tokens[num_tokens:], self.kv[num_tokens:]
 
 
 class KVMemory:
@@ -161,8 +165,8 @@ class FakeRunner:
         assert plan.chunks, "an empty step"
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.config.max_num_seqs
-        is_single = [chunk.num_tokens == 1 for chunk in plan.chunks]
-        assert is_single == sorted(is_single, reverse=True), "single tokens come first"
+        kinds = [0 if chunk.num_tokens == 1 else 1 if chunk.num_drafts else 2 for chunk in plan.chunks]
+        assert kinds == sorted(kinds), "single tokens come first, then those with drafts"
         assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks), "one chunk a row"
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)  # later changes must not reach us
         self.plans.append(plan)
@@ -179,6 +183,8 @@ class FakeRunner:
         for chunk in plan.chunks:
             append(self._planned[chunk.row], chunk.new_block_ids)
             last = (chunk.start + chunk.num_tokens - 1) // self.config.block_size
+            unsettled = [each for step in self.in_flight for each in self.plans[step].chunks if each.row == chunk.row]
+            start = chunk.start - sum(each.num_drafts for each in unsettled)
             for group, table in enumerate(self._planned[chunk.row]):
                 if (states := self.states.get(group)) is not None:
                     source = states.source(table, chunk.start)
@@ -187,7 +193,7 @@ class FakeRunner:
                         (group, slot) for slot in states.written(table, chunk.start, chunk.start + chunk.num_tokens)
                     )
                     continue
-                first = self._first_seen(group, chunk.start) // self.config.block_size
+                first = self._first_seen(group, start) // self.config.block_size
                 yield from ((group, block) for block in table[first : last + 1])
 
     def _first_seen(self, group: int, position: int) -> int:
@@ -210,9 +216,14 @@ class FakeRunner:
             self.rows[start.row] = Row(
                 start.request_id, tokens, len(start.prompt_token_ids), start.block_tables, start.seed, is_constrained
             )
+        started = {start.row for start in plan.started_rows}
         for chunk in plan.chunks:
+            row = self.rows[chunk.row]
+            if chunk.row in started:
+                row.num_computed = chunk.start
+            assert row.num_computed <= chunk.start, "a token is left out"
             if chunk.num_tokens == 1:
-                self._check_kv(self.rows[chunk.row], chunk.start, chunk.start, "a decode's old KV is of this step")
+                self._check_kv(row, row.num_computed, row.num_computed, "a decode's old KV is of this step")
         self._check_masks(plan)
         for chunk in plan.chunks:
             append(self.rows[chunk.row].tables, chunk.new_block_ids)
@@ -231,10 +242,19 @@ class FakeRunner:
             assert num_known(words) == len(self.rows[row].tokens) - self.rows[row].num_prompt, "an old mask"
 
     def _write(self, chunk: Chunk) -> None:
+        """Write the chunk's KV, that of drafts included, which the row then has behind its tokens until they are drawn.
+        """
         row = self.rows[chunk.row]
-        assert chunk.num_tokens > 0
-        assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody has drawn"
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+        start, end = row.num_computed, row.num_computed + chunk.num_tokens
+        assert chunk.num_tokens > chunk.num_drafts
+        assert end - chunk.num_drafts <= len(row.tokens), "tokens that nobody has drawn"
+        if chunk.num_drafts:
+            assert chunk.samples
+            assert end - chunk.num_drafts == len(row.tokens), "drafts of tokens that are drawn already"
+        first_guess = chunk.start + chunk.num_drafts + 1 - len(chunk.drafts)
+        for position in range(end - chunk.num_drafts, end):
+            row.append(chunk.drafts[position - first_guess])
+        for position in range(start, end):
             for memory, table in zip(self.memories, row.tables, strict=False):
                 memory.write(table, position, row.kv[position])
 
@@ -264,20 +284,28 @@ class FakeRunner:
             assert memory.read(table, end, first) == row.kv[first:end], f"{what}: {row.request_id}, group {group}"
 
     def _read_and_draw(self, chunk: Chunk) -> ChunkResult:
-        row, end = self.rows[chunk.row], chunk.start + chunk.num_tokens
-        self._check_kv(row, chunk.start, end, "wrong KV")
+        row, start = self.rows[chunk.row], self.rows[chunk.row].num_computed
+        end = start + chunk.num_tokens
+        self._check_kv(row, start, end, "wrong KV")
         assert chunk.samples == (end == len(row.tokens))
         prompt = None
         if chunk.prompt_logprobs:
-            positions = range(chunk.start + 1, min(end + 1, row.num_prompt))
+            positions = range(start + 1, min(end + 1, row.num_prompt))
             entries = [logprob_of(row.kv[position - 1], row.tokens[position]) for position in positions]
             prompt = Logprobs.pack(entries) if entries else Logprobs(1)
         if not chunk.samples:
-            return ChunkResult(None, None, prompt)
-        token = next_token(row.kv[-1], row.seed, self.config.vocab_size)
-        logprobs = Logprobs.pack([logprob_of(row.kv[-1], token)])
-        row.append(token)
-        return ChunkResult(NO_TOKEN if self.draws_nothing else token, logprobs, prompt)
+            row.num_computed = end
+            return ChunkResult([], None, prompt)
+        drawn, last = [], end - 1 - chunk.num_drafts  # the position of the last known token
+        for position in range(last, end):
+            drawn.append(next_token(row.kv[position], row.seed, self.config.vocab_size))
+            if position + 1 == end or row.tokens[position + 1] != drawn[-1]:
+                break
+        logprobs = Logprobs.pack([logprob_of(row.kv[last + i], token) for i, token in enumerate(drawn)])
+        row.cut(last + len(drawn))
+        row.append(drawn[-1])
+        row.num_computed = len(row.tokens) - 1
+        return ChunkResult([NO_TOKEN] if self.draws_nothing else drawn, logprobs, prompt)
 
 
 class FakePendingStep:

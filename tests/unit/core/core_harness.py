@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 
 import msgspec
 
@@ -16,6 +17,7 @@ from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.scheduling.scheduler import Scheduler
 
 from .core_fakes import Answer, Arenas, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
@@ -68,6 +70,50 @@ def num_remembered(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
 
+class FakeDrafter:
+    """Knows the right answers, and errs in a share of its guesses, always in the same ones."""
+
+    def __init__(self, harness: Harness, errors: float) -> None:
+        self._harness = harness
+        self._errors = errors
+        self._known: dict[str, list[int]] = {}  # prompt and output by request
+
+    def start(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        salt: str | None,
+        prediction: Sequence[int] = (),
+    ) -> None:
+        assert request_id not in self._known
+        self._known[request_id] = [*prompt_token_ids, *output_token_ids]
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._known[request_id] += token_ids
+
+    def propose(self, request_id: str, most: int) -> list[int]:
+        generation = self._harness.scheduler.requests[request_id].generation
+        asked = self._harness.asked[request_id, generation]
+        answer, _ = self._harness.expected((request_id, generation))
+        whole = [*asked.prompt_token_ids, *asked.output_token_ids, *answer]
+        known = self._known[request_id]
+        assert known == whole[: len(known)], "the drafter was told something else than was drawn"
+        behind = range(len(known), min(len(known) + most, len(whole)))
+        return [self._guess(request_id, position, whole[position]) for position in behind]
+
+    def end(self, request_id: str) -> None:
+        del self._known[request_id]
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    def _guess(self, request_id: str, position: int, right: int) -> int:
+        is_wrong = Random(f"{request_id}/{position}").random() < self._errors
+        return (right + 1) % VOCAB_SIZE if is_wrong else right
+
+
 class HandClock:
     """Time that stands still until a test moves it."""
 
@@ -89,8 +135,13 @@ class Harness:
         offers_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
         fetch: Callable[[bytes], Sequence[int]] = fetch_from_ticket,
+        num_drafts: int = 0,
+        draft_errors: float = 0.0,
     ) -> None:
-        """With tiers where `min_restored_tokens` is given. `fetch`: what lies behind the ticket of another engine."""
+        """With tiers where `min_restored_tokens` is given. `fetch`: what lies behind the ticket of another engine.
+
+        `num_drafts`: what a request gets in a step at most; a share of `draft_errors` is wrong.
+        """
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
         self.connector = FakeConnector(self.runner, fetch, offers_early=offers_early)
@@ -98,8 +149,15 @@ class Harness:
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
+        self.drafter = FakeDrafter(self, draft_errors)
         self.core = EngineCore(
-            engine_config, self.runner, self.connector, tiers=self.tiers, grammars=grammars, clock=clock
+            engine_config,
+            self.runner,
+            self.connector,
+            tiers=self.tiers,
+            grammars=grammars,
+            drafting=Drafting(self.drafter, num_drafts, adapts=False) if num_drafts else None,
+            clock=clock,
         )
         self.threads = LateThreads()  # unused but for `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}
@@ -212,6 +270,12 @@ class Harness:
         check_places(self.scheduler)
         check_unread(self.scheduler)
 
+    def expected(self, key: tuple[str, int]) -> tuple[list[int], FinishReason]:
+        """The answer that a request gets alone."""
+        if key not in self._expected:
+            self._expected[key] = expected_answer(self.asked[key], self.config)
+        return self._expected[key]
+
     def check_answer(self, key: tuple[str, int]) -> None:
         """Right so far: exactly the tokens that this request draws alone, and no finish but its own or a cut."""
         asked, answer = self.asked[key], self.answers[key]
@@ -220,9 +284,9 @@ class Harness:
         assert len({output.kv_source.ticket for output in early}) == len(early)
         if answer.outputs[0].error is not None or not answer.token_ids:
             return
-        if key not in self._expected:
-            self._expected[key] = expected_answer(asked, self.config)
-        tokens, reason = self._expected[key]
+        tokens, reason = self.expected(key)
+        newest = answer.outputs[-1]
+        assert newest.logprobs is None or len(newest.logprobs) == len(newest.token_ids)
         assert answer.token_ids == tokens[: len(answer.token_ids)]
         if answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.HANDOFF):
             assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
@@ -242,6 +306,7 @@ class Harness:
         assert stats.num_blocks_held == stats.num_blocks_quarantined == 0
         assert self.scheduler.rows.num_free == self.config.max_num_seqs
         assert not self.scheduler.requests
+        assert not self.drafter.num_known
         for key in self.asked:
             assert key in self.answers, f"{key} was never answered"
             assert self.answers[key].finish_reason is not None, f"{key} was not answered to the end"
@@ -323,9 +388,13 @@ def check_unread(scheduler: Scheduler) -> None:
     """What is counted of the queue step by step is what one finds there."""
     size, backlog = scheduler.config.block_size, scheduler.backlog
     counted = {each: backlog.num_full_blocks(each) for each in scheduler.waiting if not each.awaits_transfer}
-    for each, num_full in counted.items():  # the result of a step in flight may have filled one since
-        assert num_full <= len(scheduler.memory.skippable_hashes(each)) <= num_full + 1
+    num_drafts = 0 if scheduler.drafting is None else scheduler.drafting.most
+    most_coming = scheduler.config.depth * (1 + num_drafts)
+    for each, num_full in counted.items():  # the results of steps in flight may have filled some since
+        assert num_full <= len(scheduler.memory.skippable_hashes(each)) <= num_full + 1 + most_coming // size
     hashes = {block_hash for each, num_full in counted.items() for block_hash in each.block_hashes[:num_full]}
     missing = sum(not scheduler.groups[0].pool.has(block_hash) for block_hash in hashes)
     behind = sum(each.num_tokens - num_full * size for each, num_full in counted.items())
-    assert backlog.num_tokens == missing * size + behind
+    preempted = sum(each.status is RequestStatus.PREEMPTED for each in counted)
+    most_rejected = preempted * scheduler.config.depth * num_drafts
+    assert 0 <= backlog.num_tokens - missing * size - behind <= most_rejected

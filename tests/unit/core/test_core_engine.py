@@ -180,14 +180,14 @@ class TestFailure:
         scheduler.add(request("a", 6))
         assert scheduler.plan_step() is not None
         with pytest.raises(StepMismatch, match="expected step 0 with 1 chunks"):
-            scheduler.settle(StepResult(1, [ChunkResult(1)]))
+            scheduler.settle(StepResult(1, [ChunkResult([1])]))
 
     def test_a_token_that_was_not_drawn_is_missed(self) -> None:
         scheduler = Scheduler(config())
         scheduler.add(request("a", 6))
         assert scheduler.plan_step() is not None
         with pytest.raises(StepMismatch, match="no token was drawn"):
-            scheduler.settle(StepResult(0, [ChunkResult(None)]))
+            scheduler.settle(StepResult(0, [ChunkResult([])]))
 
     @pytest.mark.parametrize("what", ["block", "row"])
     def test_an_idle_engine_notices_what_was_lost(self, what: str) -> None:

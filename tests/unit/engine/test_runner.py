@@ -70,9 +70,8 @@ def greedy_tokens(runner: ModelRunner, row: int, blocks: list[int], chunk_len: i
         samples = computed + length >= len(PROMPT)
         (result,) = step(runner, Chunk(row, computed, length, samples, [blocks[held:needed]]), started=started)
         started, held, computed = (), needed, computed + length
-        assert (result.token_id is None) == (not samples)
-        if result.token_id is not None:
-            tokens.append(result.token_id)
+        assert len(result.token_ids) == samples
+        tokens += result.token_ids
     return tokens
 
 
@@ -89,7 +88,7 @@ def test_a_row_that_is_taken_again_remembers_nothing(make_runner: Callable[[], M
     biased = SamplingParams(temperature=2.0, logit_bias={9: 100.0}, logprobs=4, prompt_logprobs=1, max_tokens=None)
     prompt = list(reversed(PROMPT)) + PROMPT
     (result,) = step(used, Chunk(1, 0, 100, True, []), started=(row_start(1, prompt, list(range(8, 15)), biased),))
-    assert result.token_id == 9
+    assert result.token_ids == [9]
     assert result.logprobs is not None
     again = row_start(1, PROMPT, [4, 5, 6, 7])
     (second,) = step(used, Chunk(1, 0, len(PROMPT), True, []), started=(again,), freed=[1])
@@ -112,7 +111,7 @@ def test_a_step_mixes_decodes_and_chunks_and_answers_in_the_order_of_the_plan(
     results = step(
         mixed, Chunk(0, 20, 1, True, []), Chunk(3, 0, 30, False, []), Chunk(2, 0, 50, True, []), started=started
     )
-    assert results == [decoded, ChunkResult(None), other]
+    assert results == [decoded, ChunkResult([]), other]
 
 
 def test_a_step_without_chunks_only_updates_rows(make_runner: Callable[[], ModelRunner]) -> None:

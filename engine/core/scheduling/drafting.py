@@ -1,0 +1,87 @@
+"""Drafts for running requests: how many each gets in a step, what they are, and what became of them.
+
+    planned   begin_step, then for each decode: propose ──> guesses of its next tokens
+    settled   settled, extend for each; observe the step
+
+Tokens that steps in flight draw are not known yet, so a guess begins behind the last known token, and the drafts are
+the part of it that lies behind those on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..requests.request import Request
+from ..speculation.drafter import Drafter
+from ..speculation.length import DraftLengths
+from ..speculation.stats import SpeculationCounter, SpeculationStats
+
+
+class Drafting:
+    """Asks one drafter for all running requests."""
+
+    def __init__(self, drafter: Drafter, most: int, *, adapts: bool = True) -> None:
+        """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time."""
+        self.most = most
+        self._drafter = drafter
+        self._lengths = DraftLengths(most) if adapts else None
+        self._counter = SpeculationCounter(most)
+        self._known: set[Request] = set()  # to the drafter
+        self._num_accepted = 0  # in the step that is being settled
+
+    def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
+        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts."""
+        if self._lengths is None:
+            return num_decodes > 0
+        return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
+
+    def propose(self, request: Request, room: int) -> Sequence[int]:
+        """Return guesses of the tokens from the last known one on, up to `room` behind those that are on their way.
+
+        None where it gets no drafts.
+        """
+        num_drafts = min(room, self.most)
+        if self._lengths is not None:
+            num_drafts = self._lengths.of(request.request_id, num_drafts)
+        if not num_drafts:
+            return ()
+        if request not in self._known:
+            self._introduce(request)
+        num_coming = request.num_computed - len(request.token_ids)
+        guesses = self._drafter.propose(request.request_id, num_coming + num_drafts)
+        return guesses if len(guesses) > num_coming else ()
+
+    def _introduce(self, request: Request) -> None:
+        self._known.add(request)
+        message, output = request.message, request.token_ids[request.num_prompt :]
+        self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt)
+
+    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Tell the drafter what was drawn for a request that goes on."""
+        if request in self._known:
+            self._drafter.extend(request.request_id, token_ids)
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Take in how many of a request's drafts were accepted."""
+        request.settle_drafts(num_drafts, num_accepted)
+        self._counter.settled(num_drafts, num_accepted)
+        self._num_accepted += num_accepted
+        if self._lengths is not None:
+            self._lengths.settled(request.request_id, num_drafts, num_accepted)
+
+    def observe(self, num_requests: int, num_drafts: int, seconds: float) -> None:
+        """Take in the time of a step that only decoded, once its requests are settled."""
+        if self._lengths is not None:
+            self._lengths.observe(num_requests + num_drafts, seconds, num_drafts, self._num_accepted)
+        self._num_accepted = 0
+
+    def end(self, request: Request) -> None:
+        """Forget a request that is over."""
+        if self._lengths is not None:
+            self._lengths.end(request.request_id)
+        if request in self._known:
+            self._known.remove(request)
+            self._drafter.end(request.request_id)
+
+    def stats(self) -> SpeculationStats:
+        return self._counter.stats()

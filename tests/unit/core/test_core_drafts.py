@@ -1,0 +1,122 @@
+"""Engines whose requests get drafts answer what they would have answered without, whatever is guessed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.sampling import SamplingParams
+
+from .core_grammars import FakeGrammars
+from .core_harness import Harness, config, request
+from .core_machine import EngineMachine
+from .core_prompts import STEMS
+
+
+class DraftingMachine(EngineMachine):
+    """An engine of any size whose requests get drafts; with windows or without, with tiers or without."""
+
+    @initialize(
+        depth=st.sampled_from([1, 2, 2, 3]),
+        lazy=st.booleans(),
+        num_drafts=st.integers(1, 6),
+        errors=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+        num_blocks=st.integers(4, 24),
+        window=st.sampled_from([None, None, 3, 9]),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 24),
+        caching=st.sampled_from([True, True, False]),
+        min_restored=st.sampled_from([None, 1, 12]),
+    )
+    def start(
+        self,
+        depth: int,
+        lazy: bool,
+        num_drafts: int,
+        errors: float,
+        num_blocks: int,
+        window: int | None,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        min_restored: int | None,
+    ) -> None:
+        groups = None if window is None else [(num_blocks, None), (num_blocks, window)]
+        sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+        changes = {"enable_prefix_caching": caching, "eos_token_ids": [1, 2], "max_model_len": 70}
+        self.engine = Harness(
+            config(depth=depth, groups=groups, **changes, **sizes),
+            lazy=lazy,
+            min_restored_tokens=min_restored,
+            grammars=FakeGrammars(),
+            clock=self.clock,
+            num_drafts=num_drafts,
+            draft_errors=errors,
+        )
+        self.engine.think_late()
+
+
+TestDrafts = DraftingMachine.TestCase
+TestDrafts.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("errors", [0.0, 0.4, 1.0])
+def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(depth: int, errors: float) -> None:
+    few_blocks = config(depth=depth, num_blocks=14, max_num_batched_tokens=12)
+    engine = Harness(few_blocks, num_drafts=3, draft_errors=errors)
+    engine.add(
+        *(
+            EngineRequest(
+                request_id=f"r{index}",
+                prompt_token_ids=STEMS[index % 3][: 5 + index],
+                sampling=SamplingParams(max_tokens=20 + index, prompt_logprobs=0 if index % 4 == 0 else None),
+                priority=index % 2,
+                seed=index,
+            )
+            for index in range(16)
+        )
+    )
+    engine.run_to_the_end()
+    assert engine.core.stats().num_preemptions > 0
+    assert {answer.finish_reason for answer in engine.answers.values()} == {FinishReason.LENGTH}
+
+
+def num_steps(depth: int, errors: float | None) -> int:
+    engine = Harness(config(depth=depth), num_drafts=0 if errors is None else 3, draft_errors=errors or 0.0)
+    engine.add(request("a", 10, max_tokens=40, seed=1))
+    engine.run_to_the_end()
+    assert len(engine.answer("a").token_ids) == 40
+    return len(engine.runner.plans)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(depth: int) -> None:
+    alone = num_steps(depth, None)
+    assert num_steps(depth, errors=0.0) <= alone / 4 + 2
+    assert alone / 4 < num_steps(depth, errors=0.5) < alone
+    assert num_steps(depth, errors=1.0) <= alone + depth  # one that is not needed may be in flight
+
+
+def test_an_answer_ends_at_a_stop_token_within_a_draft_and_nothing_behind_it_is_put_out() -> None:
+    engine = Harness(config(), num_drafts=6)
+    engine.add(request("a", 10, max_tokens=40, seed=1))
+    engine.run_to_the_end()
+    whole = engine.answer("a").token_ids
+    stop = next(token for token in whole[8:] if whole.index(token) >= 8)
+    engine.add(request("b", 10, max_tokens=40, seed=1, stop_token_ids=[stop]))
+    engine.run_to_the_end()
+    assert engine.answer("b").token_ids == whole[: whole.index(stop) + 1]
+    assert engine.answer("b").finish_reason is FinishReason.STOP
+
+
+def test_drafts_are_left_out_where_the_length_leaves_no_room_for_them() -> None:
+    engine = Harness(config(), num_drafts=6)
+    engine.add(request("a", 10, max_tokens=2, seed=1))
+    engine.run_to_the_end()
+    assert not any(chunk.num_drafts for plan in engine.runner.plans for chunk in plan.chunks)
