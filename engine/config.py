@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from . import vllm_compat
 from .core.layout import BLOCK_SIZE
+from .core.speculation.config import SpeculativeConfig
 from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from .strict_model import OneOf, StrictModel, problems_of
@@ -70,6 +71,7 @@ class EngineArguments(StrictModel):
     async_scheduling: bool | None = None  # plan the next step before the results of this one are in; None: on a GPU
     enforce_eager: bool = False  # capture no steps; a CPU engine is eager in any case
     max_cudagraph_capture_size: int | None = Field(None, ge=0)  # tokens of the largest captured mix of chunks
+    speculative_config: SpeculativeConfig | None = None  # guess tokens ahead, and check several of them in one step
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = 1
     data_parallel_size: int = Field(1, ge=1)

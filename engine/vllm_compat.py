@@ -64,7 +64,6 @@ ENGINE = {
     "kv_transfer_config": UnsupportedArgument("an application's engines hand blocks over by themselves"),
     "enable_lora": UnsupportedArgument(_NO_LORA, (False,)),
     "enable_prompt_adapter": UnsupportedArgument(_NO_LORA, (False,)),
-    "speculative_config": UnsupportedArgument("tokens are not guessed ahead"),
     "compilation_config": UnsupportedArgument(
         "steps are captured, not compiled: see enforce_eager and max_cudagraph_capture_size", ({}, 0)
     ),

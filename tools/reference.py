@@ -36,6 +36,7 @@ from baton.cluster.membership.members import DirectoryMetrics, Membership
 from baton.cluster.process_metrics import ProcessesUp
 from baton.cluster.wire import Status
 from baton.engine.core.messages import EngineStats
+from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.protocol.stats import TransferStats
 
@@ -157,9 +158,9 @@ def metrics_page() -> str:
 
 def sample_status() -> Status:
     """Return the status of an engine that has everything of which there are metrics."""
-    absent = ("num_late_compilations", "experts", "tiers", "step_times")
+    absent = ("num_late_compilations", "experts", "tiers", "step_times", "speculation")
     counts: dict[str, Any] = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
-    return Status(1, EngineStats(**counts, tiers=TierStats()), TransferStats())
+    return Status(1, EngineStats(**counts, tiers=TierStats(), speculation=SpeculationStats()), TransferStats())
 
 
 def rows(collectors: Iterable[Collector], without: Sequence[str] = ()) -> list[tuple[str, ...]]:

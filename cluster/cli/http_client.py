@@ -60,6 +60,8 @@ def print_ranks(console: Console, answer: dict[str, Any]) -> None:
     console.print(_engine_table(answer["data"]))
     if any(_step_times(rank) for rank in answer["data"]):
         console.print(_speed_table(answer["data"]))
+    if any(_speculation(rank) for rank in answer["data"]):
+        console.print(_speculation_table(answer["data"]))
     if any(rank["reads_from"] for rank in answer["data"]):
         console.print(_lane_table(answer["data"]))
     console.print(_gateway_table(answer["gateways"]))
@@ -108,6 +110,25 @@ def _speed_table(ranks: list[dict[str, Any]]) -> Table:
             for figure, form in zip((tokens, step_ms, more_ms), (",.0f", ".1f", ".3f"), strict=True)
         )
         table.add_row(rank["engine_id"], *shown)
+    return table
+
+
+def _speculation(rank: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine has counted of its drafts; nothing of one that has checked none."""
+    counted = (rank["stats"] or {}).get("speculation") or {}
+    return counted if counted.get("num_drafts") else {}
+
+
+def _speculation_table(ranks: list[dict[str, Any]]) -> Table:
+    """Create the table of tokens that engines guessed ahead, since their processes started."""
+    table = _narrow_table("Speculation")
+    for column in ("engine", "drafts", "accepted", "tokens a request and step with drafts"):
+        table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
+    for rank in ranks:
+        if counted := _speculation(rank):
+            drafts, accepted = counted["num_draft_tokens"], counted["num_accepted_tokens"]
+            drawn = 1 + accepted / counted["num_drafts"]
+            table.add_row(rank["engine_id"], f"{drafts:,}", f"{accepted / drafts:.0%}", f"{drawn:.1f}")
     return table
 
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from baton.cluster.wire import Status
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineStats
+from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.protocol.receive import ReceiveOutcome
 from baton.kv_transfer.protocol.stats import TransferStats
@@ -22,7 +23,7 @@ from baton.kv_transfer.tiers.tier_index import Loss
 from .engine_socket import MessageCounters
 
 LABELS = ["model_name", "engine", "role"]
-StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, MessageCounters)
+StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, SpeculationStats, MessageCounters)
 
 
 def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
@@ -147,6 +148,23 @@ TIER_FAILURES: dict[str, tuple[str, Callable[[TierStats], dict[str, int]]]] = {
         ),  # "slow" is counted by the engine, which waited no longer
     ),
 }
+SPECULATION_COUNTERS: dict[str, tuple[str, Callable[[SpeculationStats], float]]] = {
+    "spec_decode_num_drafts_total": (
+        "Times that a request had drafts in a step.",
+        lambda stats: stats.num_drafts,
+    ),
+    "spec_decode_num_draft_tokens_total": ("Drafts that steps checked.", lambda stats: stats.num_draft_tokens),
+    "spec_decode_num_accepted_tokens_total": (
+        "Drafts that were accepted: tokens that needed no step of their own.",
+        lambda stats: stats.num_accepted_tokens,
+    ),
+}
+SPECULATION_POSITIONS: dict[str, tuple[str, Callable[[SpeculationStats], dict[str, int]]]] = {
+    "spec_decode_num_accepted_tokens_per_pos_total": (
+        "Drafts that were accepted, by their position among those of a request in a step; the first is 0.",
+        lambda stats: {str(position): count for position, count in enumerate(stats.num_accepted_per_pos)},
+    ),
+}
 
 
 class EngineMetrics(Collector):
@@ -172,6 +190,9 @@ class EngineMetrics(Collector):
             yield from self._families(CounterMetricFamily, TIER_COUNTERS, tiers)
             yield from self._labelled(GaugeMetricFamily, TIER_BLOCKS, "tier", tiers)
             yield from self._labelled(CounterMetricFamily, TIER_FAILURES, "reason", tiers)
+        if (speculation := status.stats.speculation) is not None:
+            yield from self._families(CounterMetricFamily, SPECULATION_COUNTERS, speculation)
+            yield from self._labelled(CounterMetricFamily, SPECULATION_POSITIONS, "position", speculation)
 
     def _families(
         self,

@@ -9,6 +9,7 @@ from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 from baton.engine.startup.division import check_division
+from baton.engine.startup.speculation_limits import check_speculation
 
 
 def check_model(spec: FleetSpec) -> None:
@@ -26,7 +27,7 @@ def check_model(spec: FleetSpec) -> None:
 def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
     """Read the config of the model as one fleet serves it, and none of its weights.
 
-    Raises `ModelError` for a model that Baton cannot serve, `InvalidEngineConfig` where it cannot be divided.
+    Raises `ModelError` for a model that Baton cannot serve, `InvalidEngineConfig` where the arguments do not fit it.
     """
     config = spec.engine_config(role)
     model = load_config(
@@ -38,6 +39,7 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
         window_caches=not config.disable_hybrid_kv_cache_manager,
     )
     check_division(model, config)
+    check_speculation(model, config, config.device)
     return model
 
 

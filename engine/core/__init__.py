@@ -9,4 +9,5 @@ step, lockstep                                ... and its runner, and the ranks 
 connector, tiers, layout, grammar             ... and what moves its blocks, keeps them, or knows grammars
 prefix, block_log                             what blocks are called, and where which are
 requests/ <── kv/ <── scheduling/             the parts, each of which sees those to its left only
+speculation/                                  guesses of what requests draw next
 """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .layout import BLOCK_SIZE
+from .speculation.config import SpeculativeConfig
 
 
 class InvalidEngineCoreConfig(ValueError):
@@ -34,6 +35,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = BLOCK_SIZE  # tokens
     enable_prefix_caching: bool = True
     depth: int = 2  # steps in flight: 1 waits for each result, 2 plans the next step before it arrives
+    speculation: SpeculativeConfig | None = None  # None: a request draws one token in a step
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_num_seqs", "vocab_size", "block_size", "depth"):

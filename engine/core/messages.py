@@ -9,6 +9,7 @@ import msgspec
 from .logprobs import Logprobs
 from .pace import StepTimes
 from .sampling import SamplingParams
+from .speculation.stats import SpeculationStats
 from .stages import Ages
 from .tiers import TierStats
 
@@ -137,6 +138,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertReview | None = None  # None: every rank has all of them
     tiers: TierStats | None = None  # None: there are none
     step_times: StepTimes = StepTimes()  # as measured lately
+    speculation: SpeculationStats | None = None  # None: tokens are not guessed ahead
 
     @property
     def num_requests(self) -> int:

@@ -142,4 +142,5 @@ def _core_config(
         eos_token_ids=list(model_config.eos_token_ids),
         vocab_size=model_config.vocab_size,
         depth=depth,
+        speculation=config.speculative_config,
     )

@@ -15,6 +15,7 @@ from ..models import load_config
 from ..parallel.member import Member
 from .division import check_division
 from .phases import Phases
+from .speculation_limits import check_speculation
 
 if TYPE_CHECKING:
     from .load import LoadedMember
@@ -39,6 +40,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
             from .load import load_member
 
             device = device_for(config, member)
+            check_speculation(model_config, config, device.type)
         membership = RankGroup(
             member,
             config.expert_spread,
@@ -64,7 +66,7 @@ def _require_group_size(config: EngineConfig, member: Member) -> None:
 
 
 def _read_model_config(config: EngineConfig) -> ModelConfig:
-    """Read the checkpoint's config. Raises `InvalidEngineConfig` where the model cannot be divided as asked."""
+    """Read the checkpoint's config. Raises `InvalidEngineConfig` where the model cannot be served as asked."""
     model_config = load_config(
         config.model,
         dtype=DTYPES[config.dtype] or "auto",
@@ -75,6 +77,7 @@ def _read_model_config(config: EngineConfig) -> ModelConfig:
         window_caches=not config.disable_hybrid_kv_cache_manager,
     )
     check_division(model_config, config)
+    check_speculation(model_config, config, config.device)
     return model_config
 
 

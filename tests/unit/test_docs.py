@@ -19,6 +19,7 @@ from baton.cluster.logs import LogSettings
 from baton.cluster.spec import Fleet, GatewaySpec
 from baton.cluster.spec.parts import AutoscalingSpec
 from baton.engine.config import EngineConfig
+from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.kv_transfer.settings import TierSettings, TransferSettings
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +185,7 @@ def of_model(model: type[BaseModel]) -> dict[str, object]:
 
 SETTINGS = {
     "engine": of_model(EngineConfig),
+    "engine.speculative_config": of_model(SpeculativeConfig),
     "gateway": of_model(GatewaySpec)
     | {f"queue_limits.{name}": value for name, value in of_model(QueueLimits).items()}
     | {f"breaker.{name}": value for name, value in of_model(BreakerSettings).items()},
@@ -197,6 +199,7 @@ SETTINGS = {
 ONE_VALUE = {"block_size", "enable_chunked_prefill", "pipeline_parallel_size", "trust_remote_code", "disable_log_stats"}
 NOT_IN_TABLES = {
     "engine": {"model", *ONE_VALUE},
+    "engine.speculative_config": {"method"},  # which has no default
     "gateway": {"gateway_id", "queue_limits", "breaker", "cost"},  # which have parts
 }
 

@@ -1,4 +1,4 @@
-"""How many drafts each request gets in a step: as many as are worth their time, by what was measured.
+"""The number of drafts that each request gets in a step: as many as are worth their time, by what was measured.
 
 A step of R requests takes T seconds and draws G tokens, G / T of them a second. One more draft, which is accepted with
 chance q and adds t seconds, raises that where

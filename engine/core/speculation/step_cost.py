@@ -1,4 +1,4 @@
-"""What drafts cost: the time of steps without any, and how much each draft adds to it, as measured lately.
+"""The cost of drafts: the time of steps without any, and how much each draft adds to it, as measured lately.
 
     seconds of a step = plain(requests) + drafts * added(tokens)
 

@@ -190,6 +190,20 @@ def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() ->
     ]
 
 
+def test_status_shows_how_many_guessed_tokens_were_right() -> None:
+    rank = {"rank": 1, "role": "unified", "engine_id": "unified-a", "pid": 1, "node_ip": "192.0.2.1"}
+    rank |= {"draining": False, "circuit": "closed", "num_blocks": 8, "reads_from": []}
+    stats = {f"num_requests_{state}": 0 for state in ("running", "waiting", "waiting_for_kv")}
+    counted = {"num_drafts": 1000, "num_draft_tokens": 4000, "num_accepted_tokens": 3000}
+    for speculation, shown in ((counted, True), ({**counted, "num_drafts": 0}, False), (None, False)):
+        told = io.StringIO()
+        rank["stats"] = stats | {"speculation": speculation}
+        print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+        lines = [line.split() for line in told.getvalue().splitlines()]
+        assert (["unified-a", "4,000", "75%", "4.0"] in lines) is shown
+        assert ("Speculation" in told.getvalue()) is shown
+
+
 def test_status_shows_what_engines_measured() -> None:
     rank = {"rank": 1, "role": "unified", "engine_id": "unified-a", "pid": 1, "node_ip": "192.0.2.1"}
     rank |= {"draining": False, "circuit": "closed", "num_blocks": 8, "reads_from": []}

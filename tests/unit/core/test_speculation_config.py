@@ -67,6 +67,12 @@ def test_one_bound_of_lookups_is_as_the_other(given: dict[str, Any], lookups: tu
     assert (made.prompt_lookup_min, made.prompt_lookup_max) == lookups
 
 
+@pytest.mark.parametrize("given", [NGRAM, {"method": "suffix"}])
+def test_a_config_can_be_passed_on_whole(given: dict[str, Any]) -> None:
+    made = config(**given)
+    assert config(**made.model_dump()) == made
+
+
 def test_suffix_needs_nothing_but_its_name() -> None:
     assert config(method="suffix").num_speculative_tokens == MAX_DRAFTS
 

@@ -26,6 +26,7 @@ from baton.cluster.membership.members import DirectoryMetrics, Membership
 from baton.cluster.process_metrics import Exporting, ProcessesUp, collect, merge
 from baton.cluster.wire import Status
 from baton.engine.core.messages import EngineStats
+from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.core.tiers import TierStats
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
@@ -61,9 +62,9 @@ LANE = PeerLane(engine_id="p", transport="nixl/UCX", bytes_per_s=1e9, is_slow=Fa
 
 def application_metrics(gateway: GatewayMetrics, tiers: TierStats, transfers: TransferStats) -> str:
     """The text of a scrape of an application with one gateway and one engine."""
-    absent = ("num_late_compilations", "experts", "tiers", "step_times")
+    absent = ("num_late_compilations", "experts", "tiers", "step_times", "speculation")
     counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
-    status = Status(1, EngineStats(**counts, tiers=tiers), transfers)
+    status = Status(1, EngineStats(**counts, tiers=tiers, speculation=SpeculationStats(1, 2, 1, [1, 0])), transfers)
     engine = EngineMetrics(["m", ENGINE.engine_id, ENGINE.role], lambda: status, MessageCounters())
     directory = DirectoryMetrics(Membership(time.monotonic, 0))
     up = ProcessesUp({Exporting("engine", ENGINE.engine_id, "", "n"): []})

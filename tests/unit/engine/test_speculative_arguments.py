@@ -1,0 +1,121 @@
+"""`speculative_config` from a call, a file or the command line to the engine's core; and what refuses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cluster.cli.cli_common import engine_args_from
+from baton.cluster.contracts import Role
+from baton.cluster.planning.model_checks import check_model
+from baton.cluster.spec import InvalidSpec, load_spec
+from baton.engine import EngineConfig, InvalidEngineConfig
+from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.models import load_config
+from baton.engine.startup.speculation_limits import check_speculation
+
+from ...helpers.checkpoints import DIFFERENCES, SHAPE
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+UNIFIED = {"unified": {"replicas": 1}}
+
+
+def config(**args: Any) -> EngineConfig:
+    return EngineConfig.from_args({"model": "folder", **args})
+
+
+def test_a_mapping_an_object_and_the_command_line_say_the_same() -> None:
+    made = config(speculative_config=NGRAM)
+    assert made.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    assert config(speculative_config=made.speculative_config) == made
+    assert config(**engine_args_from(["--speculative-config", json.dumps(NGRAM)])) == made
+    assert config(**engine_args_from([f"--speculative-config={json.dumps(NGRAM)}"])) == made
+    assert config(speculative_config=None) == config()
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({"method": "eagle3"}, "speculative_config.method", "is 'eagle3', which needs draft layers"),
+        ({**NGRAM, "modle": "x"}, "speculative_config.modle", "is unknown"),
+        ({**NGRAM, "num_speculative_tokens": 99}, "speculative_config.num_speculative_tokens", "at most 15"),
+        ({"num_speculative_tokens": 4}, "speculative_config.method", "is missing"),
+        ("ngram", "speculative_config", "must be a mapping"),
+    ],
+)
+def test_an_error_names_the_key_within_the_argument(given: Any, field: str, message: str) -> None:
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        config(speculative_config=given)
+    assert caught.value.field == field
+
+
+def test_all_arguments_can_be_passed_on_to_another_process() -> None:
+    for given in (NGRAM, {"method": "suffix", "suffix_decoding_max_spec_factor": 2}):
+        made = config(speculative_config=given)
+        assert EngineConfig.from_args(made.model_dump()) == made
+        assert EngineConfig.from_args(json.loads(made.model_dump_json())) == made
+
+
+def test_a_fleet_may_have_its_own_or_none() -> None:
+    spec = load_spec(
+        {
+            "model": "configs/demo/model",
+            "engine": {"speculative_config": NGRAM},
+            "fleets": {
+                "prefill": {"engine": {"speculative_config": None}},
+                "decode": {"engine": {"speculative_config": {"method": "suffix"}}},
+            },
+        }
+    )
+    assert spec.engine_config(Role.PREFILL).speculative_config is None
+    assert spec.engine_config(Role.DECODE).speculative_config == SpeculativeConfig(method="suffix")
+    passed_on = load_spec(json.loads(json.dumps(spec.model_dump(mode="json", exclude_unset=True))))
+    assert passed_on.engine_config(Role.DECODE) == spec.engine_config(Role.DECODE)
+    with pytest.raises(InvalidSpec, match=r"speculative_config.method: is 'mtp', which needs draft layers"):
+        load_spec(
+            {"model": "configs/demo/model", "fleets": UNIFIED, "engine": {"speculative_config": {"method": "mtp"}}}
+        )
+
+
+def read(folder: Path, kind: str, architecture: str) -> ModelConfig:
+    raw = {**SHAPE, **DIFFERENCES[kind], "architectures": [architecture], "model_type": kind}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_config(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "args", "device", "message"),
+    [
+        ("nemotron_h", "NemotronHForCausalLM", {}, "cpu", "NemotronHForCausalLM keeps recurrent states, which a rejec"),
+        ("qwen3", "Qwen3ForCausalLM", {}, "cuda", "device must be 'cpu'"),
+        ("qwen3", "Qwen3ForCausalLM", {"data_parallel_size": 2}, "cpu", "data_parallel_size is 2"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, architecture: str, args: dict[str, Any], device: str, message: str
+) -> None:
+    model = read(tmp_path, kind, architecture)
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        check_speculation(model, config(speculative_config=NGRAM, **args), device)
+    assert caught.value.field == "speculative_config"
+    check_speculation(model, config(**args), device)
+
+
+def test_what_can_be_combined_is_taken(tmp_path: Path) -> None:
+    model = read(tmp_path, "qwen3", "Qwen3ForCausalLM")
+    for device in ("cpu", "auto"):
+        check_speculation(model, config(speculative_config=NGRAM, tensor_parallel_size=2), device)
+
+
+def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    read(tmp_path, "qwen3", "Qwen3ForCausalLM")
+    args: dict[str, Any] = {"model": str(tmp_path), "fleets": UNIFIED}
+    args["engine"] = {"speculative_config": NGRAM, "device": "cuda"}
+    with pytest.raises(InvalidSpec, match="unified: speculative_config: must be left out: on a GPU"):
+        check_model(load_spec(args))
+    args["engine"] = {"speculative_config": NGRAM, "device": "cpu"}
+    check_model(load_spec(args))
