@@ -20,6 +20,9 @@ It holds `LOAN_STEPS` steps at first and at most. While it is overdrawn there ar
 are worth, speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After
 `MOST_IN_A_ROW` steps with drafts one has none, which keeps the time of such steps known.
 
+In a step that reads prompts, too, a draft takes the place of a prompt token, and is taken to cost as much (t). The
+account does not see such steps, as their time says nothing about their drafts.
+
 All is a function of the calls, and nothing is drawn at random.
 """
 
@@ -34,7 +37,7 @@ MOST_IN_A_ROW = 64
 _LEAST_CHANCE = 0.06  # of a draft, however little it costs
 _MARGIN = 1.1  # estimates err, and a draft costs the scheduler time, too
 _FIRST_PRIOR = 0.6  # share of drafts accepted, before the first
-_KEPT, _WEIGHT = 0.9, 2.0  # of one request's acceptance
+_KEPT, _WEIGHT = 0.9, 2.0  # of one request's acceptance, and of the time of prompts
 _KEPT_BY_ALL, _WEIGHT_OF_ALL = 0.99, 4.0
 _FIRST_WAIT, _LONGEST_WAIT = 8, 128  # steps before a request without drafts tries one
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 2048  # steps before a batch without drafts tries them
@@ -56,8 +59,8 @@ class _Tried:
 class DraftLengths:
     """Decides the number of drafts. Of each step call `begin_step`, then `of` each request that decodes in it.
 
-    When it has settled, call `settled` for each request that had drafts, and `observe`. Memory: 600 bytes a request,
-    from its first `of` to `end`.
+    When it has settled, call `settled` for each request that had drafts, and `observe`, or `observe_prompts` where it
+    read prompts, too. Memory: 600 bytes a request, from its first `of` to `end`.
     """
 
     def __init__(self, most: int) -> None:
@@ -67,10 +70,12 @@ class DraftLengths:
         self._by_all = Acceptance(most, _KEPT_BY_ALL, _WEIGHT_OF_ALL)
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         self._tried: dict[str, _Tried] = {}
+        self._prompt_s, self._prompt_tokens = 0.0, 0.0  # of steps that read prompts, older ones counting less
         self._account_s: float | None = None  # None: no step was measured
         self._step = 0
         self._threshold, self._limit = 1.0, 0
-        self._reviewed = (0, 0)  # the step of the newest threshold, and the number of requests
+        self._reviewed = 0  # the step of the newest threshold
+        self._reviewed_for = (0, False)  # requests, and whether there were prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
 
@@ -97,10 +102,10 @@ class DraftLengths:
         if self._in_a_row >= MOST_IN_A_ROW:
             self._in_a_row = 0
             return 0
-        step, size = self._reviewed
-        if size != num_requests + num_prompt_tokens or self._step - step >= _REVIEWED:
-            self._reviewed = self._step, num_requests + num_prompt_tokens
-            self._threshold = self._threshold_of(num_requests, num_prompt_tokens, plain_s)
+        kind = num_requests, num_prompt_tokens > 0
+        if self._reviewed_for != kind or self._step - self._reviewed >= _REVIEWED:
+            self._reviewed, self._reviewed_for = self._step, kind
+            self._threshold = self._threshold_of(*kind, plain_s)
         if self._threshold < 1:
             self._pause = _FIRST_PAUSE
             return self._most
@@ -113,20 +118,22 @@ class DraftLengths:
             return 0
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._last_drafts = self._step
-        self._reviewed = (0, 0)
+        self._reviewed_for = (0, False)
         self._threshold = 0.0
         return 1
 
-    def _threshold_of(self, num_requests: int, num_prompt_tokens: int, plain_s: float) -> float:
+    def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
         """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
         as_request_s = plain_s / num_requests
-        best, added_s = num_requests / plain_s, self._cost.added_s(2 * num_requests + num_prompt_tokens, as_request_s)
-        drawn = float(num_requests)
+        best, drawn = num_requests / plain_s, float(num_requests)
+        if has_prompts:
+            prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else as_request_s
+            return max(_LEAST_CHANCE, _MARGIN * best * min(as_request_s, prompt_token_s))
+        added_s = self._cost.added_s(2 * num_requests, as_request_s)
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         for num_drafts, chance in enumerate(chances(self._shares), 1):
             drawn += num_requests * chance
-            num_tokens = num_requests * (1 + num_drafts) + num_prompt_tokens
-            each_s = self._cost.added_s(num_tokens, as_request_s)
+            each_s = self._cost.added_s(num_requests * (1 + num_drafts), as_request_s)
             rate = drawn / (plain_s + num_requests * num_drafts * each_s)
             if rate > best:
                 best, added_s = rate, each_s
@@ -183,6 +190,11 @@ class DraftLengths:
             self._cost.note_drafts(num_requests, num_drafts, seconds, plain_s)
             lost_s = seconds - plain_s * (num_requests + num_accepted) / num_requests
         self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
+
+    def observe_prompts(self, num_tokens: int, seconds: float) -> None:
+        """Note the time of a step of so many tokens, most of them of prompts."""
+        self._prompt_s = _KEPT * self._prompt_s + seconds
+        self._prompt_tokens = _KEPT * self._prompt_tokens + num_tokens
 
     def end(self, request_id: str) -> None:
         """Forget a request that is over."""

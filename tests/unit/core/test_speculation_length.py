@@ -121,6 +121,27 @@ def test_a_batch_of_another_size_is_measured_first() -> None:
     assert any(limits)
 
 
+def test_beside_prompts_a_draft_costs_what_a_prompt_token_costs() -> None:
+    policy = ready(num_requests=8)
+    assert policy.begin_step(8, 1000) == 0, "the time of prompts is not known"
+    policy.observe_prompts(1008, 0.050)
+    assert [policy.begin_step(8, 1000) for _ in range(10)][-1] == 4
+    assert policy.of("a", 3) == 3
+    slow = ready(num_requests=8)
+    slow.observe_prompts(16, 0.050)
+    assert slow.begin_step(8, 8) == 0
+
+
+def test_speculation_comes_back_when_a_large_batch_has_become_small() -> None:
+    policy = ready(num_requests=256, seconds=0.1)
+    for _ in range(200):
+        limit = policy.begin_step(256)
+        num_drafts = sum(policy.of(str(number), limit) for number in range(256)) if limit else 0
+        policy.observe(256 + num_drafts, 0.1 * (1 + num_drafts / 256), num_drafts, 0)
+    assert policy.begin_step(256) == 0
+    assert sum(run(policy, accepted=1.0, steps=60)[30:]) > 60
+
+
 def test_an_overdrawn_account_stops_drafts_whatever_the_estimates_say() -> None:
     policy = ready()
     run(policy, accepted=1.0, steps=50)
