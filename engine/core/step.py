@@ -31,6 +31,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     stop_token_ids: list[int]  # all that end it; masked until `sampling.min_tokens` outputs exist
     block_tables: list[list[int]]  # of each cache group; entries given back are 0: what is read there has no weight
+    num_computed: int = 0  # its first tokens whose KV is in its blocks already
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

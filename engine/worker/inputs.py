@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,20 +29,49 @@ from .shapes import StepLimits, StepShape
 from .tables import RowTables, TableWrites
 
 
+class Guesses(NamedTuple):
+    """Guesses of the tokens of one chunk's row."""
+
+    chunk: int
+    first: int  # the index in the row of the first
+    token_ids: Sequence[int]
+
+    @classmethod
+    def of(cls, index: int, chunk: Chunk) -> Guesses:
+        return cls(index, chunk.start + chunk.num_drafts + 1 - len(chunk.drafts), chunk.drafts)
+
+
+class Draws(NamedTuple):
+    """The tokens that a step draws, one entry each."""
+
+    chunks: list[int]
+    entries: list[int]  # in a page of the outputs, where each chunk has 1 + `num_drafts`, whether it samples or not
+    rows: list[int]
+    positions: list[int]  # tokens of the row that precede it
+
+    def pick(self, numbers: Sequence[int]) -> Draws:
+        """Return some of them."""
+        return Draws(*([column[number] for number in numbers] for column in self))
+
+
 @dataclass(frozen=True)
 class Batch:
     """The chunks of one step as columns, one entry a chunk."""
 
     rows: list[int]
-    starts: list[int]  # tokens of the row whose KV exists before the step
+    starts: list[int]  # tokens of the row whose KV exists before the step; the most it may be where that is not known
     lens: list[int]  # tokens of the row that the step runs
-    ends: list[int]  # tokens of the row whose KV exists after the step
-    samples: list[bool]  # a token is drawn behind the chunk
+    ends: list[int]  # `starts` + `lens`
+    samples: list[bool]  # a token is drawn behind the chunk, and behind the token before each draft
     scored: list[int]  # indices of the chunks whose tokens get prompt logprobs
+    num_drafts: list[int]  # the last so many tokens of a chunk are guesses
+    guesses: list[Guesses]  # where there are any
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk]) -> Batch:
-        starts, lens = [chunk.start for chunk in chunks], [chunk.num_tokens for chunk in chunks]
+    def of(cls, chunks: Sequence[Chunk], starts: list[int] | None = None) -> Batch:
+        """Make the batch of a plan. `starts`, if they are known better than the plan knew them."""
+        starts = [chunk.start for chunk in chunks] if starts is None else starts
+        lens = [chunk.num_tokens for chunk in chunks]
         return cls(
             rows=[chunk.row for chunk in chunks],
             starts=starts,
@@ -49,12 +79,21 @@ class Batch:
             ends=[start + length for start, length in zip(starts, lens, strict=True)],
             samples=[chunk.samples for chunk in chunks],
             scored=[i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs],
+            num_drafts=[chunk.num_drafts for chunk in chunks],
+            guesses=[Guesses.of(i, chunk) for i, chunk in enumerate(chunks) if chunk.num_drafts],
         )
 
     @cached_property
+    def num_draws(self) -> list[int]:
+        """Tokens that are drawn for each chunk."""
+        if not self.guesses:
+            return [int(samples) for samples in self.samples]
+        return [1 + drafts if samples else 0 for samples, drafts in zip(self.samples, self.num_drafts, strict=True)]
+
+    @cached_property
     def num_wanted(self) -> list[int]:
-        """Tokens of each chunk whose hidden states are needed: those that are scored, else the one sampled from."""
-        counts = [int(samples) for samples in self.samples]
+        """Tokens of each chunk whose hidden states are needed: those that are scored, else those drawn from."""
+        counts = list(self.num_draws)
         for index in self.scored:
             counts[index] = self.lens[index]
         return counts
@@ -65,11 +104,27 @@ class Batch:
         return [i for i, samples in enumerate(self.samples) if samples]
 
     @cached_property
+    def draws(self) -> Draws:
+        """All draws of the step, chunk by chunk."""
+        if not self.guesses:
+            drawing = self.drawing
+            return Draws(drawing, drawing, [self.rows[i] for i in drawing], [self.ends[i] for i in drawing])
+        chunks = [i for i, count in enumerate(self.num_draws) for _ in range(count)]
+        offsets = [offset for i in self.drawing for offset in range(-self.num_drafts[i], 1)]  # from the last draw
+        last_entries = [i + drafts for i, drafts in enumerate(accumulate(self.num_drafts))]
+        return Draws(
+            chunks,
+            [last_entries[i] + offset for i, offset in zip(chunks, offsets, strict=True)],
+            [self.rows[i] for i in chunks],
+            [self.ends[i] + offset for i, offset in zip(chunks, offsets, strict=True)],
+        )
+
+    @cached_property
     def size(self) -> StepSize:
         """The size of the step, as `StepPlan.size` gives it; `PADDING` where there are no chunks."""
         if not self.rows:
             return PADDING
-        num_wanted = sum(self.num_wanted) if self.scored else sum(self.samples)
+        num_wanted = sum(self.num_wanted)
         return StepSize(sum(self.lens), len(self.rows), max(1, num_wanted), bool(self.scored))
 
     @property
@@ -97,8 +152,8 @@ class Batch:
 class CurrentBatch:
     """The batch that the device's tables hold, so that only differences are written.
 
-    A step advances `starts` by itself. So a step of the same rows, each of which begins where the step before ended,
-    needs nothing written: the steady state of decoding.
+    Where a row begins is the device's own knowledge. So a step of decodes of the same rows as before needs nothing
+    written: the steady state of decoding.
 
     Behind the last sequence all rows are -1, whatever size the step is padded to.
     """
@@ -111,10 +166,9 @@ class CurrentBatch:
     def set(self, batch: Batch, shape: StepShape) -> None:
         """Write the next step's batch, which is padded to `shape`."""
         last = self.batch
-        if batch.rows != last.rows or batch.starts != last.ends or batch.samples != last.samples:
+        if batch.rows != last.rows or batch.samples != last.samples:
             tables, add = self._tables, self._writes.add
             add(tables.rows.address(0), batch.rows + [-1] * (len(last.rows) - len(batch.rows)))
-            add(tables.starts.address(0), batch.starts)
             add(tables.samples.address(0), batch.samples)
         if not shape.is_decode:
             query_start = list(accumulate(batch.lens, initial=0))
@@ -173,7 +227,7 @@ class StateInputs:
         tables, own = self._tables, self._own
         batch = tables.batch(num_seqs)
         sources, targets = own.sources.tensor[0], own.targets.tensor[0]
-        decode_states(tables.blocks[self._group], batch, self._entry_tokens, sources, targets)
+        decode_states(tables.blocks[self._group], tables.step.computed, batch, self._entry_tokens, sources, targets)
 
     def of(self, shape: StepShape) -> StateBatch:
         """Return the sequences of a step of this shape, which `set` or `fill_decodes` fills."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.kernels.logprobs import token_logprobs
-from baton.kernels.step import OutputRing
+from baton.kernels.step import REJECTED, OutputRing
 
 from ..core.logprobs import Logprobs
 from ..core.step import ChunkResult, StepResult
@@ -24,7 +25,6 @@ from ..core.step import ChunkResult, StepResult
 # Float32 logits are computed in pieces: those of a long prompt over a large vocabulary would take gigabytes at once.
 PIECE_BYTES = 32 << 20
 _PIECE_ROWS = 16  # a piece is a multiple: every one begins on a cache line, as kernels like it
-_NO_TOKEN = ChunkResult(None)
 
 
 class Event(Protocol):
@@ -115,10 +115,11 @@ class FinishedStep:
 class LaunchedStep:
     """A step that the device works on. Implements `engine.core.step.PendingStep`."""
 
-    def __init__(self, step: int, page: _Page, samples: Sequence[bool], logprobs: StepLogprobs) -> None:
+    def __init__(self, step: int, page: _Page, num_draws: Sequence[int], logprobs: StepLogprobs) -> None:
+        """`num_draws` of each chunk, which has so many entries in the page, and one where it draws nothing."""
         self._step = step
         self._page = page
-        self._samples = samples
+        self._num_draws = num_draws
         self._logprobs = logprobs
         self._result: StepResult | None = None
 
@@ -131,27 +132,34 @@ class LaunchedStep:
         return self._result
 
     def _read(self) -> list[ChunkResult]:
-        tokens = self._page.tokens[: len(self._samples)].tolist()
+        drawn = self._drawn()
         if self._logprobs is NO_LOGPROBS:
-            if all(self._samples):
-                return [ChunkResult(token) for token in tokens]
-            return [
-                ChunkResult(token) if samples else _NO_TOKEN
-                for token, samples in zip(tokens, self._samples, strict=True)
-            ]
-        sampled = self._sampled_logprobs()
+            return [ChunkResult(tokens) for tokens in drawn]
+        sampled = self._sampled_logprobs(drawn)
         prompts = {index: columns.pack() for index, columns in self._logprobs.prompts.items()}
-        return [
-            ChunkResult(token if samples else None, sampled.get(index), prompts.get(index))
-            for index, (token, samples) in enumerate(zip(tokens, self._samples, strict=True))
-        ]
+        return [ChunkResult(tokens, sampled.get(i), prompts.get(i)) for i, tokens in enumerate(drawn)]
 
-    def _sampled_logprobs(self) -> dict[int, Logprobs]:
+    def _drawn(self) -> list[list[int]]:
+        """Return the tokens of each chunk: its draws up to the first that is not what was guessed."""
+        num_draws = self._num_draws
+        most = max(num_draws, default=0)
+        if most <= 1:
+            tokens = self._page.tokens[: len(num_draws)].tolist()
+            return [[token] if count else [] for token, count in zip(tokens, num_draws, strict=True)]
+        ends = list(accumulate(max(count, 1) for count in num_draws))
+        tokens = self._page.tokens[: ends[-1]].tolist()
+        chunks = [tokens[end - count : end] for end, count in zip(ends, num_draws, strict=True)]
+        return [[token for token in chunk if token != REJECTED] for chunk in chunks]
+
+    def _sampled_logprobs(self, drawn: Sequence[Sequence[int]]) -> dict[int, Logprobs]:
         """Return those of sampled tokens by chunk. One kernel gave all as many alternatives as any chunk asked for."""
         if self._logprobs.sampled is None:
             return {}
-        packed = self._logprobs.sampled.pack()
-        return {index: packed.at(row, count + 1) for row, (index, count) in enumerate(self._logprobs.counts.items())}
+        packed, row, found = self._logprobs.sampled.pack(), 0, {}
+        for index, count in self._logprobs.counts.items():
+            found[index] = Logprobs.join([packed.at(row + i, count + 1) for i in range(len(drawn[index]))])
+            row += self._num_draws[index]
+        return found
 
 
 class StepOutputs:
@@ -160,14 +168,14 @@ class StepOutputs:
     NUM_PAGES = 4  # twice the steps in flight
 
     def __init__(self, pages: Tensor, device: torch.device, make_event: Callable[[], Event]) -> None:
-        """`pages` `[NUM_PAGES, max_num_seqs]` int32 is host memory that the device writes to."""
+        """`pages` `[NUM_PAGES, max_num_draws]` int32 is host memory that the device writes to."""
         self.ring = OutputRing(pages, torch.zeros(1, dtype=torch.int32, device=device))
         self._pages = [_Page(page, make_event()) for page in pages]
         self._turn = 0
 
     @property
     def tokens(self) -> Tensor:
-        """The page of the step that is being launched, `[max_num_seqs]` int32."""
+        """The page of the step that is being launched, `[max_num_draws]` int32."""
         return self._pages[self._turn].tokens
 
     def make_room(self) -> None:
@@ -176,11 +184,14 @@ class StepOutputs:
         if reader is not None:
             reader.result()
 
-    def send(self, step: int, samples: Sequence[bool], logprobs: StepLogprobs) -> LaunchedStep:
-        """Return the step that was launched since `make_room`; nothing is added to it any more."""
+    def send(self, step: int, num_draws: Sequence[int], logprobs: StepLogprobs) -> LaunchedStep:
+        """Return the step that was launched since `make_room`, with so many draws of each chunk.
+
+        Nothing is added to it any more.
+        """
         page = self._pages[self._turn]
         page.filled.record()
-        page.reader = LaunchedStep(step, page, samples, logprobs)
+        page.reader = LaunchedStep(step, page, num_draws, logprobs)
         self._turn = (self._turn + 1) % self.NUM_PAGES
         return page.reader
 

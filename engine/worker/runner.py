@@ -45,7 +45,7 @@ class ModelRunner:
         self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
-        pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_seqs), torch.int32)
+        pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_draws), torch.int32)
         self.outputs = StepOutputs(pages, backend.device, backend.event)
         self.step = backend.make_step(
             StepParts(
@@ -77,7 +77,7 @@ class ModelRunner:
             if not plan.chunks and plan.group is None:
                 self.writes.flush()
                 return FinishedStep(StepResult(plan.step, []))
-            batch = Batch.of(plan.chunks)
+            batch = Batch.of(plan.chunks, self.step.known_starts(plan.chunks))
             shape, ranks = self._shape(batch, plan.group)
             self.current.set(batch, shape)
             self.inputs.set(batch, shape)
@@ -86,7 +86,7 @@ class ModelRunner:
             hidden = self.captured.run(shape, ranks)
             self.step.draw(batch, shape, hidden)
             logprobs = self.processors.logprobs(batch, self.step, hidden)
-            return self.outputs.send(plan.step, batch.samples, logprobs)
+            return self.outputs.send(plan.step, batch.num_draws, logprobs)
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

@@ -12,17 +12,17 @@ from torch import Tensor
 from baton.kernels.sampling import SamplingBatch, SamplingRows
 
 from ..core.step import RowStart, TokenMask
-from .inputs import Batch
+from .inputs import Batch, Draws
 from .outputs import NO_LOGPROBS, LogprobColumns, StepLogprobs
 from .shapes import StepLimits
 from .tables import RowTables
 
 
-class Draws(Protocol):
+class StepLogits(Protocol):
     """The logits of the current step, and where they are."""
 
-    def logits_of(self, chunks: list[int]) -> Tensor:
-        """Return the logits `[len(chunks), vocab_size]` of the last token of chunks that sample, given by index."""
+    def logits_of(self, numbers: list[int]) -> Tensor:
+        """Return the logits `[len(numbers), vocab_size]` of some of the step's draws, given by number."""
         ...
 
     def to_logits(self, hidden: Tensor) -> Tensor:
@@ -73,17 +73,15 @@ class LogitsProcessors:
             {mask.row: torch.from_numpy(np.frombuffer(mask.words, "<i4").astype(np.int32)) for mask in masks}
         )
 
-    def edited(self, batch: Batch) -> list[int]:
-        """Return the indices of chunks that sample and whose logits are edited before: by penalties, biases, masks."""
-        return [i for i in self._sampling.edited(batch.rows, batch.ends) if batch.samples[i]]
+    def edited(self, draws: Draws) -> list[int]:
+        """Return the numbers of the draws whose logits are edited before: by penalties, biases, masks."""
+        return self._sampling.edited(draws.rows, draws.positions)
 
-    def of_chunks(self, batch: Batch, chunks: list[int]) -> SamplingBatch:
-        """Return all that the draws of these chunks, given by index, depend on beside the logits."""
-        if len(chunks) == len(batch.rows):
-            return self._sampling.batch(batch.rows, batch.ends)
-        return self._sampling.batch([batch.rows[i] for i in chunks], [batch.ends[i] for i in chunks])
+    def of_draws(self, draws: Draws) -> SamplingBatch:
+        """Return all that draws depend on beside the logits."""
+        return self._sampling.batch(draws.rows, draws.positions)
 
-    def logprobs(self, batch: Batch, draws: Draws, hidden: Tensor | None) -> StepLogprobs:
+    def logprobs(self, batch: Batch, logits: StepLogits, hidden: Tensor | None) -> StepLogprobs:
         """Compute the log probabilities that this step's requests ask for, of sampled tokens and of prompts.
 
         Hidden states are those of the wanted tokens, in order; None where no prompt is scored.
@@ -93,17 +91,18 @@ class LogitsProcessors:
         counts = {i: self._num_logprobs[batch.rows[i]] for i in batch.drawing if batch.rows[i] in self._num_logprobs}
         if not counts and not batch.scored:
             return NO_LOGPROBS
-        prompts = self._of_prompts(batch, draws, hidden) if batch.scored and hidden is not None else {}
-        sampled = self._of_sampled(batch, draws, counts) if counts else None
+        prompts = self._of_prompts(batch, logits, hidden) if batch.scored and hidden is not None else {}
+        sampled = self._of_sampled(batch.draws, logits, counts) if counts else None
         return StepLogprobs(sampled, counts, prompts)
 
-    def _of_sampled(self, batch: Batch, draws: Draws, counts: dict[int, int]) -> LogprobColumns:
-        chunks = list(counts)
-        rows, positions = [batch.rows[i] for i in chunks], [batch.ends[i] for i in chunks]
-        tokens = self._tokens[draws.indices(rows), draws.indices(positions)].long()
-        return LogprobColumns.of(draws.logits_of(chunks), tokens, max(counts.values())).map(draws.to_host)
+    def _of_sampled(self, draws: Draws, logits: StepLogits, counts: dict[int, int]) -> LogprobColumns:
+        """Compute those of all draws of the chunks in `counts`; of a rejected draw they mean nothing."""
+        numbers = [number for number, chunk in enumerate(draws.chunks) if chunk in counts]
+        asked = draws.pick(numbers)
+        tokens = self._tokens[logits.indices(asked.rows), logits.indices(asked.positions)].long()
+        return LogprobColumns.of(logits.logits_of(numbers), tokens, max(counts.values())).map(logits.to_host)
 
-    def _of_prompts(self, batch: Batch, draws: Draws, hidden: Tensor) -> dict[int, LogprobColumns]:
+    def _of_prompts(self, batch: Batch, logits: StepLogits, hidden: Tensor) -> dict[int, LogprobColumns]:
         """Compute by chunk those of the prompt tokens that follow each of its tokens."""
         found = {}
         all_hidden = len(hidden) == batch.size.num_tokens
@@ -116,9 +115,9 @@ class LogitsProcessors:
                     hidden[first : first + len(targets)],
                     targets,
                     self._num_prompt_logprobs[row],
-                    draws.to_logits,
+                    logits.to_logits,
                     self._vocab_size,
                 )
-                found[i] = columns.map(draws.to_host)
+                found[i] = columns.map(logits.to_host)
             first += length if all_hidden else batch.num_wanted[i]
         return found

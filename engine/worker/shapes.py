@@ -29,6 +29,12 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_drafts: int = 0  # of one request in a step
+
+    @property
+    def max_num_draws(self) -> int:
+        """The most tokens that a step draws."""
+        return self.max_num_seqs * (1 + self.max_drafts)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | rows | starts | samples | query_start | states
-                        one row a running request      | the batch of the step
-                                 one table of blocks for each cache group                   cuts of those with states
+    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states
+                        one row a running request             | the batch of the step
+                                 one table of blocks for each cache group          cuts of those with states
 
 All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
 changes is the backend's `TableWrites`.
@@ -80,7 +80,8 @@ class RowTables:
     """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
     The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
-    the next step may read it. In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers
+    the next step may read it. `computed[row]` is the number of tokens whose KV exists, from which the next step goes
+    on: a step moves it on by itself. In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers
     with states, slot `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511.
     Entries behind those that the plans name are leftovers that nothing reads.
     """
@@ -105,7 +106,7 @@ class RowTables:
         shapes = _table_shapes(limits, num_groups, len(state_groups), checkpoint_tokens)
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
-        self.tokens, self._blocks, self.sampling, self.rows, self.starts, self.samples, self.query_start = tables[:7]
+        self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
@@ -113,7 +114,7 @@ class RowTables:
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
-        self.step = StepTables(self.tokens.tensor, self.blocks, BLOCK_SIZE)
+        self.step = StepTables(self.tokens.tensor, self.blocks, self.computed.tensor[0], BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
         self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # in the block tables of each row
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
@@ -130,7 +131,6 @@ class RowTables:
         """Return the first `num_seqs` entries of the step's batch."""
         return StepBatch(
             rows=self.rows.tensor[0, :num_seqs],
-            starts=self.starts.tensor[0, :num_seqs],
             query_start=self.query_start.tensor[0, : num_seqs + 1],
             samples=self.samples.tensor[0, :num_seqs],
         )
@@ -146,6 +146,7 @@ class RowTables:
             if group in self.state_slots:
                 self.state_slots[group][row] = list(blocks)
         add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
+        add(self.computed.address(0, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
         """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""

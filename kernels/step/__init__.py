@@ -1,9 +1,9 @@
 """The kernels around the model in a step on a device: row table updates, the step's inputs, the drawn tokens.
 
     apply_writes     what changed since the last step ──> tables
-    decode_inputs    rows, starts                     ──> token ids, positions, slots, lengths
-    chunk_inputs     rows, starts, query_start        ──> the same, for chunks of any length
-    decode_states    rows, starts                     ──> slots of recurrent states
+    decode_inputs    rows                             ──> token ids, positions, slots, lengths
+    chunk_inputs     rows, query_start                ──> the same, for chunks of any length
+    decode_states    rows                             ──> slots of recurrent states
     store_tokens     drawn tokens                     ──> tables for the next step, ring for the CPU
     replace_tokens   tokens that were drawn again     ──> the same places
 
@@ -17,10 +17,11 @@ from types import ModuleType
 from torch import Tensor
 
 from . import reference
-from .buffers import PIECE, OutputRing, StepBatch, StepBuffers, StepTables
+from .buffers import PIECE, REJECTED, OutputRing, StepBatch, StepBuffers, StepTables
 
 __all__ = [
     "PIECE",
+    "REJECTED",
     "OutputRing",
     "StepBatch",
     "StepBuffers",
@@ -46,28 +47,30 @@ def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Ten
 
 
 def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fill `inputs` for one token of each row: the one at `starts`. Padding is described at `StepBuffers`."""
+    """Fill `inputs` for one token of each row: the first that is not computed. Padding is described at `StepBuffers`."""
     _implementation(inputs.token_ids).decode_inputs(tables, batch, inputs)
 
 
 def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fill `inputs` for tokens `starts[i] ...` of each row, as many as `query_start` says."""
+    """Fill `inputs` for the tokens of each row that are computed next, as many as `query_start` says."""
     _implementation(inputs.token_ids).chunk_inputs(tables, batch, inputs)
 
 
-def decode_states(table: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor) -> None:
+def decode_states(
+    table: Tensor, computed: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor
+) -> None:
     """Find the slots of one token of each row, in a `table` [num_rows, entries] whose entries stand for `entry_tokens`.
 
     The first values of `sources` become the slots behind the token before, -1 where there is none, those of `targets`
-    the slots behind the token at `starts`; of padding both are -1. All int32.
+    the slots behind the token itself, the first that is not `computed` [num_rows]; of padding both are -1. All int32.
     """
-    _implementation(table).decode_states(table, batch, entry_tokens, sources, targets)
+    _implementation(table).decode_states(table, computed, batch, entry_tokens, sources, targets)
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     """Append token `drawn[i]` ([S] int64) to its row at `seq_lens[i]`, and copy it to the CPU's ring of pages.
 
-    Only where `samples[i]` is not 0, and never for padding. `starts` becomes `seq_lens`, so that a batch of decodes is
+    Only where `samples[i]` is not 0, and never for padding. `computed` of the rows becomes `seq_lens`, so that they are
     ready to go on; the ring turns to its next page.
     """
     _implementation(drawn).store_tokens(drawn, tables, batch, inputs, ring)

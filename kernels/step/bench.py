@@ -60,12 +60,14 @@ def _state(num_seqs: int, chunk: int, device: torch.device) -> tuple[StepTables,
     def int32(*shape: int, most: int) -> torch.Tensor:
         return torch.randint(most, shape, dtype=torch.int32, device=device)
 
-    tables = StepTables(int32(num_seqs, length, most=1000), int32(1, num_seqs, num_blocks, most=1 << 16), BLOCK_SIZE)
+    blocks = int32(1, num_seqs, num_blocks, most=1 << 16)
+    computed = torch.full((num_seqs,), CONTEXT, dtype=torch.int32, device=device)
+    tables = StepTables(int32(num_seqs, length, most=1000), blocks, computed, BLOCK_SIZE)
     rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-    starts, ones = torch.full_like(rows[:-1], CONTEXT), torch.ones_like(rows[:-1])
+    ones = torch.ones_like(rows[:-1])
     pages = torch.zeros(3, num_seqs, dtype=torch.int32, pin_memory=device.type == "cuda")
     ring = OutputRing(pages, torch.zeros(1, dtype=torch.int32, device=device))
-    return tables, StepBatch(rows[:-1], starts, rows * chunk, ones), ring
+    return tables, StepBatch(rows[:-1], rows * chunk, ones), ring
 
 
 def _buffers(num_seqs: int, num_tokens: int, device: torch.device) -> StepBuffers:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 PIECE = 1024  # int32 values that one program of `apply_writes` moves at most
+REJECTED = -2  # stands in a page for the draws behind a draft that was wrong
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class StepTables:
 
     tokens: Tensor  # [num_rows, max_model_len] int32: prompt, then output
     blocks: Tensor  # [groups, num_rows, max_blocks] int32: tokens 16 i ... 16 i + 15 lie in block blocks[g, row, i]
+    computed: Tensor  # [num_rows] int32: tokens whose KV exists; a step begins behind them and moves them on
     block_size: int
 
 
@@ -23,7 +25,6 @@ class StepBatch:
     """The rows that a step runs, all int32. Sequences that only pad a captured step to its size have row -1."""
 
     rows: Tensor  # [num_seqs]
-    starts: Tensor  # [num_seqs]  tokens of the row whose KV exists already
     query_start: Tensor  # [num_seqs + 1]  padding sequences begin and end where the real tokens end
     samples: Tensor  # [num_seqs]  not 0 where the step's tokens reach the row's last, so that a token is drawn
 

@@ -22,8 +22,8 @@ def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> 
     _decode_inputs[(triton.cdiv(num_seqs, BLOCK),)](
         tables.tokens,
         tables.blocks,
+        tables.computed,
         batch.rows,
-        batch.starts,
         *_fields(inputs),
         num_seqs,
         tables.tokens.stride(0),
@@ -43,8 +43,8 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     _chunk_inputs[(token_programs + triton.cdiv(num_seqs, BLOCK),)](
         tables.tokens,
         tables.blocks,
+        tables.computed,
         batch.rows,
-        batch.starts,
         batch.query_start,
         *_fields(inputs),
         num_tokens,
@@ -61,12 +61,14 @@ def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> N
     )
 
 
-def decode_states(table: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor) -> None:
+def decode_states(
+    table: Tensor, computed: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor
+) -> None:
     num_seqs = len(batch.rows)
     _decode_states[(triton.cdiv(num_seqs, BLOCK),)](
         table,
+        computed,
         batch.rows,
-        batch.starts,
         sources,
         targets,
         num_seqs,
@@ -101,8 +103,8 @@ def _store(
         drawn,
         index,
         tables.tokens,
+        tables.computed,
         batch.rows,
-        batch.starts,
         batch.samples,
         inputs.seq_lens,
         ring.pages,
@@ -142,8 +144,8 @@ def _apply_writes(memory, pieces, values, num_pieces, writers, BLOCK: tl.constex
 def _decode_inputs(
     tokens,
     blocks,
+    computed,
     rows,
-    starts,
     token_ids,
     positions,
     slots,
@@ -162,8 +164,8 @@ def _decode_inputs(
     seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = seqs < num_seqs
     row = tl.load(rows + seqs, mask=mask, other=-1)
-    start = tl.load(starts + seqs, mask=mask, other=0)
     real = mask & (row >= 0)
+    start = tl.load(computed + tl.maximum(row, 0), mask=real, other=0)
     _fill_tokens(
         tokens,
         blocks,
@@ -190,8 +192,8 @@ def _decode_inputs(
 @triton.jit(do_not_specialize=["num_seqs"])
 def _decode_states(
     table,
+    computed,
     rows,
-    starts,
     sources,
     targets,
     num_seqs,
@@ -202,8 +204,8 @@ def _decode_states(
     seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = seqs < num_seqs
     row = tl.load(rows + seqs, mask=mask, other=-1)
-    start = tl.load(starts + seqs, mask=mask, other=0)
     real = row >= 0
+    start = tl.load(computed + tl.maximum(row, 0), mask=real, other=0)
     entries = table + tl.maximum(row, 0).to(tl.int64) * table_stride
     source = tl.load(entries + (start - 1) // entry_tokens, mask=real & (start > 0), other=-1)
     tl.store(sources + seqs, source, mask=mask)
@@ -215,8 +217,8 @@ def _decode_states(
 def _chunk_inputs(
     tokens,
     blocks,
+    computed,
     rows,
-    starts,
     query_start,
     token_ids,
     positions,
@@ -250,7 +252,8 @@ def _chunk_inputs(
             first = tl.where(before, middle, first)
             last = tl.where(before, last, middle - 1)
         row = tl.load(rows + first)
-        position = tl.load(starts + first) + token - tl.load(query_start + first)
+        start = tl.load(computed + tl.maximum(row, 0), mask=row >= 0, other=0)
+        position = start + token - tl.load(query_start + first)
         _fill_tokens(
             tokens,
             blocks,
@@ -275,7 +278,7 @@ def _chunk_inputs(
         row = tl.load(rows + seqs, mask=mask, other=-1)
         begin = tl.load(query_start + seqs, mask=mask, other=0)
         end = tl.load(query_start + seqs + 1, mask=mask, other=0)
-        start = tl.load(starts + seqs, mask=mask, other=0)
+        start = tl.load(computed + tl.maximum(row, 0), mask=row >= 0, other=0)
         tl.store(seq_lens + seqs, tl.where(row >= 0, start + end - begin, 0), mask=mask)
         tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
         tl.store(last_tokens + seqs, tl.where(row >= 0, end - 1, 0).to(tl.int64), mask=mask)
@@ -318,8 +321,8 @@ def _store_tokens(
     drawn,
     index,
     tokens,
+    computed,
     rows,
-    starts,
     samples,
     seq_lens,
     pages,
@@ -343,7 +346,7 @@ def _store_tokens(
         stored = mask & (row >= 0)
         if not AGAIN:
             stored &= tl.load(samples + seq, mask=mask, other=0) != 0
-            tl.store(starts + seq, seq_len, mask=mask)
+            tl.store(computed + row, seq_len, mask=mask & (row >= 0))
         token = tl.load(drawn + entry, mask=stored, other=0).to(tl.int32)
         # Rows that drew no token are reported; a step that is launched already reads the row, and needs a token there.
         tl.store(tokens + row.to(tl.int64) * tokens_stride + seq_len, tl.maximum(token, 0), mask=stored)

@@ -14,36 +14,39 @@ def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Ten
 
 
 def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    real = batch.rows >= 0
-    _fill_sequences(batch, inputs, torch.where(real, batch.starts + 1, 0))
+    real, starts = batch.rows >= 0, _starts(tables.computed, batch)
+    _fill_sequences(batch, inputs, torch.where(real, starts + 1, 0))
     inputs.last_tokens.copy_(torch.arange(len(real), device=real.device))
-    _fill_tokens(tables, inputs, batch.rows.clamp(min=0), batch.starts, real)
+    _fill_tokens(tables, inputs, batch.rows.clamp(min=0), starts, real)
 
 
 def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    real = batch.rows >= 0
+    real, starts = batch.rows >= 0, _starts(tables.computed, batch)
     ends = batch.query_start[1:]
     lens = ends - batch.query_start[:-1]
-    _fill_sequences(batch, inputs, torch.where(real, batch.starts + lens, 0))
+    _fill_sequences(batch, inputs, torch.where(real, starts + lens, 0))
     inputs.last_tokens.copy_(torch.where(real, ends - 1, 0))
     tokens = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=real.device)
     owners = torch.searchsorted(ends.contiguous(), tokens, right=True).clamp(max=len(real) - 1)
-    positions = batch.starts[owners] + tokens - batch.query_start[owners]
+    positions = starts[owners] + tokens - batch.query_start[owners]
     _fill_tokens(tables, inputs, batch.rows[owners].clamp(min=0), positions, tokens < ends[-1])
 
 
-def decode_states(table: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor) -> None:
-    real, rows = batch.rows >= 0, batch.rows.clamp(min=0).long()
-    before = table[rows, (batch.starts - 1).clamp(min=0) // entry_tokens]
-    sources[: len(rows)] = torch.where(real & (batch.starts > 0), before, -1)
-    targets[: len(rows)] = torch.where(real, table[rows, batch.starts // entry_tokens], -1)
+def decode_states(
+    table: Tensor, computed: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor
+) -> None:
+    real, rows, starts = batch.rows >= 0, batch.rows.clamp(min=0).long(), _starts(computed, batch)
+    before = table[rows, (starts - 1).clamp(min=0) // entry_tokens]
+    sources[: len(rows)] = torch.where(real & (starts > 0), before, -1)
+    targets[: len(rows)] = torch.where(real, table[rows, starts // entry_tokens], -1)
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     page = ring.pages[int(ring.turn)]
     stored = ((batch.rows >= 0) & (batch.samples != 0)).nonzero()[:, 0]
     _store(drawn[stored], stored, tables, batch, inputs, page)
-    batch.starts.copy_(inputs.seq_lens)
+    real = (batch.rows >= 0).nonzero()[:, 0]
+    tables.computed[batch.rows[real].long()] = inputs.seq_lens[real]
     ring.turn.copy_((ring.turn + 1) % len(ring.pages))
 
 
@@ -52,6 +55,11 @@ def replace_tokens(
 ) -> None:
     page = ring.pages[int(ring.turn) - 1]
     _store(drawn, index, tables, batch, inputs, page)
+
+
+def _starts(computed: Tensor, batch: StepBatch) -> Tensor:
+    """Return where each sequence begins; padding at 0."""
+    return torch.where(batch.rows >= 0, computed[batch.rows.clamp(min=0).long()], 0)
 
 
 def _fill_sequences(batch: StepBatch, inputs: StepBuffers, seq_lens: Tensor) -> None:

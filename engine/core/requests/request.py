@@ -311,6 +311,7 @@ class Request:
             message.seed,
             sorted(self.finish_rule.stop_token_ids),
             [list(table) for table in self.block_tables],
+            self.num_computed,
         )
 
 

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...core.step import StepSize
+from ...core.step import Chunk, StepSize
 from ...layers.attention import GroupCache, StateCache
 from ...layers.base import RankRows
 from ..inputs import Batch, CurrentBatch, InputBuffers
 from ..outputs import Event, StepOutputs
-from ..sampling import Draws, LogitsProcessors
+from ..sampling import LogitsProcessors, StepLogits
 from ..shapes import Shapes, StepLimits, StepShape
 from ..tables import RowTables, TableWrites
 
@@ -67,8 +67,12 @@ class StepParts:
     vocab_size: int
 
 
-class DeviceStep(Draws, Protocol):
+class DeviceStep(StepLogits, Protocol):
     """One step on one kind of device. What it leaves behind is valid until the next one runs."""
+
+    def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        """Return where each chunk begins, where that is known: the plan has the most it may be. Else None."""
+        ...
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
         """Fill the inputs from the tables and run the model; return the hidden states of the wanted tokens.
@@ -149,6 +153,10 @@ class CapturedSteps:
                 rows.append((shape.num_tokens, shape.num_seqs))
         tokens, wanted = zip(*rows, strict=True)
         return RankRows(tokens, wanted)
+
+    def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        """Return where each chunk begins, where that is known: the plan has the most it may be. Else None."""
+        ...
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor | None:
         """Return the hidden states of the wanted tokens, if they are kept.

@@ -13,19 +13,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels.native.calls import NotRecordable
 from baton.kernels.native.cpu_graph import Workspace, record
 from baton.kernels.sampling import sample
+from baton.kernels.step import REJECTED
 
 from ...core.layout import BLOCK_SIZE
+from ...core.step import Chunk
 from ...layers.base import RankRows
-from ..inputs import Batch
+from ..inputs import Batch, Guesses
 from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites, Values
@@ -72,14 +76,18 @@ class CpuStep:
         tables, inputs = parts.tables, parts.inputs
         # The same memory: numpy takes less time than torch for arrays so small.
         self._tokens, self._blocks = tables.tokens.tensor.numpy(), tables.blocks.numpy()
-        self._rows, self._starts = tables.rows.tensor[0].numpy(), tables.starts.tensor[0].numpy()
+        self._rows, self._computed = tables.rows.tensor[0].numpy(), tables.computed.tensor[0].numpy()
         self._query_start = tables.query_start.tensor[0].numpy()
         self._token_ids, self._positions = inputs.token_ids.numpy(), inputs.positions.numpy()
         self._slots, self._wanted = inputs.slots.numpy(), inputs.wanted.numpy()
         self._seq_lens, self._table_rows = inputs.seq_lens.numpy(), inputs.table_rows.numpy()
-        self._logits: Tensor | None = None  # of the chunks that sample, in order
+        self._logits: Tensor | None = None  # of the step's draws, in order
         self._workspace = Workspace()
         self._unrecordable: set[bool] = set()  # whether decodes, whether mixes of any larger size
+
+    def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        starts: list[int] = self._computed[[chunk.row for chunk in chunks]].tolist()
+        return starts
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
         self._fill(shape)
@@ -112,30 +120,39 @@ class CpuStep:
         return replay
 
     def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
-        num_seqs, drawing = len(batch.rows), batch.drawing
-        self._starts[:num_seqs] = self._seq_lens[:num_seqs]
-        if not drawing:
+        num_seqs, draws = len(batch.rows), batch.draws
+        self._computed[self._rows[:num_seqs]] = self._seq_lens[:num_seqs]
+        if not draws.chunks:
             return
         assert hidden is not None, "steps on a CPU keep their hidden states"
-        if len(drawing) < len(hidden):
-            last = np.cumsum(batch.num_wanted)[drawing] - 1
-            hidden = hidden[torch.from_numpy(last)]
+        if len(draws.chunks) < len(hidden):
+            chunks = np.array(draws.chunks)
+            behind = np.array(batch.ends)[chunks] - draws.positions
+            hidden = hidden[torch.from_numpy(np.cumsum(batch.num_wanted)[chunks] - 1 - behind)]
         self._logits = self._parts.model.logits(hidden)
-        drawn = sample(self._logits, self._parts.processors.of_chunks(batch, drawing)).numpy()
-        rows, positions = self._rows[:num_seqs], self._seq_lens[:num_seqs]
-        page = self._parts.outputs.tokens.numpy()
-        if len(drawing) == num_seqs:
-            page[:num_seqs] = drawn
-        else:
-            page[drawing] = drawn
-            rows, positions = rows[drawing], positions[drawing]
+        drawn = sample(self._logits, self._parts.processors.of_draws(draws)).numpy()
+        if batch.guesses:
+            drawn = self._reject(batch, drawn)
+        self._parts.outputs.tokens.numpy()[draws.entries] = drawn
         # A row that drew none gets token 0: a step that is planned already goes on from it.
-        self._tokens[rows, positions] = np.maximum(drawn, 0)
+        self._tokens[draws.rows, draws.positions] = np.maximum(drawn, 0)
 
-    def logits_of(self, chunks: list[int]) -> Tensor:
+    def _reject(self, batch: Batch, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Mark the draws behind wrong drafts, and take their tokens back from what is computed."""
+        drawn = drawn.copy()
+        ends = list(accumulate(batch.num_draws))
+        for chunk, _, _ in batch.guesses:
+            row, end, num_drafts = batch.rows[chunk], batch.ends[chunk], batch.num_drafts[chunk]
+            draws = drawn[ends[chunk] - num_drafts - 1 : ends[chunk]]
+            wrong = draws[:-1] != self._tokens[row, end - num_drafts : end]
+            num_right = int(wrong.argmax()) if wrong.any() else num_drafts
+            draws[num_right + 1 :] = REJECTED
+            self._computed[row] -= num_drafts - num_right
+        return drawn
+
+    def logits_of(self, numbers: list[int]) -> Tensor:
         assert self._logits is not None
-        drawing = self._parts.current.batch.drawing
-        return self._logits[torch.tensor([drawing.index(chunk) for chunk in chunks])]
+        return self._logits[torch.tensor(numbers)]
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self._parts.model.logits(hidden)
@@ -154,7 +171,10 @@ class CpuStep:
         """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""
         batch = self._parts.current.batch
         num_seqs = num_tokens = len(batch.rows)
-        rows, starts = self._rows[:num_seqs], self._starts[:num_seqs]
+        rows = self._rows[:num_seqs]
+        starts = self._computed[rows]
+        for guesses in batch.guesses:
+            self._place(batch, guesses)
         if shape.is_decode:
             token_rows, positions = rows, starts
             self._seq_lens[:num_seqs] = starts + 1
@@ -176,6 +196,12 @@ class CpuStep:
             self._fill_wanted(batch)
         if shape.is_decode:
             self._parts.inputs.fill_decodes(shape.num_seqs)
+
+    def _place(self, batch: Batch, guesses: Guesses) -> None:
+        """Write a chunk's drafts into its row: those guesses that are for the tokens it runs."""
+        row, end, num_drafts = batch.rows[guesses.chunk], batch.ends[guesses.chunk], batch.num_drafts[guesses.chunk]
+        first = end - num_drafts - guesses.first
+        self._tokens[row, end - num_drafts : end] = guesses.token_ids[first : first + num_drafts]
 
     def _fill_wanted(self, batch: Batch) -> None:
         """Write the indices of the last `num_wanted` tokens of each chunk.

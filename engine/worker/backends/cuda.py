@@ -19,6 +19,7 @@ from torch import Tensor
 from baton.kernels.sampling import sample, sample_rows
 from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, replace_tokens, store_tokens
 
+from ...core.step import Chunk
 from ...layers.base import RankRows
 from ..inputs import Batch
 from ..outputs import Event
@@ -69,6 +70,9 @@ class CudaStep:
         shape = (parts.limits.max_num_seqs, parts.vocab_size)
         self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)  # of each sequence of the step
 
+    def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        return None
+
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
         parts, tables = self._parts, self._parts.tables
         buffers, batch = self._buffers(shape), tables.batch(shape.num_seqs)
@@ -95,17 +99,19 @@ class CudaStep:
 
     def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
         """Draw those rows again whose logits are edited before: their tokens replace those that `run` stored."""
-        chunks = self._parts.processors.edited(batch)
-        if not chunks:
+        draws, processors = batch.draws, self._parts.processors
+        numbers = processors.edited(draws)
+        if not numbers:
             return
-        index, tables = self.indices(chunks), self._parts.tables
-        asked = self._parts.processors.of_chunks(batch, chunks)
+        edited = draws.pick(numbers)
+        index, tables = self.indices(edited.chunks), self._parts.tables
+        asked = processors.of_draws(edited)
         drawn = sample(self.logits[index], asked)
         ring = self._parts.outputs.ring
         replace_tokens(drawn, index, tables.step, tables.batch(shape.num_seqs), self._buffers(shape), ring)
 
-    def logits_of(self, chunks: list[int]) -> Tensor:
-        return self.logits[self.indices(chunks)]
+    def logits_of(self, numbers: list[int]) -> Tensor:
+        return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).chunks)]
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self._parts.model.logits(hidden)

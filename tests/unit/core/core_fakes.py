@@ -214,13 +214,16 @@ class FakeRunner:
             tokens = [*start.prompt_token_ids, *start.output_token_ids]
             is_constrained = start.sampling.structured_outputs is not None
             self.rows[start.row] = Row(
-                start.request_id, tokens, len(start.prompt_token_ids), start.block_tables, start.seed, is_constrained
+                start.request_id,
+                tokens,
+                len(start.prompt_token_ids),
+                start.block_tables,
+                start.seed,
+                is_constrained,
+                start.num_computed,
             )
-        started = {start.row for start in plan.started_rows}
         for chunk in plan.chunks:
             row = self.rows[chunk.row]
-            if chunk.row in started:
-                row.num_computed = chunk.start
             assert row.num_computed <= chunk.start, "a token is left out"
             if chunk.num_tokens == 1:
                 self._check_kv(row, row.num_computed, row.num_computed, "a decode's old KV is of this step")

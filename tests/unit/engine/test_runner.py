@@ -49,8 +49,11 @@ def make_runner(checkpoint: Path) -> Callable[[], ModelRunner]:
     return make
 
 
-def row_start(row: int, prompt: list[int], blocks: list[int], sampling: SamplingParams = GREEDY) -> RowStart:
-    return RowStart(row, f"request-{row}", prompt, [], sampling, seed=5, stop_token_ids=[2], block_tables=[blocks])
+def row_start(
+    row: int, prompt: list[int], blocks: list[int], sampling: SamplingParams = GREEDY, num_computed: int = 0
+) -> RowStart:
+    name = f"request-{row}"
+    return RowStart(row, name, prompt, [], sampling, 5, [2], block_tables=[blocks], num_computed=num_computed)
 
 
 def step(
@@ -163,7 +166,9 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Cal
     runner = make_runner()
     tables = runner.tables
     for row, length, blocks in ((0, 20, [7, 3]), (1, 40, [9, 1, 4]), (2, 33, [5, 6, 8]), (3, 64, [10, 11, 12, 13])):
-        tables.start(row_start(row, list(range(100 * row, 100 * row + length)), blocks[:1]))
+        num_computed = {0: 19, 1: 14, 2: 0, 3: 63}[row]
+        prompt = list(range(100 * row, 100 * row + length))
+        tables.start(row_start(row, prompt, blocks[:1], num_computed=num_computed))
         tables.append_blocks([Chunk(row, 0, 1, False, [blocks[1:]])])
     chunks = [
         Chunk(3, 63, 1, True, []),

@@ -62,12 +62,14 @@ def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: 
 
     padding = num_seqs - len(lens)
     ends = [sum(lens[:i]) for i in range(len(lens) + 1)]
-    starts = [rng.randrange(MODEL_LEN - 1 - length) for length in lens]
+    rows, computed = rng.sample(range(ROWS), len(lens)), [rng.randrange(MODEL_LEN) for _ in range(ROWS)]
+    for row, length in zip(rows, lens, strict=True):
+        computed[row] = rng.randrange(MODEL_LEN - 1 - length)
+    blocks = integers(GROUPS, ROWS, MODEL_LEN // BLOCK_SIZE)
     return Step(
-        StepTables(integers(ROWS, MODEL_LEN), integers(GROUPS, ROWS, MODEL_LEN // BLOCK_SIZE), BLOCK_SIZE),
+        StepTables(integers(ROWS, MODEL_LEN), blocks, int32(computed), BLOCK_SIZE),
         StepBatch(
-            rows=int32(rng.sample(range(ROWS), len(lens)) + [-1] * padding),
-            starts=int32(starts + [rng.randrange(MODEL_LEN) for _ in range(padding)]),
+            rows=int32(rows + [-1] * padding),
             query_start=int32(ends + ends[-1:] * padding),
             samples=int32([rng.randrange(2) for _ in lens] + [1] * padding),
         ),
@@ -93,7 +95,8 @@ def test_chunk_inputs_are_the_tokens_of_each_sequence_one_after_another(
     step = make_step(triton_device, lens, num_seqs, num_tokens)
     kernels.chunk_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
     tokens, blocks = step.tables.tokens.tolist(), step.tables.blocks.tolist()
-    rows, starts = step.batch.rows.tolist(), step.batch.starts.tolist()
+    rows = step.batch.rows.tolist()
+    starts = [int(step.tables.computed[row]) for row in rows]
     where = [(rows[i], position) for i, n in enumerate(lens) for position in range(starts[i], starts[i] + n)]
     padding = num_tokens - len(where)
     assert step.inputs.token_ids.tolist() == [tokens[row][position] for row, position in where] + [0] * padding
@@ -131,12 +134,13 @@ def test_states_of_decodes_are_found_in_the_entries_of_the_tokens_before_and_at_
     padding = num_seqs - len(starts)
     batch = StepBatch(
         rows=torch.tensor([*rows, *[-1] * padding], dtype=torch.int32, device=triton_device),
-        starts=torch.tensor([*starts, *[700] * padding], dtype=torch.int32, device=triton_device),
         query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=triton_device),
         samples=torch.ones(num_seqs, dtype=torch.int32, device=triton_device),
     )
+    computed = torch.full((6,), 700, dtype=torch.int32, device=triton_device)
+    computed[rows] = torch.tensor(starts, dtype=torch.int32, device=triton_device)
     sources, targets = (torch.full((200,), -7, dtype=torch.int32, device=triton_device) for _ in range(2))
-    kernels.decode_states(table, batch, 512, sources, targets)  # type: ignore[attr-defined]
+    kernels.decode_states(table, computed, batch, 512, sources, targets)  # type: ignore[attr-defined]
     before = [-1 if not start else 100 + 4 * row + (start - 1) // 512 for row, start in zip(rows, starts, strict=True)]
     behind = [100 + 4 * row + start // 512 for row, start in zip(rows, starts, strict=True)]
     assert sources.tolist() == [*before, *[-1] * padding, *[-7] * (200 - num_seqs)]
@@ -161,8 +165,10 @@ def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
         assert torch.equal(step.tables.tokens, before.tables.tokens)
         assert torch.equal(step.mailbox.pages, before.mailbox.pages)
         assert step.mailbox.turn.tolist() == [(turn + 1) % PAGES]
-        assert step.batch.starts.tolist() == ends
-        step.batch.starts.copy_(before.batch.starts)
+        expected = before.tables.computed.clone()
+        expected[rows[:4]] = step.inputs.seq_lens[:4]
+        assert torch.equal(step.tables.computed, expected)
+        step.tables.computed.copy_(before.tables.computed)
 
 
 def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, triton_device: torch.device) -> None:
@@ -229,17 +235,17 @@ def test_more_pieces_than_programs_are_written(kernels: object, triton_device: t
 def test_more_sequences_than_one_program_takes_are_stored(kernels: object, triton_device: torch.device) -> None:
     count = PIECE + 3
     zeros = torch.zeros(count, 4, dtype=torch.int32, device=triton_device)
-    tables = StepTables(zeros.clone(), zeros[None], BLOCK_SIZE)
     rows = torch.arange(count, dtype=torch.int32, device=triton_device)
     ones = torch.ones_like(rows)
-    batch = StepBatch(rows, rows.clone(), rows, ones)
+    tables = StepTables(zeros.clone(), zeros[None], rows.clone(), BLOCK_SIZE)
+    batch = StepBatch(rows, rows, ones)
     inputs = StepBuffers(rows, rows, rows, ones, rows, rows)
     mailbox = OutputRing(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
     kernels.store_tokens(rows.long() + 5, tables, batch, inputs, mailbox)  # type: ignore[attr-defined]
     assert torch.equal(tables.tokens[:, 1], rows + 5)
     assert torch.equal(mailbox.pages[1], rows + 5)
     assert not mailbox.pages[0].any()
-    assert torch.equal(batch.starts, ones)
+    assert torch.equal(tables.computed, ones)
 
 
 COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
@@ -251,7 +257,7 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
     (
         "_store_tokens",
         {
-            **dict.fromkeys(("tokens", "rows", "starts", "samples", "seq_lens", "pages", "turn"), "*i32"),
+            **dict.fromkeys(("tokens", "computed", "rows", "samples", "seq_lens", "pages", "turn"), "*i32"),
             **dict.fromkeys(("drawn", "index"), "*i64"),
             **dict.fromkeys(("count", "tokens_stride", "num_pages", "page_stride"), "i32"),
         },
@@ -260,7 +266,7 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
     (
         "_chunk_inputs",
         {
-            **dict.fromkeys(("tokens", "blocks", "rows", "starts", "query_start", "token_ids"), "*i32"),
+            **dict.fromkeys(("tokens", "blocks", "computed", "rows", "query_start", "token_ids"), "*i32"),
             **dict.fromkeys(("positions", "slots", "last_tokens"), "*i64"),
             **dict.fromkeys(("seq_lens", "table_rows"), "*i32"),
             **dict.fromkeys(("num_tokens", "num_seqs", "token_programs"), "i32"),
@@ -289,9 +295,9 @@ def test_rows_past_four_gibibytes_are_reached() -> None:
     tokens[519, length - 2], blocks[:, 519, -1] = 123, 456
     step = make_step(torch.device("cuda"), [1], 1, 1)
     step.batch.rows.fill_(519)
-    step.batch.starts.fill_(length - 2)
     step.batch.samples.fill_(1)
-    tables = StepTables(tokens, blocks, BLOCK_SIZE)
+    computed = torch.full((520,), length - 2, dtype=torch.int32, device="cuda")
+    tables = StepTables(tokens, blocks, computed, BLOCK_SIZE)
     fill: Callable[..., None]
     for fill in (gpu.decode_inputs, gpu.chunk_inputs):
         fill(tables, step.batch, step.inputs)
