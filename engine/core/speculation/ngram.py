@@ -4,7 +4,7 @@ The longest run of `prompt_lookup_max` down to `prompt_lookup_min` tokens decide
 occurred more than `token_index.MOST_PLACES` times, the newest of these are looked at, but a run of `prompt_lookup_max`
 tokens is always found.
 
-Memory ends with the request: 44 bytes at most for each token of prompt, prediction and answer.
+Memory ends with the request: 28 bytes at most for each token of prompt, prediction and answer, and 32 kB.
 """
 
 from __future__ import annotations

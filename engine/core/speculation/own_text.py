@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from .token_index import SEPARATOR, Match, TokenIndex
 
+_NUM_HASHES = 4096  # enough for 16 384 tokens; more where the prompt is longer
+
 
 class OwnText:
     """The prompt and the answer so far, and before them the answer that the client predicts.
@@ -23,7 +25,7 @@ class OwnText:
     ) -> None:
         """`longest`: tokens of the text's end that are searched for."""
         expected = [*prompt_token_ids[-longest:], *prediction, SEPARATOR] if prediction else []
-        self._index = TokenIndex(anchors, [*expected, *prompt_token_ids])
+        self._index = TokenIndex(anchors, [*expected, *prompt_token_ids], num_hashes=_NUM_HASHES)
         self._longest = longest
         self._start = len(expected)
         self._answer_start = len(self._index)

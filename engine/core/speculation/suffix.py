@@ -11,8 +11,9 @@ differs, the most frequent token is taken, as long as the share of the places th
 The idea, and the names of its settings, are those of SuffixDecoding (https://arxiv.org/abs/2411.04975) in vLLM. Trees
 with counts are replaced by texts with linked places (`token_index`), whose memory is bounded by their length.
 
-Memory: 44 bytes for each token of a request's own text, until it ends. Recent answers are at most `RECENT_TOKENS`
-tokens of all salts together, and `ANSWER_TOKENS` of one answer: 24 MB, and 1 kB for each salt among them.
+Memory: 28 bytes for each token of a request's own text, and 32 kB, until it ends. Recent answers are at most
+`RECENT_TOKENS` tokens of all salts together, and `ANSWER_TOKENS` of one answer: 14 MB, and 1 kB for each salt among
+them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .token_index import SEPARATOR, Match, TokenIndex
 
 RECENT_TOKENS = 2**19
 BATCH_TOKENS = RECENT_TOKENS // 4  # of one salt, before its next batch begins
+_FIRST_BATCH_TOKENS, _FIRST_HASHES = 2**14, 64  # of a salt: most have few answers
+_HASHES = BATCH_TOKENS // 4  # so that a batch need not be linked anew
 ANSWER_TOKENS = 2**13  # the last of a longer answer are kept
 _ANCHORS = (6, 2)  # a match has 2 tokens at least
 _VOTES = 8  # places of the longest match whose continuations are compared
@@ -138,7 +141,7 @@ class RecentAnswers:
     def add(self, salt: str | None, answer: array[int]) -> None:
         if not answer or not self._max_answers:
             return
-        batch = self._newest(salt)
+        batch = self._newest(salt, len(answer) + 1)
         before = len(batch.index)
         batch.index.extend([*answer, SEPARATOR])
         batch.num_answers += 1
@@ -147,15 +150,15 @@ class RecentAnswers:
         while self.num_tokens > RECENT_TOKENS or self.num_answers > self._max_answers:
             self._drop_oldest()
 
-    def _newest(self, salt: str | None) -> _AnswerBatch:
-        """Return the batch that takes the next answer."""
+    def _newest(self, salt: str | None, num_tokens: int) -> _AnswerBatch:
+        """Return the batch that takes the next answer, of so many tokens."""
         batches = self._by_salt.setdefault(salt, deque())
         most_answers = max(1, self._max_answers // 4)
         if batches:
             newest = batches[0]
-            if len(newest.index) < BATCH_TOKENS and newest.num_answers < most_answers:
+            if len(newest.index) + num_tokens <= newest.most_tokens and newest.num_answers < most_answers:
                 return newest
-        batches.appendleft(batch := _AnswerBatch(salt))
+        batches.appendleft(batch := _AnswerBatch(salt, is_first=not batches))
         self._by_age.append(batch)
         return batch
 
@@ -173,9 +176,10 @@ class RecentAnswers:
 class _AnswerBatch:
     """Answers that are forgotten together."""
 
-    __slots__ = ("index", "num_answers", "salt")
+    __slots__ = ("index", "most_tokens", "num_answers", "salt")
 
-    def __init__(self, salt: str | None) -> None:
+    def __init__(self, salt: str | None, *, is_first: bool) -> None:
         self.salt = salt
-        self.index = TokenIndex(_ANCHORS)
+        self.most_tokens = _FIRST_BATCH_TOKENS if is_first else BATCH_TOKENS
+        self.index = TokenIndex(_ANCHORS, num_hashes=_FIRST_HASHES if is_first else _HASHES)
         self.num_answers = 0

@@ -213,10 +213,10 @@ def de_bruijn(num_tokens: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("text", [[7] * 100_000, de_bruijn(46, 3), [1, 2] * 50_000], ids=["one", "de_bruijn", "two"])
 def test_a_search_looks_at_few_places_in_any_text(text: list[int]) -> None:
-    index = TokenIndex((6, 2), text)
+    index = TokenIndex((6, 2), text, num_hashes=64)
     match = index.search(index.part(len(text) - 24))
     assert match is None or len(match.places) <= MOST_PLACES
-    assert index.num_bytes <= 44 * len(text)
+    assert index.num_bytes <= 28 * len(text)
     drafter = suffix()
     drafter.start("a", text, [], None)
     assert len(drafter.propose("a", 32)) <= 32
@@ -225,9 +225,10 @@ def test_a_search_looks_at_few_places_in_any_text(text: list[int]) -> None:
 def test_links_survive_the_growth_of_the_index() -> None:
     draw = random.Random(1)
     text = [draw.randrange(50_000) for _ in range(5_000)]
-    index = TokenIndex((6, 2))
+    index = TokenIndex((6, 2), num_hashes=64)
     for token in text:
         index.extend([token])
+    assert index.num_bytes <= 28 * len(text)
     for place in (10, 63, 64, 65, 255, 256, 257, 1024, 4000):
         match = index.search(index.part(place - 8, place))
         assert match is not None
