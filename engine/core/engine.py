@@ -69,9 +69,7 @@ class EngineCore:
         self.runner = runner
         self._late_compilations = late_compilations
         self._expert_review = expert_review
-        self.scheduler = Scheduler(
-            config, connector, tiers=tiers, grammars=grammars, drafting=drafting, clock=clock
-        )
+        self.scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, drafting=drafting, clock=clock)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
 

@@ -12,6 +12,7 @@ from ..core.connector import KVConnector
 from ..core.engine import EngineCore, EngineCoreConfig
 from ..core.layout import BLOCK_SIZE, CacheLayout
 from ..core.regions import CacheRegion
+from ..core.scheduling.drafting import make_drafting
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
@@ -77,6 +78,7 @@ def build_engine(
             lockstep=loaded.membership.lockstep(review_experts_every=config.eplb_step_interval),
             tiers=tiers,
             grammars=grammars,
+            drafting=make_drafting(loaded.core_config.speculation),
         )
     _log_ready(loaded, phases)
     return Engine(

@@ -66,7 +66,13 @@ class CpuStartup:
     def make_runner(
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
-        limits = StepLimits(core_config.max_num_seqs, core_config.max_num_batched_tokens, core_config.max_model_len)
+        speculation = core_config.speculation
+        limits = StepLimits(
+            core_config.max_num_seqs,
+            core_config.max_num_batched_tokens,
+            core_config.max_model_len,
+            max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
+        )
         runner = ModelRunner(model, arenas, CpuBackend(CpuShapes(limits)), limits, core_config.vocab_size)
         if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
             runner.capture()

@@ -145,10 +145,10 @@ class CudaShapes:
 
 
 class CpuShapes:
-    """Decodes of one token each, and mixes of chunks of up to 512 tokens.
+    """Decodes of one token each, decodes with drafts, and mixes of chunks of up to 512 tokens.
 
     With more tokens the native calls take so long that the Python between them does not matter. Only tokens that are
-    sampled from or scored are wanted.
+    sampled from or scored are wanted; of decodes with drafts, all are.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -157,6 +157,8 @@ class CpuShapes:
         self._decodes = decode_sizes(limits.max_num_seqs)
         largest = min(limits.max_num_batched_tokens, _CPU_CHUNK_TOKENS[-1])
         self._tokens = [size for size in _CPU_CHUNK_TOKENS if size < largest] + [largest] * (largest > 1)
+        drafted = min(largest, limits.max_num_draws) if limits.max_drafts else 0
+        self._drafted = decode_sizes(drafted)[1:] if drafted > 1 else []
 
     @property
     def padding(self) -> StepShape:
@@ -165,6 +167,7 @@ class CpuShapes:
     def in_capture_order(self) -> Iterator[StepShape]:
         """Yield decodes, then mixes, the smallest first: a model may be recordable up to some size only."""
         yield from map(self._decode, self._decodes)
+        yield from map(self._with_drafts, self._drafted)
         yield from map(self._mix, self._tokens)
 
     def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
@@ -172,8 +175,11 @@ class CpuShapes:
             return None  # ranks that wait for each other within a step capture nothing
         (size,) = sizes
         if size.num_wanted == size.num_tokens:
-            decodes = at_least(self._decodes, size.num_seqs) if size.num_seqs == size.num_tokens else None
-            return None if decodes is None else self._decode(decodes)
+            if size.num_seqs == size.num_tokens:
+                decodes = at_least(self._decodes, size.num_seqs)
+                return None if decodes is None else self._decode(decodes)
+            drafted = at_least(self._drafted, size.num_tokens)
+            return None if drafted is None else self._with_drafts(drafted)
         tokens = at_least(self._tokens, size.num_tokens)
         shape = None if tokens is None else self._mix(tokens)
         return shape if shape is not None and size.num_wanted <= (shape.num_wanted or 0) else None
@@ -183,6 +189,9 @@ class CpuShapes:
 
     def _decode(self, num_seqs: int) -> StepShape:
         return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
+
+    def _with_drafts(self, num_tokens: int) -> StepShape:
+        return StepShape(min(self._max_num_seqs, num_tokens), num_tokens, 0, num_tokens, self._max_model_len)
 
     def _mix(self, num_tokens: int) -> StepShape:
         # Fewer wanted tokens than tokens: a recorded call tells the two by their number.

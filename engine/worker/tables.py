@@ -80,10 +80,12 @@ class RowTables:
     """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
     The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
-    the next step may read it. `computed[row]` is the number of tokens whose KV exists, from which the next step goes
-    on: a step moves it on by itself. In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers
-    with states, slot `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511.
-    Entries behind those that the plans name are leftovers that nothing reads.
+    the next step may read it. `computed[row]` is the number of tokens whose KV exists: a step begins behind them, and
+    moves the number on by itself.
+
+    In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers with states, slot
+    `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
+    that the plans name are leftovers that nothing reads.
     """
 
     def __init__(

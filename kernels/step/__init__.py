@@ -47,7 +47,7 @@ def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Ten
 
 
 def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fill `inputs` for one token of each row: the first that is not computed. Padding is described at `StepBuffers`."""
+    """Fill `inputs` for one token of each row: the first that is not computed; for padding see `StepBuffers`."""
     _implementation(inputs.token_ids).decode_inputs(tables, batch, inputs)
 
 

@@ -12,9 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..requests.request import Request
+from ..speculation.config import SpeculativeConfig, make_drafter
 from ..speculation.drafter import Drafter
 from ..speculation.length import DraftLengths
 from ..speculation.stats import SpeculationCounter, SpeculationStats
+
+
+def make_drafting(config: SpeculativeConfig | None) -> Drafting | None:
+    """Return the drafting of an engine with these settings; None where tokens are not guessed ahead."""
+    return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens)
 
 
 class Drafting:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -107,9 +107,7 @@ class StepDraft:
         self.singles.append(chunk)
         self.singles_requests.append(request)
 
-    def add_drafts(
-        self, chunk: Chunk, request: Request, guesses: Sequence[int], new_blocks: list[list[int]]
-    ) -> None:
+    def add_drafts(self, chunk: Chunk, request: Request, guesses: Sequence[int], new_blocks: list[list[int]]) -> None:
         """Plan a decode with guesses of the request's tokens from the last known one on, and blocks to hold them."""
         num_drafts = len(request.token_ids) + len(guesses) - request.num_computed
         blocks = _joined(chunk.new_block_ids, new_blocks)

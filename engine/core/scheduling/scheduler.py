@@ -80,9 +80,7 @@ class Scheduler:
             self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
         )
         self.drafting = drafting
-        self.running = RunningRequests(
-            self.rows, self.memory, self.fence, self.transfers, self.waiting, self.drafting
-        )
+        self.running = RunningRequests(self.rows, self.memory, self.fence, self.transfers, self.waiting, self.drafting)
         self.admission = Admission(self.waiting, self.loading, self.running, self.memory, self.fence, self.tier_copies)
         self.requests = RequestTable(
             config,
@@ -307,6 +305,7 @@ class Scheduler:
             grammar_compile_s=grammars.compile_s,
             tiers=self.tier_copies.stats(),
             step_times=self._meter.times(),
+            speculation=None if self.drafting is None else self.drafting.stats(),
         )
 
 

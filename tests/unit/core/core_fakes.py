@@ -245,8 +245,7 @@ class FakeRunner:
             assert num_known(words) == len(self.rows[row].tokens) - self.rows[row].num_prompt, "an old mask"
 
     def _write(self, chunk: Chunk) -> None:
-        """Write the chunk's KV, that of drafts included, which the row then has behind its tokens until they are drawn.
-        """
+        """Write the chunk's KV. Its drafts are tokens of the row until others are drawn in their place."""
         row = self.rows[chunk.row]
         start, end = row.num_computed, row.num_computed + chunk.num_tokens
         assert chunk.num_tokens > chunk.num_drafts

@@ -6,7 +6,6 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from random import Random
 
 import msgspec
 
@@ -20,6 +19,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.scheduling.scheduler import Scheduler
 
+from ...helpers.drafters import KnowingDrafter
 from .core_fakes import Answer, Arenas, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
 from .core_grammars import LateThreads
 from .core_tiers import FakeTiers
@@ -70,50 +70,6 @@ def num_remembered(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
 
-class FakeDrafter:
-    """Knows the right answers, and errs in a share of its guesses, always in the same ones."""
-
-    def __init__(self, harness: Harness, errors: float) -> None:
-        self._harness = harness
-        self._errors = errors
-        self._known: dict[str, list[int]] = {}  # prompt and output by request
-
-    def start(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        salt: str | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        assert request_id not in self._known
-        self._known[request_id] = [*prompt_token_ids, *output_token_ids]
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self._known[request_id] += token_ids
-
-    def propose(self, request_id: str, most: int) -> list[int]:
-        generation = self._harness.scheduler.requests[request_id].generation
-        asked = self._harness.asked[request_id, generation]
-        answer, _ = self._harness.expected((request_id, generation))
-        whole = [*asked.prompt_token_ids, *asked.output_token_ids, *answer]
-        known = self._known[request_id]
-        assert known == whole[: len(known)], "the drafter was told something else than was drawn"
-        behind = range(len(known), min(len(known) + most, len(whole)))
-        return [self._guess(request_id, position, whole[position]) for position in behind]
-
-    def end(self, request_id: str) -> None:
-        del self._known[request_id]
-
-    @property
-    def num_known(self) -> int:
-        return len(self._known)
-
-    def _guess(self, request_id: str, position: int, right: int) -> int:
-        is_wrong = Random(f"{request_id}/{position}").random() < self._errors
-        return (right + 1) % VOCAB_SIZE if is_wrong else right
-
-
 class HandClock:
     """Time that stands still until a test moves it."""
 
@@ -149,7 +105,7 @@ class Harness:
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
-        self.drafter = FakeDrafter(self, draft_errors)
+        self.drafter = KnowingDrafter(self._whole, draft_errors, VOCAB_SIZE)
         self.core = EngineCore(
             engine_config,
             self.runner,
@@ -275,6 +231,12 @@ class Harness:
         if key not in self._expected:
             self._expected[key] = expected_answer(self.asked[key], self.config)
         return self._expected[key]
+
+    def _whole(self, request_id: str, _: Sequence[int]) -> list[int]:
+        """The prompt and the whole answer of the live request of this id."""
+        key = request_id, self.scheduler.requests[request_id].generation
+        asked, (answer, _) = self.asked[key], self.expected(key)
+        return [*asked.prompt_token_ids, *asked.output_token_ids, *answer]
 
     def check_answer(self, key: tuple[str, int]) -> None:
         """Right so far: exactly the tokens that this request draws alone, and no finish but its own or a cut."""

@@ -5,7 +5,6 @@ The reference is one engine that runs whole prompts, one at a time, without a pr
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,42 +15,14 @@ from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineRequest
 
+from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
 from .copy_connector import Room
 from .handing_off import hand_off, run
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
-EVERYTHING = SamplingParams(
-    temperature=0.9,
-    top_k=40,
-    top_p=0.95,
-    min_p=0.01,
-    repetition_penalty=1.2,
-    presence_penalty=1.5,
-    frequency_penalty=1.0,
-    seed=1234,
-    min_tokens=8,
-    stop_token_ids=[7],
-    logit_bias={5: 2.0, 9: -3.0},
-    bad_words_token_ids=[[11], [12, 13]],
-    max_tokens=24,
-    logprobs=3,
-)
 PARAMS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING], ids=["greedy", "everything"])
 
 
-def prompts_of(*lengths: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(3, 256) for _ in range(length)] for length in lengths]
-
-
 PROMPTS = prompts_of(1, 15, 16, 17, 48, 90, 130)
-
-
-def own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """One for each of `count` prompts, so that no two draw alike."""
-    if params.seed is None:
-        return [params] * count
-    return [msgspec.structs.replace(params, seed=params.seed + i) for i in range(count)]
 
 
 def continue_all(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:

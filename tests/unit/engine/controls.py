@@ -1,0 +1,39 @@
+"""Requests for comparisons of answers: prompts of random tokens, greedy and with every control of sampling."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from baton.engine import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
+EVERYTHING = SamplingParams(
+    temperature=0.9,
+    top_k=40,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=1.5,
+    frequency_penalty=1.0,
+    seed=1234,
+    min_tokens=8,
+    stop_token_ids=[7],
+    logit_bias={5: 2.0, 9: -3.0},
+    bad_words_token_ids=[[11], [12, 13]],
+    max_tokens=24,
+    logprobs=3,
+)
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 256) for _ in range(length)] for length in lengths]
+
+
+def own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts, so that no two draw alike."""
+    if params.seed is None:
+        return [params] * count
+    return [msgspec.structs.replace(params, seed=params.seed + i) for i in range(count)]

@@ -1,0 +1,144 @@
+"""Speculation changes nothing but the number of steps: greedy, and drawn with every control switched on.
+
+Drafts are made by one who knows the answers, and errs in a share of them; the reference has no drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.startup import build
+
+from ...helpers.drafters import KnowingDrafter
+from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .copy_connector import Room
+from .handing_off import hand_off, run
+
+PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
+HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
+KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
+SPECULATIVE = {"method": "suffix", "num_speculative_tokens": 5}
+
+
+@pytest.fixture(params=[0.0, 0.4, 1.0], ids=["right", "often right", "wrong"])
+def errors(request: pytest.FixtureRequest) -> float:
+    return float(request.param)
+
+
+@pytest.fixture
+def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """Let engines that are built from now on have drafts of the answers that are put here by prompt."""
+    answers: dict[tuple[int, ...], list[int]] = {}
+
+    def whole(_: str, prompt: Sequence[int]) -> list[int]:
+        return [*prompt, *answers[tuple(prompt)]]
+
+    def make(config: SpeculativeConfig | None) -> Drafting | None:
+        if config is None:
+            return None
+        drafter = KnowingDrafter(whole, errors, vocab_size=256)
+        return Drafting(drafter, config.num_speculative_tokens, adapts=False)
+
+    monkeypatch.setattr(build, "make_drafting", make)
+    return answers
+
+
+def undisturbed(llm: LLM, drafts: dict[tuple[int, ...], list[int]], params: SamplingParams) -> list[Any]:
+    """Return the answers of an engine without drafts, and let others guess from them."""
+    outputs = [
+        llm.generate(prompt, own, use_tqdm=False)[0].outputs[0]
+        for prompt, own in zip(PROMPTS, own_seeds(params, len(PROMPTS)), strict=True)
+    ]
+    drafts.update({tuple(prompt): list(output.token_ids) for prompt, output in zip(PROMPTS, outputs, strict=True)})
+    return outputs
+
+
+def check(stats: SpeculationStats | None, errors: float) -> None:
+    """Drafts were checked, and as many accepted as were right."""
+    assert stats is not None
+    assert stats.num_draft_tokens > 100
+    if errors in (0.0, 1.0):
+        assert stats.acceptance_rate == 1 - errors
+    else:
+        assert 0.1 < stats.acceptance_rate < 0.9
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"async_scheduling": True},
+        {"num_gpu_blocks_override": 16},
+        {"num_gpu_blocks_override": 16, "async_scheduling": True},
+        {"enable_prefix_caching": False, "max_num_seqs": 1},
+    ],
+    ids=["batched", "chunked", "two in flight", "preempted", "preempted, two in flight", "one by one"],
+)
+def test_answers_are_those_without_drafts(
+    llm: LLM, make_llm: Callable[..., LLM], drafts: Any, errors: float, params: SamplingParams, args: dict[str, Any]
+) -> None:
+    expected = undisturbed(llm, drafts, params)
+    speculative = make_llm(speculative_config=SPECULATIVE, **args)
+    for _ in range(2):  # the second time, prompts are cached
+        results = speculative.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
+        for result, plain in zip(results, expected, strict=True):
+            (output,) = result.outputs
+            assert output.token_ids == plain.token_ids
+            assert (output.finish_reason, output.stop_reason) == (plain.finish_reason, plain.stop_reason)
+            assert close(output.logprobs, plain.logprobs)
+    core = speculative.engine.core
+    check(core.stats().speculation, errors)
+    if "num_gpu_blocks_override" in args:
+        assert core.stats().num_preemptions > 0
+    assert core.stats().num_blocks_free == core.stats().num_blocks
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Return whether log probabilities are of the same tokens, and equal but for the order of sums."""
+    return len(ours) == len(theirs) and all(
+        mine.keys() == other.keys() and all(abs(mine[key].logprob - other[key].logprob) < 1e-4 for key in mine)
+        for mine, other in zip(ours, theirs, strict=True)
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_that_were_handed_over_or_migrated_go_on_as_without_drafts(
+    llm: LLM, checkpoint: Any, drafts: Any, errors: float, params: SamplingParams, ahead: bool
+) -> None:
+    expected = [output.token_ids for output in undisturbed(llm, drafts, params)]
+    room = Room()
+    args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8, "async_scheduling": ahead}
+    prefill = build_engine(EngineConfig.from_args(args), room.connect).core
+    decode = build_engine(EngineConfig.from_args(args | {"speculative_config": SPECULATIVE}), room.connect).core
+    requests = [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=own, seed=own.seed or 0)
+        for i, (prompt, own) in enumerate(zip(PROMPTS, own_seeds(params, len(PROMPTS)), strict=True))
+    ]
+    assert hand_off(prefill, decode, requests) == expected
+    check(decode.stats().speculation, errors)
+    half = [msgspec.structs.replace(each, output_token_ids=expected[i][:9]) for i, each in enumerate(requests)]
+    migrated = run(decode, [each for i, each in enumerate(half) if len(expected[i]) > 9])
+    for request_id, outputs in migrated.items():
+        assert [token for output in outputs for token in output.token_ids] == expected[int(request_id)][9:]
+
+
+def test_right_drafts_save_steps(llm: LLM, make_llm: Callable[..., LLM], drafts: Any) -> None:
+    undisturbed(llm, drafts, HOT)
+    speculative = make_llm(speculative_config=SPECULATIVE, max_num_seqs=1)
+    (prompt, own) = PROMPTS[-1], own_seeds(HOT, len(PROMPTS))[-1]
+    speculative.generate(prompt, own, use_tqdm=False)
+    stats = speculative.engine.core.stats()
+    assert stats.speculation is not None
+    assert stats.num_steps == 40 - stats.speculation.num_accepted_tokens
