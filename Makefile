@@ -1,6 +1,7 @@
 # make serve    a prefill and a decode engine with the demo model, on this machine
-# make test     every test that a machine without a GPU can run
-# make test-fast    those of tests/unit and tests/sockets that do not take long
+# make test     what a machine without a GPU can run: of the exhaustive tests one slice (SLICE=2/4; else by commit)
+# make test-fast    those of tests/unit and tests/sockets that do not take long, by slices too
+# make test-exhaustive    all slices of `make test`
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
 # make lint     style, types, which package may import which, prose, names of classes; make format mends style
@@ -19,11 +20,15 @@ PACKAGES := cluster engine kernels kv_transfer
 # A process a core, of which one starts the clusters, one after the other: see tests/conftest.py.
 EVERY_CORE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# Which of the tests marked `exhaustive` run. As many commits in a row as there are slices run all of them.
+SLICES := 4
+SLICE ?= $(shell echo $$(( $$(git rev-list --count HEAD 2>/dev/null || echo 0) % $(SLICES) + 1 )))/$(SLICES)
+
 # Several processes share few cores: one thread each, and no spinning while waiting.
 export OMP_WAIT_POLICY ?= passive
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help serve test test-fast chaos test-gpu lint docs format wheel clean
+.PHONY: help serve test test-fast test-exhaustive chaos test-gpu lint docs format wheel clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -48,10 +53,13 @@ serve: $(VENV)/.serve
 	@$(BIN)/baton serve configs/demo/model --model-id baton-demo --prefill 1 --decode 1 --port $(PORT) || [ $$? -eq 130 ]
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu and not chaos" $(EVERY_CORE)
+	$(BIN)/python -m pytest -m "not gpu and not chaos" --slice $(SLICE) $(EVERY_CORE)
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit tests/sockets -m "not gpu and not slow" $(EVERY_CORE)
+	$(BIN)/python -m pytest tests/unit tests/sockets -m "not gpu and not slow" --slice $(SLICE) $(EVERY_CORE)
+
+test-exhaustive: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not gpu and not chaos" $(EVERY_CORE)
 
 chaos: $(VENV)/.dev
 	@mkdir -p build

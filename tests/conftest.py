@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from .helpers.slices import Slice
+
 if TYPE_CHECKING:
     from .helpers.member_pool import MemberPool
 
@@ -56,6 +58,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | N
     return Files(config, log) if config.option.dist == "loadfile" else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="NUMBER/COUNT", help="which of the tests marked `exhaustive` run: else all")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    chosen = config.option.slice
+    return f"slice {chosen} of the tests marked `exhaustive`: SLICE={chosen} repeats it" if chosen else None
+
+
+@pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def starts_clusters(item: pytest.Item) -> bool:
         return item.nodeid.startswith(STARTING_CLUSTERS)
@@ -64,10 +76,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         must = item.get_closest_marker("cluster") or "machine_with_hosts" in item.fixturenames
         if must and not starts_clusters(item):
             raise pytest.UsageError(f"{item.nodeid} starts clusters or hosts: it belongs into {STARTING_CLUSTERS}")
+    if config.option.slice:
+        _keep_slice(config, items)
     if hasattr(config, "workerinput"):
         sizes = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (not starts_clusters(item), item.path not in slow, -sizes[item.path], item.path))
+
+
+def _keep_slice(config: pytest.Config, items: list[pytest.Item]) -> None:
+    exhaustive = [item.nodeid for item in items if item.get_closest_marker("exhaustive")]
+    try:
+        left_out = set(exhaustive) - Slice.parse(config.option.slice).of(exhaustive)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

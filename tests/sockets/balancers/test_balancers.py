@@ -37,7 +37,7 @@ from ...helpers.balancer import (
 from ...helpers.free_ports import free_port
 from .gateway_process import gateway_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(120)]
 
 CLIENTS = 12
 

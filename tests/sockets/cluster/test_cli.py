@@ -24,7 +24,7 @@ from baton.cluster.spec import FleetSpec, load_spec
 from ...helpers.free_ports import free_port
 from ...helpers.served import BATON
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(60)]
 
 
 @pytest.fixture

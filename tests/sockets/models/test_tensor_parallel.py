@@ -19,6 +19,8 @@ from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens, reference_greedy
 from ...helpers.parallel_engine import Served, engine_config, logprob_error, requests_of, serve, serve_alone
 
+pytestmark = pytest.mark.exhaustive
+
 TOLERANCE = 1e-4  # of a logprob: sums of other orders
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 16, 17, 50, 90)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3, prompt_logprobs=1)

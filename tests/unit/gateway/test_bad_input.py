@@ -13,6 +13,8 @@ from baton.cluster.contracts import Role
 
 from ...helpers.gateway_service import Service, check_refused
 
+pytestmark = pytest.mark.exhaustive
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HUGE = 10**30
 

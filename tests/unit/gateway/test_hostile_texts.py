@@ -27,6 +27,8 @@ from .hostile_requests import (
     within,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def told(thinker: ServedModel) -> ServedModel:

@@ -12,6 +12,8 @@ from .kernel_checks import assert_as_accurate
 
 gpu = pytest.importorskip("baton.kernels.activation.gpu")
 
+pytestmark = pytest.mark.exhaustive
+
 
 EVERY = pytest.mark.parametrize("activation", Activation)
 

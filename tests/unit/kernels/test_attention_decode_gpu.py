@@ -24,6 +24,8 @@ from baton.kernels.attention.gpu.decode_plan import plan_shares
 from baton.kernels.attention.rule import UNLIMITED
 from baton.kernels.kv_rows import kv_rows
 
+pytestmark = pytest.mark.exhaustive
+
 SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 1, "apart": 0} | {
     "num_warps": 4,
     "num_stages": 2,

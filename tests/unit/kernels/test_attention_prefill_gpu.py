@@ -18,6 +18,8 @@ from ...helpers.aot import compile_for_h200
 from .kernel_checks import assert_as_accurate, paged_sequences, without_poison
 from .prefill_attention_inputs import LAYER, MIXED, on_device, queries
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture
 def gpu(triton_device: torch.device) -> ModuleType:

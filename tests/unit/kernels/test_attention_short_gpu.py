@@ -19,6 +19,8 @@ short = pytest.importorskip("baton.kernels.attention.gpu.decode_short")
 from baton.kernels.attention.gpu import paged_attention, prepare  # noqa: E402
 from baton.kernels.attention.gpu.decode_plan import DecodePlan, ShortPlan, prepared  # noqa: E402
 
+pytestmark = pytest.mark.exhaustive
+
 LONGEST = SHORT_CONTEXTS[-1]
 BESIDE_A_BORDER = (1, short.KEYS - 1, short.KEYS, short.KEYS + 1, 2 * short.KEYS + 1, 1024, LONGEST)
 

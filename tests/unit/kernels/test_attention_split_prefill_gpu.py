@@ -21,6 +21,8 @@ few = pytest.importorskip("baton.kernels.attention.gpu.prefill_split_kv")
 from baton.kernels.attention import gpu  # noqa: E402
 from baton.kernels.query_tiles import SHORT_ROWS, plan_prefill  # noqa: E402
 
+pytestmark = pytest.mark.exhaustive
+
 ONE_KEY = 1  # the least that a split may have, so that short sequences are split, too
 
 

@@ -24,6 +24,8 @@ from baton.kernels.attention import gpu
 from baton.kernels.attention.gpu import decode_fp8_hopper, decode_hopper, paged_attention, prepare
 from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
 
+pytestmark = pytest.mark.exhaustive
+
 LONG = [5000, 1, 16, 333, 64, 65, 2048, 700, 63]
 PAIRS = ((32, 8), (16, 8), (32, 4), (32, 2), (15, 5))  # query heads, KV heads
 WIDE, NARROW = torch.bfloat16, torch.float8_e4m3fn

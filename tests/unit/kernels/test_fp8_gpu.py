@@ -20,6 +20,8 @@ pytest.importorskip("triton")
 from baton.kernels.fp8 import gpu
 from baton.kernels.fp8.gpu import gemm, quantization
 
+pytestmark = pytest.mark.exhaustive
+
 TURNED: Options = {"TOKENS": 16, "COLUMNS": 64, "GROUPS": 2, "TURNED": 1, "SPLIT": 3, "STAGES": 3, "num_warps": 4}
 UPRIGHT: Options = {"TOKENS": 16, "COLUMNS": 32, "GROUPS": 1, "TURNED": 0, "SPLIT": 1, "STAGES": 3, "num_warps": 4}
 

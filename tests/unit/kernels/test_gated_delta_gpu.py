@@ -22,6 +22,8 @@ from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, step  # no
 from baton.kernels.gated_delta.gpu.inverse import unit_lower_inverse  # noqa: E402
 from baton.kernels.gated_delta.gpu.options import INTRA, INTRA_PER_DIM, SCAN, STEP, WIDE_SCAN  # noqa: E402
 
+pytestmark = pytest.mark.exhaustive
+
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 QWEN = Heads(16, 32, 128, 128)

@@ -20,6 +20,8 @@ pytest.importorskip("triton")
 from baton.kernels.linear import gpu
 from baton.kernels.linear.gpu import Method, gemm, gemv
 
+pytestmark = pytest.mark.exhaustive
+
 FEW = {"method": Method.FEW_TOKENS, "BLOCK_N": 8, "BLOCK_K": 128, "num_warps": 4, **gpu.NOTHING, "PRELOAD": 1}
 TILES = {**FEW, "method": Method.TILES, "BLOCK_N": 16, "TOKENS": 32, "PREFETCH": 1}
 LIBRARY = {**FEW, "method": Method.LIBRARY}

@@ -10,6 +10,8 @@ from baton.kernels.logprobs import reference
 
 from ...helpers.aot import compile_for_h200
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture
 def small_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from baton.kernels.mla import gpu
 from baton.kernels.mla.gpu import absorbed, absorbed_hopper, dense, expanded, latent_cache
 from baton.kernels.mla.gpu.work_list import WorkTiles, deal
 
+pytestmark = pytest.mark.exhaustive
+
 RAGGED = [37, 1, 16, 70, 17, 32]
 MIXED = ([1, 1, 5, 40], [50, 33, 60, 40])
 

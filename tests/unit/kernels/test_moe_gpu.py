@@ -18,6 +18,8 @@ from baton.kernels.moe import bench, gpu, tuning
 from baton.kernels.moe.gpu import gemv
 from baton.kernels.moe.gpu.options import GemvOptions, GroupedOptions, MoeShape, ProductOptions
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.usefixtures("poisoned_outputs")
 @KINDS

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 from baton.kernels.moe import gpu
 from baton.kernels.moe.gpu import alignment
 
+pytestmark = pytest.mark.exhaustive
+
 RULES = {
     "softmax": (RoutingRule(3), 12),
     "renormalized": (RoutingRule(4, renormalize=True, scale=2.5), 8),

@@ -12,6 +12,8 @@ import pytest
 
 from baton.kernels.native import build
 
+pytestmark = pytest.mark.exhaustive
+
 SCRIPT_TIMEOUT_S = 100
 
 

@@ -12,6 +12,8 @@ from .kernel_checks import assert_as_accurate
 
 gpu = pytest.importorskip("baton.kernels.rms_norm.gpu")
 
+pytestmark = pytest.mark.exhaustive
+
 EPS = 1e-6
 
 

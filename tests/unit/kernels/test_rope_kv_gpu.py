@@ -16,6 +16,8 @@ from .kernel_checks import assert_as_accurate
 
 gpu = pytest.importorskip("baton.kernels.rope_kv.gpu")
 
+pytestmark = pytest.mark.exhaustive
+
 LAYER, NUM_LAYERS, BLOCK_SIZE = 1, 3, 16
 
 

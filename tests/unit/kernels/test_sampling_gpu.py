@@ -28,6 +28,8 @@ from baton.kernels.sampling.noise import gumbel, random_words
 
 from ...helpers.aot import compile_for_h200
 
+pytestmark = pytest.mark.exhaustive
+
 ROWS = 9
 TEMPERATURES = torch.tensor([0.0, 1e-6, 1e-4, 0.2, 0.7, 1.0, 1.4, 3.0, 80.0])
 TRUNCATIONS: dict[str, dict[str, Tensor]] = {

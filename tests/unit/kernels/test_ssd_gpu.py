@@ -19,6 +19,8 @@ gpu = pytest.importorskip("baton.kernels.ssd.gpu")
 from baton.kernels.ssd.gpu import scan, step, time_steps  # noqa: E402
 from baton.kernels.ssd.gpu.options import SCAN, STEP, SUMS  # noqa: E402
 
+pytestmark = pytest.mark.exhaustive
+
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 NEMOTRON = Sizes(128, 8, 64, 128)

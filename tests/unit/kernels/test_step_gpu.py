@@ -15,6 +15,8 @@ from baton.kernels.step import PIECE, OutputRing, StepBatch, StepBuffers, StepTa
 
 from ...helpers.aot import compile_for_h200
 
+pytestmark = pytest.mark.exhaustive
+
 ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
 PAGES, GROUPS = 3, 2
 

@@ -29,6 +29,8 @@ from ...helpers.paged import (
     reference_logprobs,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 TOLERANCE = 1e-4  # of a logprob, float32
 RECURRENT_TOLERANCE = 5e-4  # states carry rounding from token to token: two ways of `transformers` differ by a third
 NEAR_TIE = 0.25  # of a logprob, bfloat16: about the largest error that rounding makes in models of this size

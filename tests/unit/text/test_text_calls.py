@@ -22,6 +22,8 @@ from baton.engine.text.parsers import FORMATS, tool_call_format
 
 from ...helpers.family_answers import FUNCTIONS, TYPES, WRITERS, Call, Writer, dumped, joined, told
 
+pytestmark = pytest.mark.exhaustive
+
 untimed = settings(deadline=None)
 
 FORMS: dict[str, ToolCallFormat] = {form.name: form for form in FORMATS}
