@@ -26,6 +26,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # as `baton serve` sets it: with Ray's 15, other tests come first
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -35,8 +36,13 @@ if not os.environ.get("CI"):
     hypothesis.settings.register_profile("busy machine", deadline=None)
     hypothesis.settings.load_profile("busy machine")
 
-# Folders whose tests start clusters or hosts: a machine has room for one at a time.
-STARTING_CLUSTERS = ("tests/cluster/", "tests/hosts/", "tests/chaos/")
+# Whose tests start clusters or hosts: a machine has room for one at a time.
+STARTING_CLUSTERS = (
+    "tests/cluster/",
+    "tests/chaos/test_chaos_on_hosts.py",
+    "tests/hosts/test_hosts.py",
+    "tests/hosts/test_ray_up.py",
+)
 
 
 class Files(LoadFileScheduling):
@@ -46,7 +52,7 @@ class Files(LoadFileScheduling):
     those with slow tests
     all others, those with the most tests first
 
-    By folder, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
+    By name, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -87,6 +87,7 @@ def test_a_load_tells_a_wrong_answer_from_a_right_one(baton: BatonOnHosts, quiz:
     assert set(load.counts()) == {Fate.WRONG}, f"{TOKENS} tokens of another text were taken for right"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALWAYS)
 def test_nothing_is_wrong_hangs_or_is_stranded_when_this_happens_under_load(trial: FaultTrial, name: str) -> None:
     _run(trial, FAULTS[name])

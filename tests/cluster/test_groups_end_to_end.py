@@ -85,6 +85,7 @@ def test_ranks_that_lead_and_ranks_that_follow_cost_no_cpu_without_work(divided:
     assert cores_taken_by(pids) < 0.1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["follower", "leader"])
 def test_a_rank_that_dies_ends_its_group_which_comes_back_as_a_whole(divided: Server, victim: str) -> None:
     expected = ask(divided.url, PROMPTS[0], max_tokens=300)

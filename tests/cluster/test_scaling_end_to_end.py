@@ -77,6 +77,7 @@ async def test_gateways_take_other_settings_without_another_process_or_a_broken_
     assert cluster.processes() == processes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_fleet_that_shrinks_under_load_loses_no_answer(
     cluster: Cluster, questions: list[Question], role: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -60,6 +61,7 @@ START_S = 90.0
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "HF_HUB_OFFLINE": "1",
@@ -69,6 +71,16 @@ ENVIRONMENT = {
 
 # What `Restart=always` of a systemd unit does: Ray's processes of a host come back, whatever ended them.
 KEEP_RUNNING = "while true; do {ray} start --block {options}; {ray} stop --force --grace-period 0; sleep 1; done"
+
+# Joining takes seconds: it waits for the nodes itself.
+COUNT_NODES = """
+import ray, time
+ray.init({address!r}, log_to_driver=False)
+until_s = time.monotonic() + 30.0
+while (count := sum(node["Alive"] for node in ray.nodes())) < {expected} and time.monotonic() < until_s:
+    time.sleep(0.2)
+print(count)
+"""
 
 
 class BatonOnHosts:
@@ -93,10 +105,11 @@ class BatonOnHosts:
         for name in ENGINE_HOSTS:
             self._furnish(self.hosts[name])
         self.keep_ray(HEAD)
-        eventually(lambda: self.alive_nodes() >= 1, START_S, lambda: self._log_of(HEAD))
+        eventually(self._has_head, START_S, lambda: self._log_of(HEAD))
         for name in ENGINE_HOSTS:
             self.keep_ray(name)
-        eventually(lambda: self.alive_nodes() == 3, START_S, lambda: "".join(map(self._log_of, ENGINE_HOSTS)))
+        hosts = 1 + len(ENGINE_HOSTS)
+        eventually(lambda: self.alive_nodes(hosts) == hosts, START_S, lambda: "".join(map(self._log_of, ENGINE_HOSTS)))
 
     def _furnish(self, host: Host) -> None:
         """A disk for KV blocks, and the head's token, without which Ray on this host cannot talk to the others."""
@@ -137,15 +150,23 @@ class BatonOnHosts:
         self._serve("deploy", str(file))
         eventually(self.is_whole, DEPLOY_S, self.state)
 
-    def alive_nodes(self) -> int:
-        """Nodes that Ray's head knows and takes for alive; 0 where it does not answer."""
-        done = self.head.run(self.counting_nodes(), timeout_s=60, environment=ENVIRONMENT, check=False)
+    def _has_head(self) -> bool:
+        try:
+            socket.create_connection((self.head.ip, RAY_PORT), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def alive_nodes(self, expected: int = 1) -> int:
+        """Nodes that Ray's head knows and takes for alive, once they are as many as expected or a while has passed; 0
+        where it does not answer.
+        """
+        done = self.head.run(self.counting_nodes(expected), timeout_s=60, environment=ENVIRONMENT, check=False)
         return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
 
-    def counting_nodes(self) -> list[str]:
-        """A command that joins the cluster and prints how many nodes it has."""
-        address = f"{self.head.ip}:{RAY_PORT}"
-        code = f"import ray; ray.init({address!r}, log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
+    def counting_nodes(self, expected: int = 1) -> list[str]:
+        """A command that joins the cluster and prints how many nodes it has, as `alive_nodes` does."""
+        code = COUNT_NODES.format(address=f"{self.head.ip}:{RAY_PORT}", expected=expected)
         return [sys.executable, "-c", code]
 
     def ranks(self) -> list[dict[str, Any]]:
