@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from baton.cluster.membership.member_probe import MISSED_AFTER_S
+
 from .. import ROOT
 from ..helpers.free_ports import free_port
 
@@ -26,6 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 DEMO = Path(__file__).parents[2] / "configs/demo/model"
 APP = "busy"
 START_S = 120.0
+HELD_S = MISSED_AFTER_S + 2.0
 
 
 def main(port: int) -> None:
@@ -143,14 +146,14 @@ def gateway() -> Iterator[Gateway]:
 
 
 def test_a_gateway_whose_event_loop_is_busy_goes_on_saying_that_it_lives(gateway: Gateway) -> None:
-    seen = gateway.order("loop", 12.0)
+    seen = gateway.order("loop", HELD_S)
     assert seen == [[gateway.identity]] * len(seen)
     assert gateway.order("kept", 0) == 0, "nobody had to ask"
 
 
 def test_a_gateway_whose_python_is_busy_is_asked_and_kept(gateway: Gateway) -> None:
     before = gateway.order("kept", 0)
-    seen = gateway.order("python", 12.0)
+    seen = gateway.order("python", HELD_S)
     assert seen == [[gateway.identity]] * len(seen)
     assert gateway.order("kept", 0) == before + 1, "kept once"
 
