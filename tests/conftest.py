@@ -36,28 +36,27 @@ if not os.environ.get("CI"):
     hypothesis.settings.register_profile("busy machine", deadline=None)
     hypothesis.settings.load_profile("busy machine")
 
-# Whose tests start clusters or hosts: a machine has room for one at a time.
-STARTING_CLUSTERS = (
-    "tests/cluster/",
-    "tests/chaos/test_chaos_on_hosts.py",
-    "tests/hosts/test_hosts.py",
-    "tests/hosts/test_ray_up.py",
-)
+# Files whose tests start clusters: a machine has room for one of its own, and for one on hosts made of namespaces.
+ON_THIS_MACHINE = ("tests/cluster/",)
+ON_HOSTS = ("tests/chaos/test_chaos_on_hosts.py", "tests/hosts/test_hosts.py", "tests/hosts/test_ray_up.py")
 
 
 class Files(LoadFileScheduling):
     """Several workers (`pytest -n auto --dist loadfile --no-loadscope-reorder`) take a file each, in this order:
 
-    those that start clusters    one worker's, one after the other; the others run everything else meanwhile
+    those that start clusters here    one worker's, one after the other; the others run everything else meanwhile
     those with slow tests
     all others, those with the most tests first
+    those that make hosts             one worker's, one after the other
 
     By name, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "clusters" if file.startswith(STARTING_CLUSTERS) else file
+        if file.startswith(ON_THIS_MACHINE):
+            return "clusters"
+        return "hosts" if file.startswith(ON_HOSTS) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:
@@ -75,19 +74,21 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def starts_clusters(item: pytest.Item) -> bool:
-        return item.nodeid.startswith(STARTING_CLUSTERS)
-
     for item in items:
         must = item.get_closest_marker("cluster") or "machine_with_hosts" in item.fixturenames
-        if must and not starts_clusters(item):
-            raise pytest.UsageError(f"{item.nodeid} starts clusters or hosts: it belongs into {STARTING_CLUSTERS}")
+        if must and not item.nodeid.startswith((*ON_THIS_MACHINE, *ON_HOSTS)):
+            raise pytest.UsageError(f"{item.nodeid} starts a cluster or hosts: tests/conftest.py must name its file")
     if config.option.slice:
         _keep_slice(config, items)
     if hasattr(config, "workerinput"):
         sizes = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (not starts_clusters(item), item.path not in slow, -sizes[item.path], item.path))
+
+        def order(item: pytest.Item) -> tuple[bool, bool, bool, int, Path]:
+            here, on_hosts = (item.nodeid.startswith(files) for files in (ON_THIS_MACHINE, ON_HOSTS))
+            return on_hosts, not here, item.path not in slow, -sizes[item.path], item.path
+
+        items.sort(key=order)
 
 
 def _keep_slice(config: pytest.Config, items: list[pytest.Item]) -> None:
