@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from ...helpers.gateway_service import Service
 from ...helpers.reasoning_model import CUT, FOLD, HELLO, SIZE
 
+pytestmark = pytest.mark.exhaustive
+
 FORMS: dict[str, Callable[[Any], Any]] = {
     "the object": lambda kept: kept,
     "model_dump": lambda kept: kept.model_dump(),

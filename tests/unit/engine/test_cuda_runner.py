@@ -95,6 +95,7 @@ def workshop(checkpoint: Path) -> Workshop:
 # ------------------------------------------------------------------------------------ random lives of engines
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])

@@ -24,6 +24,8 @@ from ...helpers.family_answers import WRITERS, Call
 from ...helpers.family_templates import FAMILIES
 from ...helpers.gateway_service import Service, events
 
+pytestmark = pytest.mark.exhaustive
+
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2, 3]}}, "required": ["size"]}
 COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}
 AS_COLOR = {"type": "json_schema", "json_schema": {"name": "color", "schema": COLOR}}

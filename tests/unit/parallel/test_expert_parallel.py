@@ -22,6 +22,8 @@ from ...helpers.checkpoints import make_model, write_checkpoint
 from ...helpers.thread_groups import thread_groups
 from .thread_engines import ThreadEngines, request
 
+pytestmark = pytest.mark.exhaustive
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3},
     "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1},
