@@ -36,6 +36,7 @@ def test_a_kernel_that_spills_is_refused_unless_that_much_is_allowed() -> None:
     assert compiled.spill_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_kernel_that_needs_too_much_shared_memory_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"product needs \d+ bytes of shared memory"):
         compile_for_h200(product, {**PRODUCT, "a": "*fp32", "b": "*fp32"}, {"SIZE": 256}, max_spill_bytes=1 << 20)

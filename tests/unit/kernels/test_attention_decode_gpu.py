@@ -115,6 +115,7 @@ def test_a_window_hides_older_keys(triton_device: torch.device, window: int, num
     check(queries(sequences, 4), sequences, num_shares, window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("num_shares", [1, 7])
 def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.device, num_shares: int) -> None:

@@ -96,6 +96,7 @@ def test_values_may_have_another_width_than_keys(
     check(gpu, [3, 40], [70, 40], triton_device, head_dim=head_dim, value_dim=value_dim, sinks=sinks, window=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 500])
 def test_a_window_hides_older_keys(gpu: ModuleType, triton_device: torch.device, window: int) -> None:
     check(gpu, [1, 70, 200], [150, 200, 200], triton_device, window=window)

@@ -129,6 +129,7 @@ def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device
     assert torch.equal(out, step.run(gpu.gated_delta)[0])
 
 
+@pytest.mark.slow
 def test_whole_or_in_pieces_or_token_by_token(triton_device: torch.device) -> None:
     step = delta_step([135], triton_device)
     exact, exact_state = step.converted(torch.float64).run(reference.gated_delta)
@@ -183,6 +184,7 @@ def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 
     return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
 
 
+@pytest.mark.slow
 def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
     made = compiled(intra.intra_chunk, INTRA)
     assert made.wgmma
@@ -190,6 +192,7 @@ def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
     assert "griddepcontrol.wait" in made.ptx
 
 
+@pytest.mark.slow
 def test_so_is_what_they_know_with_decays_a_dimension() -> None:
     words = {"GROUP": 1, "LEVELS": 6}
     made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=128, **words)
@@ -205,6 +208,7 @@ def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool) -> No
     assert "prefetch.global.L2" in made.ptx
 
 
+@pytest.mark.slow
 def test_the_scan_runs_on_tensor_cores() -> None:
     assert compiled(scan.scan_chunks, WIDE_SCAN, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
 

@@ -140,6 +140,7 @@ def test_no_part_has_arrived_of_any_group_of_heads(
 # ---- expanded -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slack", [0, 100])
 def test_long_prompts_are_spelt_out_beside_decodes(
     slack: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +242,7 @@ def test_latents_and_rotated_pairs_are_read_and_written_side_by_side() -> None:
     assert narrow == ["st.global.b16 "]  # the key part, which has fewer values than there are threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "num_stages"), [(16, 3), (64, 2)])
 def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use(rows: int, num_stages: int) -> None:
     constexprs = {**SIZES, "ROWS": rows, "HEADS": 16, "TILE": 64}

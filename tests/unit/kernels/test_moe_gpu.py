@@ -21,6 +21,7 @@ from baton.kernels.moe.gpu.options import GemvOptions, GroupedOptions, MoeShape,
 pytestmark = pytest.mark.exhaustive
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
 @KINDS
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_noise_is_that_of_the_definition_to_the_last_bit(triton_device: torch.de
 # ---- draws -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "truncation"),
     [
@@ -126,6 +127,7 @@ def test_half_precision_is_read_as_it_is(triton_device: torch.device) -> None:
     assert drawn(logits, batch).equal(reference.sample(logits.float(), batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.usefixtures("small_tiles")
 def test_close_contests_are_decided_by_the_scores_themselves(triton_device: torch.device, seed: int) -> None:

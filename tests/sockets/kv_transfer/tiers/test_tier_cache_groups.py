@@ -143,6 +143,7 @@ class SpyStore(TierStore):
         return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoils", [False, True])
 def test_only_what_can_be_read_comes_back_and_of_that_all_counts(
     model: Path, expected: Tokens, tmp_path: Path, spoils: bool
