@@ -26,6 +26,8 @@ from baton.cluster.membership.draining import LONGEST_S
 from baton.cluster.spec import GatewaySpec, load_spec
 from baton.kv_transfer.settings import TierSettings
 
+pytestmark = pytest.mark.exhaustive
+
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 
 

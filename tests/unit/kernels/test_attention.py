@@ -16,6 +16,8 @@ from baton.kernels.kv_rows import kv_rows
 
 from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, untouched_memory, without_poison
 
+pytestmark = pytest.mark.exhaustive
+
 LAYER = 1
 RAGGED = ([1, 1, 1, 5, 70, 130], [600, 1, 17, 1300, 70, 250])  # decodes, a chunk after a long prefix, whole prompts
 

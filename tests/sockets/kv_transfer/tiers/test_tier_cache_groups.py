@@ -25,7 +25,7 @@ from ....helpers.recall import HYBRID, Questions
 from .tier_requests import Tokens
 from .tiered_engine import TieredEngine, engine
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
 
 WINDOW = 40
 VARIANTS: dict[str, dict[str, Any]] = {

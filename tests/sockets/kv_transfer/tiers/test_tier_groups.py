@@ -13,7 +13,7 @@ from ....helpers.checkpoints import write_checkpoint
 from ..group_engines import GroupEngine
 from .tier_requests import ENGINE_ARGS, FEW_BLOCKS, MANY_BLOCKS, Tokens, a_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Model:
