@@ -24,6 +24,8 @@ from ...helpers.kv_memory import allocate_kv
 from .random_workload import live, same
 from .small_engines import LIMITS, answers, backend_of, warmed_up_arenas
 
+pytestmark = pytest.mark.exhaustive
+
 CAPTURED_TOKENS = 32  # of the largest mixed step with a graph
 VARIANTS = {
     "gpt_oss": "gpt_oss",

@@ -19,6 +19,8 @@ from ...helpers.paged import random_tokens
 from .copy_connector import GrowingRoom, Room
 from .handing_off import hand_off, run
 
+pytestmark = pytest.mark.exhaustive
+
 VARIANTS = [
     "qwen3_5_text",
     "gpt_oss",

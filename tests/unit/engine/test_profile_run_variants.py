@@ -19,6 +19,8 @@ from ...helpers.fake_gpu import FAKE_GPU
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.exhaustive
+
 SCRIPT = (
     FAKE_GPU
     + """

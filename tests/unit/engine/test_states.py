@@ -29,6 +29,8 @@ from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens, reference_greedy
 from .small_engines import LIMITS, answers, backend_of, warmed_up_arenas
 
+pytestmark = pytest.mark.exhaustive
+
 CAPTURED_TOKENS = 0  # of the largest mixed step with a graph
 CHECKPOINTS = 32  # tokens apart, so that short sequences have several
 
