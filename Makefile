@@ -22,6 +22,7 @@ EVERY_CORE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Which of the tests marked `exhaustive` run. As many commits in a row as there are slices run all of them.
 SLICES := 4
+test-fast: SLICES := 8
 SLICE ?= $(shell echo $$(( $$(git rev-list --count HEAD 2>/dev/null || echo 0) % $(SLICES) + 1 )))/$(SLICES)
 
 # Several processes share few cores: one thread each, and no spinning while waiting.
