@@ -15,6 +15,8 @@ from baton.kernels.activation import (
 
 from .kernel_checks import assert_as_accurate
 
+pytestmark = pytest.mark.exhaustive
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MANY = 64  # tokens: of a single value the reference may be right to the bit by chance
 EVERY = pytest.mark.parametrize("activation", Activation)

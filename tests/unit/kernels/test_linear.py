@@ -9,6 +9,8 @@ from baton.kernels.linear import Activation, Pointwise, RowNorm, gated_linear, l
 
 from .kernel_checks import assert_as_accurate
 
+pytestmark = pytest.mark.exhaustive
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -148,15 +148,15 @@ assert len(code) == 1, code
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-march=native", "-mno-amx-tile")], ids=["AVX2", "no AMX"])
-def test_older_instructions_give_the_same_results(flags: tuple[str, ...]) -> None:
+def test_older_instructions_give_the_same_results(flags: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     """The paths without AMX and AVX-512 are right too: the ops' tests pass on a library built for such a CPU."""
-    folder = Path(__file__).parent
+    folder, chosen = Path(__file__).parent, request.config.option.slice or "1/1"
     code = f"""
 import sys, pytest
 from baton.kernels.native import build
 build.COMPILE_FLAGS = (*(flag for flag in build.COMPILE_FLAGS if flag != "-march=native"), *{flags})
 files = [f"{folder}/test_{{op}}.py" for op in ("attention", "linear", "rope_kv", "activation")]
 tests = "ratio or multiple_of_16_dim or cut or normalised or number_of_tokens or number_of_rows"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", tests, *files]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--slice", "{chosen}", "-k", tests, *files]))
 """
     run_python(code, XDG_CACHE_HOME=str(folder.parents[2] / "build"))  # one build until a source changes

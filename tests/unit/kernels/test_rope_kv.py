@@ -13,6 +13,8 @@ from baton.kernels.rope_kv import reference, rope_and_cache
 
 from .kernel_checks import assert_as_accurate, untouched_memory
 
+pytestmark = pytest.mark.exhaustive
+
 LAYER, NUM_LAYERS, BLOCK_SIZE = 1, 3, 16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
