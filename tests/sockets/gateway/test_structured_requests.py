@@ -16,6 +16,8 @@ from baton.engine.structured import XGrammarBackend
 
 from ...helpers.gateway_service import Service
 
+pytestmark = pytest.mark.exhaustive
+
 SCHEMA = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 1, "maximum": 99}},

@@ -18,6 +18,8 @@ from baton.engine.text import ChatTemplate, Tokenizer
 from ...helpers.gateway_service import Service, events
 from ...helpers.tiny_model import TEMPLATE
 
+pytestmark = pytest.mark.exhaustive
+
 TAUGHT = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
     "{% for message in messages %}{% for call in message.tool_calls or [] %}<tool_call>\n"

@@ -27,6 +27,8 @@ from ...helpers.member_pool import MemberPool
 from .dispatch_cases import EXPERTS, Exchange, Load, differences
 from .p2p_cases import CPU, ROOM_BYTES, gpu, interpreted, make_files, map_memory
 
+pytestmark = pytest.mark.exhaustive
+
 HALF = torch.float16
 BLOCK = 64
 TIMEOUT_S = 100.0  # four processes may have one core

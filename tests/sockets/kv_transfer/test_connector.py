@@ -33,7 +33,7 @@ from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, Engi
 
 from .engine_process import DEFAULT_SETTINGS, EngineProcess, untimed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(120)]
 
 SMALL = KVLayout(model="small", num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")  # 32 KB a block
 LARGE = KVLayout(model="large", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 2 MB a block

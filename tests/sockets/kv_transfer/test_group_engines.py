@@ -18,7 +18,7 @@ from baton.engine.net.curve import ClusterKey
 from ...helpers.checkpoints import write_checkpoint
 from .group_engines import GroupEngine
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 CASES = {
     "divided-heads": ("qwen3", {"num_key_value_heads": 4}, (1, 2, 4)),

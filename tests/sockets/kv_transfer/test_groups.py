@@ -20,7 +20,7 @@ from baton.kv_transfer.connector import TransferSettings
 
 from .engine_process import DEFAULT_SETTINGS, EngineProcess, RankProcess
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(180)]
 
 HEADS = KVLayout(model="heads", num_layers=2, num_kv_heads=4, head_dim=32, dtype="bfloat16")
 FEW_HEADS = KVLayout(model="few heads", num_layers=2, num_kv_heads=2, head_dim=32, dtype="float8_e4m3fn")

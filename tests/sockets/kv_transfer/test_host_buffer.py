@@ -33,7 +33,7 @@ from ...helpers.host_buffer_harness import BY_HOST, LAYOUT, PATIENCE_S, SLOTS, I
 from .engine_process import EngineProcess
 from .group_engines import GroupEngine
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(120)]
 
 PROVEN = BY_HOST.model_copy(update={"digest": DigestMode.VERIFY})
 DIRECT = TransferSettings(buffer="device")
