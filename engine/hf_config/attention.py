@@ -112,6 +112,7 @@ class LinearAttentionShape:
     conv_width: int  # inputs that an output of the convolution depends on
     # Of what a decay for each key dimension comes from, and of what gates come from; None: a decay a head.
     gate_rank: int | None = field(default=None, metadata=NEWER)
+    beta_scale: float = field(default=1.0, metadata=NEWER)  # see `kernels.gated_delta.Gate`
 
     @property
     def key_width(self) -> int:
@@ -140,13 +141,18 @@ def read_linear_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
         value_dim=keys.integer("linear_value_head_dim", 128),
         conv_width=keys.integer("linear_conv_kernel_dim", 4),
     )
+    check_linear_heads(shape)
+    return shape
+
+
+def check_linear_heads(shape: LinearAttentionShape) -> None:
+    """Raise `ModelError` for heads of Gated DeltaNet that do not fit each other, or the kernels."""
     if shape.num_value_heads % shape.num_key_heads:
         raise InvalidModelConfig(
             f"config.json: linear_num_value_heads ({shape.num_value_heads}) must be a multiple of "
             f"linear_num_key_heads ({shape.num_key_heads})"
         )
     check_linear(shape, linear_key_head_dim=shape.key_dim, linear_value_head_dim=shape.value_dim)
-    return shape
 
 
 def linear_layers(kinds: object, num_layers: int) -> tuple[bool, ...]:
@@ -162,8 +168,8 @@ def check_linear(shape: LinearAttentionShape, **dims: int) -> None:
     if not 2 <= shape.conv_width <= 4:
         raise UnsupportedModel(f"config.json: linear_conv_kernel_dim {shape.conv_width} is not supported, only 2 to 4")
     for name, dim in dims.items():
-        if dim not in (16, 32, 64, 128, 256):
-            raise UnsupportedModel(f"config.json: {name} {dim} is not supported, only powers of two from 16 to 256")
+        if dim not in range(16, 257, 16):
+            raise UnsupportedModel(f"config.json: {name} {dim} is not supported, only multiples of 16 from 16 to 256")
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,7 @@ class ConfigRules:
     rotates: Callable[[Keys], bool] | None = None  # whether queries and keys are rotated; None: always
     rotary_fraction: float | None = None  # of a head's dimensions, where a config leaves it out; None: always all
     scales: Callable[[Keys], Scales] = no_scales
+    has_gated_heads: bool = False  # whether attention has a gate for every value of a head, projected beside its query
     norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
     activation: str = "silu"  # that its layers compute; a config that names another is refused
     activation_key: str = "hidden_act"  # under which a config names it

@@ -7,7 +7,9 @@ Its cache is a slot a sequence: the tail of the convolution's inputs, and a matr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,58 +22,73 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
 from .attention import LayerContext, TokenMixer
-from .base import Parameter, Share, rows_at
+from .base import Layer, Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-from .recurrent import DepthwiseConv, parts_of, states_at
+from .recurrent import DepthwiseConv, MergedConv, parts_of, states_at
 
 
 class GatedDeltaNet(TokenMixer):
-    """One layer of it, in the checkpoint `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `conv1d`, `norm`,
-    `out_proj`, `A_log` and `dt_bias`.
+    """One layer of it, with `A_log` and `dt_bias` in the checkpoint, and under these names in each form:
 
-    by_key_head     the projections are `in_proj_qkvz` and `in_proj_ba`, whose outputs lie key head by key head: its
-                    query and key, then the values and the gates of all heads that share them; here they lie as others
+        "merged"        `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `conv1d`, `norm`, `out_proj`
+        "by key head"   `in_proj_qkvz` and `in_proj_ba`, whose outputs lie key head by key head: its query and key, then
+                        the values and the gates of all heads that share them; the rest as before
+        "apart"         `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `q_conv1d` and those of k and v,
+                        `o_norm`, `o_proj`
+
+    Here projections lie in the order of "merged" whatever the form. `norm_eps` is that of the norm behind the rule,
+    None: the model's.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, by_key_head: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        stored: Literal["merged", "by key head", "apart"] = "merged",
+        norm_eps: float | None = None,
+    ) -> None:
         shape = config.linear
         assert shape is not None, "a config of this family has linear attention"
         self.shape = shape
-        heads = shape.num_value_heads
-        channels, values = shape.conv_channels, shape.value_width
-        if by_key_head:
-            parts = {"in_proj_qkvz": channels + values, "in_proj_ba": 2 * heads}
+        self._stored = stored
+        heads, key_heads = Share.all(shape.num_value_heads), Share.all(shape.num_key_heads)
+        projections = self._projections(key_heads, heads)
+        self.in_proj = MergedLinear(config.hidden_size, {name: share.whole for name, share in projections.items()})
+        if stored == "by key head":
+            self.in_proj.keep_parts(projections)
+        self.conv1d: DepthwiseConv
+        if stored == "apart":
+            channels = self._convolutions(key_heads, heads)
+            self.conv1d = MergedConv({name: share.whole for name, share in channels.items()}, shape.conv_width)
         else:
-            parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj = MergedLinear(config.hidden_size, parts)
-        self._by_key_head = by_key_head
-        if by_key_head:
-            self._keep_key_heads(Share.all(shape.num_key_heads))
-        self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width)
-        self.A_log = Parameter(heads, dtype=torch.float32)
-        self.dt_bias = Parameter(heads, dtype=torch.float32)
-        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps)
+            self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width)
+        self.A_log = Parameter(heads.size, dtype=torch.float32)
+        self.dt_bias = Parameter(heads.size, dtype=torch.float32)
+        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps if norm_eps is None else norm_eps)
         self.out_proj = Linear(shape.value_width, config.hidden_size)
         self.place = config.caches.state_place_of(layer)
-        self._eps = config.rms_norm_eps
         self._states = states_at(config, self.place)
+
+    def children(self) -> Iterator[tuple[str, Layer]]:
+        names = {"norm": "o_norm", "out_proj": "o_proj"} if self._stored == "apart" else {}
+        for name, child in super().children():
+            yield names.get(name, name), child
 
     def divide(self, groups: ParallelGroups) -> None:
         """Give key heads to the ranks in order, and the value heads that share them."""
         shape, tp = self.shape, groups.tp
         key_heads, heads = Share.part(shape.num_key_heads, tp), Share.part(shape.num_value_heads, tp)
-        keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
-        channels = Share.of_sections([keys, keys, values])
-        if self._by_key_head:
-            self._keep_key_heads(key_heads)
+        self.in_proj.keep_parts(self._projections(key_heads, heads))
+        channels = self._convolutions(key_heads, heads)
+        if isinstance(self.conv1d, MergedConv):
+            self.conv1d.keep_parts(channels)
         else:
-            parts = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-            self.in_proj.keep_parts(parts)
-        self.conv1d.keep(channels)
+            self.conv1d.keep(Share.of_sections(list(channels.values())))
         for parameter in (self.A_log, self.dt_bias):
             parameter.keep(0, heads)
-        self.out_proj.keep_columns(values, tp)
+        self.out_proj.keep_columns(heads.times(shape.value_dim), tp)
         self.shape = replace(shape, num_key_heads=key_heads.size, num_value_heads=heads.size)
         self._states = self._states.of_rank(tp.rank, tp.size)
 
@@ -95,21 +112,34 @@ class GatedDeltaNet(TokenMixer):
             q.unflatten(1, (-1, shape.key_dim)),
             k.unflatten(1, (-1, shape.key_dim)),
             v.unflatten(1, (-1, shape.value_dim)),
-            Gate(a, b, self.A_log.data, self.dt_bias.data),
+            Gate(a, b, self.A_log.data, self.dt_bias.data, shape.beta_scale),
             state,
             cache.batch,
             scale=shape.key_dim**-0.5,
         )
-        gated = gated_rms_norm(out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self._eps).flatten(1)
+        gated = gated_rms_norm(
+            out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self.norm.eps
+        ).flatten(1)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
 
-    def _keep_key_heads(self, heads: Share) -> None:
-        """Compute the projections of these key heads only, each projection's of all heads side by side."""
+    def _projections(self, key_heads: Share, heads: Share) -> dict[str, Share]:
+        """Return the outputs of each projection that these heads have."""
         shape = self.shape
+        keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
+        if self._stored == "apart":
+            qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+            return {**qkv, "g_proj": values, "b_proj": heads, "a_proj": heads}
+        if self._stored == "merged":
+            qkv = {"in_proj_qkv": Share.of_sections([keys, keys, values])}
+            return {**qkv, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         group = shape.num_value_heads // shape.num_key_heads
-        values = group * shape.value_dim
-        parts = {
-            "in_proj_qkvz": Share.of_parts(heads, [shape.key_dim, shape.key_dim, values, values]),
-            "in_proj_ba": Share.of_parts(heads, [group, group]),
+        of_group = group * shape.value_dim
+        return {  # each projection's of all heads side by side
+            "in_proj_qkvz": Share.of_parts(key_heads, [shape.key_dim, shape.key_dim, of_group, of_group]),
+            "in_proj_ba": Share.of_parts(key_heads, [group, group]),
         }
-        self.in_proj.keep_parts(parts)
+
+    def _convolutions(self, key_heads: Share, heads: Share) -> dict[str, Share]:
+        """Return the channels of q, k and v that these heads have."""
+        keys, values = key_heads.times(self.shape.key_dim), heads.times(self.shape.value_dim)
+        return {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}

@@ -58,6 +58,7 @@ FAMILY = Family(
     defaults={"num_key_value_heads": 4, "head_dim": 256},
     linear=read_linear_attention,
     rotary_fraction=0.25,
+    has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
 )

@@ -44,6 +44,7 @@ FAMILY = Family(
     linear=read_linear_attention,
     experts=read_experts_and_shared,
     rotary_fraction=0.25,
+    has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
 )

@@ -15,7 +15,7 @@ class Qwen3NextLayer(Qwen35MoeLayer):
     """A layer as in Qwen3.5's mixtures, or dense where the config says; delta nets are stored key head by key head."""
 
     def make_delta_net(self, config: ModelConfig, index: int) -> layers.GatedDeltaNet:
-        return layers.GatedDeltaNet(config, index, by_key_head=True)
+        return layers.GatedDeltaNet(config, index, stored="by key head")
 
     def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
         assert config.moe is not None, "a config of this family has experts"
@@ -39,6 +39,7 @@ FAMILY = Family(
     linear=read_linear_attention,
     experts=read_experts_and_shared,
     rotary_fraction=0.25,
+    has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
 )

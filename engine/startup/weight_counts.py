@@ -92,7 +92,7 @@ def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
     hidden, heads = model.hidden_size, model.num_heads / ranks
     if (latent := model.latent) is None:
         kv_heads = max(1, model.num_kv_heads // ranks)
-        queries = 2 * heads if model.linear is not None else heads  # hybrids have a gate beside each
+        queries = 2 * heads if model.rules.has_gated_heads else heads
         return hidden * model.head_dim * (queries + heads + 2 * kv_heads), 0
     if latent.q_rank is None:
         queries = hidden * heads * latent.head_dim

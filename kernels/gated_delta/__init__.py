@@ -45,7 +45,7 @@ def gated_delta(
     nowhere else. Sums are float32; products of chunks take operands in v's dtype.
 
     Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, K and V
-    are powers of two from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
+    are multiples of 16 from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
     """
     _check(q, k, v, gate, state, out)
     run = cpu.gated_delta if q.is_cpu else reference.gated_delta

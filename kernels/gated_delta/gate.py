@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ class Gate:
 
     With `log_rate`, what projections give, and the op works out the gates in float32:
 
-        g = -exp(log_rate) * softplus(decay + bias)         beta = sigmoid(beta)
+        g = -exp(log_rate) * softplus(decay + bias)         beta = beta_scale * sigmoid(beta)
 
-    Without it, `decay` is g itself, natural logarithms that are 0 at most, and `beta` is beta.
+    Without it, `decay` is g itself, natural logarithms that are 0 at most, and `beta` is beta. A beta up to 2 lets a
+    token turn the sign of what a state holds for its key (Grazzi et al., arXiv:2411.12537).
     """
 
     decay: Tensor  # [T, H], or [T, H, K]
     beta: Tensor  # [T, H]
     log_rate: Tensor | None = None  # [H] float32, `A_log` in checkpoints
     bias: Tensor | None = None  # [H] or [H, K] float32, `dt_bias` in checkpoints
+    beta_scale: float = 1.0  # 1 or 2
 
     @property
     def per_dim(self) -> bool:
@@ -45,7 +47,7 @@ class Gate:
 
     def sliced(self, tokens: slice) -> Gate:
         """Return the gates of some of the tokens."""
-        return Gate(self.decay[tokens], self.beta[tokens], self.log_rate, self.bias)
+        return replace(self, decay=self.decay[tokens], beta=self.beta[tokens])
 
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return g, shaped as `decay`, and beta [T, H]."""
@@ -54,7 +56,7 @@ class Gate:
             return decay, beta
         rate = self.log_rate.to(dtype).exp()
         softplus = functional.softplus(decay + self.bias.to(dtype))
-        return -(rate[:, None] if self.per_dim else rate) * softplus, beta.sigmoid()
+        return -(rate[:, None] if self.per_dim else rate) * softplus, self.beta_scale * beta.sigmoid()
 
 
 def _shape(tensor: Tensor | None) -> list[int] | None:

@@ -31,6 +31,7 @@ ARCHITECTURES = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "olmo_hybrid",
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
@@ -126,6 +127,16 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA_NETS,
     "qwen3_5_moe_text": {**_DELTA_NETS, **_GATED_MIXTURE},
     "qwen3_next": {**_DELTA_NETS, **_GATED_MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [3]},
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 48,
+        "linear_value_head_dim": 32,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {
         **_MAMBA,
@@ -319,6 +330,7 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _WIDE_DELTA_NETS,
     "qwen3_5_moe_text": {**_WIDE_DELTA_NETS, **_WIDE_GATED_MIXTURE},
     "qwen3_next": {**_WIDE_DELTA_NETS, **_WIDE_GATED_MIXTURE},
+    "olmo_hybrid": {"linear_key_head_dim": 96, "linear_value_head_dim": 192},
 }
 
 # In bfloat16, of models of these sizes:
@@ -350,7 +362,34 @@ def write_checkpoint(
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     shard_bytes = size_bytes if shards == 1 else size_bytes // (shards + 1)
     model.save_pretrained(folder, max_shard_size=max(shard_bytes, 1))
+    if architecture == "olmo_hybrid":
+        _write_as_published(model, folder, max(shard_bytes, 1))
     return folder
+
+
+def _write_as_published(model: Any, folder: Path, shard_bytes: int) -> None:
+    """Write the weights of an OLMo Hybrid once more: `transformers` cuts its convolutions into three equal parts,
+    whatever the widths of q, k and v, and gives a norm of attention the name of another one.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    config = model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    delta_nets = tuple(f"model.layers.{i}." for i, kind in enumerate(config.layer_types) if kind == "linear_attention")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("conv1d.weight"):
+            parts = tensor.split([keys, keys, len(tensor) - 2 * keys])
+            prefix = name.removesuffix("conv1d.weight")
+            tensors |= {f"{prefix}{part}_conv1d.weight": x for part, x in zip("qkv", parts, strict=True)}
+        elif name.startswith(delta_nets):
+            published = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+            tensors[published.replace("input_layernorm", "attention_layer_norm")] = tensor
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            tensors[name] = tensor
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_torch_state_dict({name: x.clone() for name, x in tensors.items()}, folder, max_shard_size=shard_bytes)
 
 
 def make_model(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from baton.kernels import pdl
-from baton.kernels.launch import cdiv
 from baton.kernels.state_batch import CHUNK, StateBatch
 from baton.kernels.tuned import Options
 
@@ -75,7 +74,7 @@ def _step(
     options: Options,
 ) -> None:
     values = options["VALUES"]
-    step_tokens[(cdiv(shape.value_dim, values), shape.num_heads, batch.most_decodes)](
+    step_tokens[(shape.value_dim // values, shape.num_heads, batch.most_decodes)](
         q,
         k,
         v,
@@ -101,9 +100,11 @@ def _step(
         NUM_HEADS=shape.num_heads,
         GROUP=shape.group,
         KEY_DIM=shape.key_dim,
+        KEYS=shape.padded_key_dim,
         VALUE_DIM=shape.value_dim,
         PER_DIM=shape.per_dim,
         NORM=norm_eps is not None,
+        BETA_SCALE=gate.beta_scale,
         PREFETCH=min(values, LINE_BYTES // state.element_size()) if pdl.SUPPORTED.value else 0,
         **options,
         **pdl.launch_options(),
@@ -127,10 +128,11 @@ def _chunks(
     num_chunks, heads, key_dim = batch.num_chunks, shape.num_heads, shape.key_dim
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
     mixing, attention = (q.new_empty(num_chunks, heads, CHUNK, CHUNK) for _ in range(2))
-    sizes = {"NUM_HEADS": heads, "GROUP": shape.group, "KEY_DIM": key_dim, "CHUNK": CHUNK, "PRECISION": precision}
+    heads_of = {"NUM_HEADS": heads, "GROUP": shape.group, "KEY_DIM": key_dim, "KEYS": shape.padded_key_dim}
+    sizes = {**heads_of, "CHUNK": CHUNK, "PRECISION": precision}
     inputs = (q, k, gate.decay, gate.beta, gate.log_rate, gate.bias, batch.chunk_start)
     strides = (q.stride(0), k.stride(0), gate.decay.stride(0), gate.beta.stride(0))
-    launch = {"NORM": norm_eps is not None, **pdl.launch_options()}
+    launch = {"NORM": norm_eps is not None, "BETA_SCALE": gate.beta_scale, **pdl.launch_options()}
     keys: tuple[Tensor, Tensor, Tensor | None]
     if shape.per_dim:
         reads, queries, writes = (q.new_empty(num_chunks, heads, CHUNK, key_dim) for _ in range(3))
@@ -160,7 +162,7 @@ def _chunks(
             **launch,
         )
         keys = q, k, None
-    scan_chunks[(cdiv(shape.value_dim, scan["VALUES"]), heads, batch.most_prefills)](
+    scan_chunks[(shape.value_dim // scan["VALUES"], heads, batch.most_prefills)](
         *keys,
         v,
         mixing,

@@ -1,4 +1,8 @@
-"""The gates of a kernel's tokens, out of what projections give, and the lengths of heads."""
+"""The gates of a kernel's tokens, out of what projections give, and the key dimensions of heads.
+
+A program holds KEYS key dimensions, a power of two; those past KEY_DIM are zeros in keys, queries and states, and are
+neither read nor written.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,41 @@ def log2_decay(decay, rate, bias):
 
 
 @triton.jit
-def write_strength(beta, rate):
+def write_strength(beta, rate, SCALE: tl.constexpr):
     """Return beta, out of its logits unless `rate` is None."""
     value = beta.to(tl.float32)
     if rate is not None:
-        value = 1.0 / (1.0 + tl.exp(-value))
+        value = SCALE / (1.0 + tl.exp(-value))
     return value
+
+
+@triton.jit
+def load_dims(cells, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Return what lies at `cells`, 0 where `dim`, of the same shape or one that broadcasts to it, is past KEY_DIM."""
+    if KEYS == KEY_DIM:
+        values = tl.load(cells)
+    else:
+        values = tl.load(cells, mask=dim < KEY_DIM, other=0.0)
+    return values
+
+
+@triton.jit
+def load_known_dims(cells, known, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Return what lies at `cells`, 0 where a token is not `known` and where `dim` is past KEY_DIM."""
+    if KEYS == KEY_DIM:
+        values = tl.load(cells, mask=known, other=0.0)
+    else:
+        values = tl.load(cells, mask=known & (dim < KEY_DIM), other=0.0)
+    return values
+
+
+@triton.jit
+def store_dims(cells, values, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Store `values` but for those whose `dim` is past KEY_DIM."""
+    if KEYS == KEY_DIM:
+        tl.store(cells, values)
+    else:
+        tl.store(cells, values, mask=dim < KEY_DIM)
 
 
 @triton.jit

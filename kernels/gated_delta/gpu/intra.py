@@ -15,7 +15,7 @@ import triton.language as tl
 
 from baton.kernels import pdl
 
-from .gates import log2_decay, reciprocal_length, write_strength
+from .gates import load_known_dims, log2_decay, reciprocal_length, write_strength
 from .inverse import unit_lower_inverse
 
 FACTORS = tl.constexpr(4)  # vectors of a chunk and head:
@@ -44,9 +44,11 @@ def intra_chunk(
     GROUP: tl.constexpr,  # heads of values that share one of keys
     HEADS: tl.constexpr,  # of a program; divides GROUP
     KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
     CHUNK: tl.constexpr,
     SOLVE: tl.constexpr,  # rows that are solved by substitution
     NORM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,  # of products of float32
 ):
     pdl.let_next_start()
@@ -57,12 +59,13 @@ def intra_chunk(
     row = tl.arange(0, CHUNK)
     known = row < count
     token = first.to(tl.int64) + row
-    dims = first_head // GROUP * KEY_DIM + tl.arange(0, KEY_DIM)
+    dim = tl.arange(0, KEYS)[None, :]
+    cells = first_head // GROUP * KEY_DIM + dim
     pdl.wait_for_previous()
     if count == 0:
         return
-    keys = tl.load(k + token[:, None] * k_stride + dims[None, :], mask=known[:, None], other=0.0)
-    queries = tl.load(q + token[:, None] * q_stride + dims[None, :], mask=known[:, None], other=0.0)
+    keys = load_known_dims(k + token[:, None] * k_stride + cells, known[:, None], dim, KEY_DIM, KEYS)
+    queries = load_known_dims(q + token[:, None] * q_stride + cells, known[:, None], dim, KEY_DIM, KEYS)
     key_products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     query_products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     on_diagonal = row[:, None] == row[None, :]
@@ -80,7 +83,7 @@ def intra_chunk(
             rate, offset = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
         gates = tl.load(decay + token * decay_stride + head, mask=known, other=0.0)
         log_kept = tl.where(known, log2_decay(gates, rate, offset), 0.0)
-        strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate)
+        strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate, BETA_SCALE)
         strength = tl.where(known, strength, 0.0)
         total = tl.cumsum(log_kept, axis=0)
         last = tl.sum(log_kept, axis=0)
@@ -89,9 +92,9 @@ def intra_chunk(
         dependence = tl.where(on_diagonal, 0.0, key_products * kept * strength[:, None])
         solved = unit_lower_inverse(dependence, CHUNK, SOLVE, PRECISION) * strength[None, :]
         place = chunk.to(tl.int64) * NUM_HEADS + head
-        cells = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
-        tl.store(mixing + cells, solved.to(mixing.dtype.element_ty))
-        tl.store(attention + cells, (query_products * kept).to(attention.dtype.element_ty))
+        squares = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
+        tl.store(mixing + squares, solved.to(mixing.dtype.element_ty))
+        tl.store(attention + squares, (query_products * kept).to(attention.dtype.element_ty))
         vectors = factors + place * FACTORS * CHUNK + row
         since_start = tl.exp2(total)
         tl.store(vectors + READ_KEY * CHUNK, since_start * key_rows)

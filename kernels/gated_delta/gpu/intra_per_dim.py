@@ -21,7 +21,7 @@ import triton.language as tl
 
 from baton.kernels import pdl
 
-from .gates import log2_decay, reciprocal_length, write_strength
+from .gates import load_dims, load_known_dims, log2_decay, reciprocal_length, store_dims, write_strength
 from .inverse import unit_lower_inverse
 
 
@@ -49,10 +49,12 @@ def intra_chunk_per_dim(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,  # CHUNK is 2 ** LEVELS
     SOLVE: tl.constexpr,
     NORM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pdl.let_next_start()
@@ -63,42 +65,41 @@ def intra_chunk_per_dim(
     row = tl.arange(0, CHUNK)
     known = row < count
     token = first.to(tl.int64) + row
-    dim = tl.arange(0, KEY_DIM)
+    dim = tl.arange(0, KEYS)[None, :]
     rate, offset = None, None
     if log_rate is not None:
-        rate, offset = tl.exp(tl.load(log_rate + head)), tl.load(bias + head * KEY_DIM + dim)[None, :]
+        rate, offset = tl.exp(tl.load(log_rate + head)), load_dims(bias + head * KEY_DIM + dim, dim, KEY_DIM, KEYS)
     pdl.wait_for_previous()
     if count == 0:
         return
-    cells = head // GROUP * KEY_DIM + dim[None, :]
+    cells = head // GROUP * KEY_DIM + dim
     dtype: tl.constexpr = read_keys.dtype.element_ty
-    keys = tl.load(k + token[:, None] * k_stride + cells, mask=known[:, None], other=0.0).to(tl.float32)
-    queries = tl.load(q + token[:, None] * q_stride + cells, mask=known[:, None], other=0.0).to(tl.float32)
+    exists = known[:, None]
+    keys = load_known_dims(k + token[:, None] * k_stride + cells, exists, dim, KEY_DIM, KEYS).to(tl.float32)
+    queries = load_known_dims(q + token[:, None] * q_stride + cells, exists, dim, KEY_DIM, KEYS).to(tl.float32)
     keys *= reciprocal_length(tl.sum(keys * keys, axis=1), eps, NORM)[:, None]
     queries *= (reciprocal_length(tl.sum(queries * queries, axis=1), eps, NORM) * scale)[:, None]
-    gate_cells = decay + token[:, None] * decay_stride + head * KEY_DIM + dim[None, :]
-    log_kept = log2_decay(tl.load(gate_cells, mask=known[:, None], other=0.0), rate, offset)
-    log_kept = tl.where(known[:, None], log_kept, 0.0)
+    gate_cells = decay + token[:, None] * decay_stride + head * KEY_DIM + dim
+    log_kept = log2_decay(load_known_dims(gate_cells, exists, dim, KEY_DIM, KEYS), rate, offset)
+    log_kept = tl.where(exists, log_kept, 0.0)
     total = tl.cumsum(log_kept, axis=0)
-    last = tl.sum(log_kept, axis=0)
+    last = tl.sum(log_kept, axis=0)[None, :]
 
     place = chunk.to(tl.int64) * NUM_HEADS + head
-    wide = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim[None, :]
+    wide = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim
     since_start = tl.exp2(total)
-    tl.store(read_keys + wide, (keys * since_start).to(dtype))
-    tl.store(read_queries + wide, (queries * since_start).to(dtype))
-    tl.store(write_keys + wide, (keys * tl.exp2(last[None, :] - total)).to(dtype))
-    tl.store(keep + place * KEY_DIM + dim, tl.exp2(last))
+    store_dims(read_keys + wide, (keys * since_start).to(dtype), dim, KEY_DIM, KEYS)
+    store_dims(read_queries + wide, (queries * since_start).to(dtype), dim, KEY_DIM, KEYS)
+    store_dims(write_keys + wide, (keys * tl.exp2(last - total)).to(dtype), dim, KEY_DIM, KEYS)
+    store_dims(keep + place * KEY_DIM + dim, tl.exp2(last), dim, KEY_DIM, KEYS)
 
-    strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate)
+    strength = write_strength(tl.load(beta + token * beta_stride + head, mask=known, other=0.0), rate, BETA_SCALE)
     strength = tl.where(known, strength, 0.0)
 
     dependence = tl.zeros([CHUNK, CHUNK], tl.float32)
     weights = tl.where(row[:, None] == row[None, :], tl.sum(queries * keys, axis=1)[:, None], 0.0)
     for level in range(LEVELS):  # not unrolled: one level's operands are as much as registers hold
-        of_keys, of_queries = _across_middles(
-            queries, keys, total, CHUNK >> (level + 1), CHUNK, KEY_DIM, dtype, PRECISION
-        )
+        of_keys, of_queries = _across_middles(queries, keys, total, CHUNK >> (level + 1), CHUNK, KEYS, dtype, PRECISION)
         dependence += of_keys
         weights += of_queries
     solved = unit_lower_inverse(dependence * strength[:, None], CHUNK, SOLVE, PRECISION) * strength[None, :]
@@ -110,14 +111,14 @@ def intra_chunk_per_dim(
 
 @triton.jit
 def _across_middles(
-    queries, keys, total, half, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+    queries, keys, total, half, CHUNK: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Return the products of later keys, and of later queries, with earlier keys across the middle of a block of 2 half
     tokens: [CHUNK, CHUNK], zero elsewhere.
     """
     row = tl.arange(0, CHUNK)
     middle = (row & ~(2 * half - 1)) + half
-    of_middle = tl.gather(total, tl.broadcast_to(middle[:, None], (CHUNK, KEY_DIM)), axis=0)
+    of_middle = tl.gather(total, tl.broadcast_to(middle[:, None], (CHUNK, KEYS)), axis=0)
     later = (row & half)[:, None] != 0
     apart = tl.exp2(tl.where(later, total - of_middle, of_middle - total))
     scaled_keys = keys * apart

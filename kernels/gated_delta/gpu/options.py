@@ -28,6 +28,11 @@ class Shape:
     per_dim: bool
 
     @property
+    def padded_key_dim(self) -> int:
+        """The key dimensions that a program holds."""
+        return 1 << (self.key_dim - 1).bit_length()
+
+    @property
     def words(self) -> dict[str, str]:
         """Return what of a key must be equal."""
         gates = "a dimension" if self.per_dim else "a head"
@@ -49,7 +54,7 @@ def scan_key(shape: Shape, num_seqs: int, num_tokens: int) -> tuned.Key:
 
 
 def step_options(shape: Shape, num_seqs: int, device: torch.device) -> Options:
-    return tuned.config("gated_delta", device, step_key(shape, num_seqs), _narrowed(STEP, shape))
+    return tuned.config("gated_delta", device, step_key(shape, num_seqs), narrowed(STEP, shape))
 
 
 def intra_options(shape: Shape, num_tokens: int, device: torch.device) -> Options:
@@ -59,10 +64,11 @@ def intra_options(shape: Shape, num_tokens: int, device: torch.device) -> Option
 
 def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.device) -> Options:
     fills_device = shape.num_heads * num_seqs >= multiprocessors(device)
-    default = _narrowed(WIDE_SCAN if fills_device else SCAN, shape)
+    is_wide = fills_device and shape.value_dim % WIDE_SCAN["VALUES"] == 0
+    default = narrowed(WIDE_SCAN if is_wide else SCAN, shape)
     return tuned.config("gated_delta", device, scan_key(shape, num_seqs, num_tokens), default)
 
 
-def _narrowed(options: Options, shape: Shape) -> Options:
-    """Return options for programs with no more value dimensions than there are."""
-    return {**options, "VALUES": min(options["VALUES"], shape.value_dim)}
+def narrowed(options: Options, shape: Shape) -> Options:
+    """Return options for programs whose value dimensions divide those that there are."""
+    return {**options, "VALUES": min(options["VALUES"], shape.value_dim & -shape.value_dim)}

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from baton.kernels import pdl
 
+from .gates import load_dims, load_known_dims, store_dims
 from .intra import FACTORS, KEEP, READ_KEY, READ_QUERY, WRITE_KEY
 
 
@@ -44,8 +45,9 @@ def scan_chunks(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
     VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr,  # of a program
+    VALUES: tl.constexpr,  # of a program; divides VALUE_DIM
     CHUNK: tl.constexpr,
     PER_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -55,34 +57,34 @@ def scan_chunks(
     head = tl.program_id(1)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     row = tl.arange(0, CHUNK)
-    dim = tl.arange(0, KEY_DIM)
+    dim = tl.arange(0, KEYS)[None, :]
     first_chunk = tl.load(seq_chunks + first_seq + seq)
     end_chunk = tl.load(seq_chunks + first_seq + seq + 1)
     source = tl.load(sources + first_seq + seq).to(tl.int64)
     target = tl.load(targets + first_seq + seq).to(tl.int64)
     begin = tl.load(chunk_start + first_chunk)
-    inner = head * KEY_DIM * VALUE_DIM + dim.to(tl.int64)[None, :] * VALUE_DIM + value.to(tl.int64)[:, None]
+    inner = head * KEY_DIM * VALUE_DIM + dim.to(tl.int64) * VALUE_DIM + value.to(tl.int64)[:, None]
     tile = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     pdl.wait_for_previous()
     from_arena = source >= 0 and first_chunk < end_chunk
-    kept = tl.zeros([VALUES, KEY_DIM], tl.float32)
+    kept = tl.zeros([VALUES, KEYS], tl.float32)
     if from_arena:
-        kept = tl.load(state + source * state_stride + inner)
+        kept = load_dims(state + source * state_stride + inner, dim, KEY_DIM, KEYS)
     for chunk in range(first_chunk, end_chunk):
         end = tl.load(chunk_start + chunk + 1)
         known = (row < end - begin)[:, None]
         token = (begin.to(tl.int64) + row)[:, None]
         place = tl.cast(chunk, tl.int64) * NUM_HEADS + head
         if PER_DIM:
-            key_cells = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim[None, :]
-            keys = tl.load(k + key_cells)
-            queries = tl.load(q + key_cells)
-            writers = tl.load(write_keys + key_cells)
-            keep = tl.load(factors + place * KEY_DIM + dim)[None, :]
+            key_cells = place * CHUNK * KEY_DIM + row[:, None] * KEY_DIM + dim
+            keys = load_dims(k + key_cells, dim, KEY_DIM, KEYS)
+            queries = load_dims(q + key_cells, dim, KEY_DIM, KEYS)
+            writers = load_dims(write_keys + key_cells, dim, KEY_DIM, KEYS)
+            keep = load_dims(factors + place * KEY_DIM + dim, dim, KEY_DIM, KEYS)
         else:
-            key_cells = head // GROUP * KEY_DIM + dim[None, :]
-            keys = tl.load(k + token * k_stride + key_cells, mask=known, other=0.0)
-            queries = tl.load(q + token * q_stride + key_cells, mask=known, other=0.0)
+            key_cells = head // GROUP * KEY_DIM + dim
+            keys = load_known_dims(k + token * k_stride + key_cells, known, dim, KEY_DIM, KEYS)
+            queries = load_known_dims(q + token * q_stride + key_cells, known, dim, KEY_DIM, KEYS)
             vectors = factors + place * FACTORS * CHUNK + row
             read_key = tl.load(vectors + READ_KEY * CHUNK)[None, :]
             read_query = tl.load(vectors + READ_QUERY * CHUNK)[None, :]
@@ -109,7 +111,7 @@ def scan_chunks(
         tl.store(cells, tl.trans(result).to(out.dtype.element_ty), mask=known)
         checkpoint = tl.load(checkpoints + chunk).to(tl.int64)
         if checkpoint >= 0:
-            tl.store(state + checkpoint * state_stride + inner, kept)
+            store_dims(state + checkpoint * state_stride + inner, kept, dim, KEY_DIM, KEYS)
         begin = end
     if target >= 0 and first_chunk < end_chunk:
-        tl.store(state + target * state_stride + inner, kept)
+        store_dims(state + target * state_stride + inner, kept, dim, KEY_DIM, KEYS)

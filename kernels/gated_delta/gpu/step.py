@@ -13,7 +13,7 @@ import triton.language as tl
 
 from baton.kernels import pdl
 
-from .gates import log2_decay, reciprocal_length, write_strength
+from .gates import load_dims, log2_decay, reciprocal_length, store_dims, write_strength
 
 
 @triton.jit
@@ -43,9 +43,11 @@ def step_tokens(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
     VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr,  # of a program
+    VALUES: tl.constexpr,  # of a program; divides VALUE_DIM
     PER_DIM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,  # cells of the state that lie in one line of the cache, 0: none are prefetched
 ):
@@ -53,7 +55,7 @@ def step_tokens(
     seq = tl.program_id(2)
     head = tl.program_id(1)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-    dim = tl.arange(0, KEY_DIM)
+    dim = tl.arange(0, KEYS)
     begin = tl.load(query_start + seq)
     end = tl.where(seq < tl.load(num_decodes), tl.load(query_start + seq + 1), begin)
     source = tl.load(sources + seq).to(tl.int64)
@@ -62,34 +64,33 @@ def step_tokens(
     if PREFETCH > 0:  # noqa: SIM102  (the first is known to the compiler)
         if from_arena:
             line = tl.program_id(0) * VALUES + tl.arange(0, VALUES // PREFETCH) * PREFETCH
-            lines = (
-                state + source * state_stride + head * KEY_DIM * VALUE_DIM + dim[:, None] * VALUE_DIM + line[None, :]
-            )
-            pdl.prefetch(lines)
+            rows = head * KEY_DIM + tl.minimum(dim, KEY_DIM - 1)
+            pdl.prefetch(state + source * state_stride + rows[:, None] * VALUE_DIM + line[None, :])
     rate = None
     if log_rate is not None:
         rate = tl.exp(tl.load(log_rate + head))
     offset = None
     if log_rate is not None:
         if PER_DIM:
-            offset = tl.load(bias + head * KEY_DIM + dim)
+            offset = load_dims(bias + head * KEY_DIM + dim, dim, KEY_DIM, KEYS)
         else:
             offset = tl.load(bias + head)
     inner = head * KEY_DIM * VALUE_DIM + dim[:, None] * VALUE_DIM + value[None, :]
     pdl.wait_for_previous()
-    kept = tl.zeros([KEY_DIM, VALUES], tl.float32)
+    kept = tl.zeros([KEYS, VALUES], tl.float32)
     if from_arena:
-        kept = tl.load(state + source * state_stride + inner)
+        kept = load_dims(state + source * state_stride + inner, dim[:, None], KEY_DIM, KEYS)
     for index in range(begin, end):
         token = tl.cast(index, tl.int64)
-        key = tl.load(k + token * k_stride + head // GROUP * KEY_DIM + dim).to(tl.float32)
-        query = tl.load(q + token * q_stride + head // GROUP * KEY_DIM + dim).to(tl.float32)
+        cells = head // GROUP * KEY_DIM + dim
+        key = load_dims(k + token * k_stride + cells, dim, KEY_DIM, KEYS).to(tl.float32)
+        query = load_dims(q + token * q_stride + cells, dim, KEY_DIM, KEYS).to(tl.float32)
         values = tl.load(v + token * v_stride + head * VALUE_DIM + value).to(tl.float32)
-        strength = write_strength(tl.load(beta + token * beta_stride + head), rate)
+        strength = write_strength(tl.load(beta + token * beta_stride + head), rate, BETA_SCALE)
         key *= reciprocal_length(tl.sum(key * key, axis=0), eps, NORM)
         query *= reciprocal_length(tl.sum(query * query, axis=0), eps, NORM) * scale
         if PER_DIM:
-            gates = tl.load(decay + token * decay_stride + head * KEY_DIM + dim)
+            gates = load_dims(decay + token * decay_stride + head * KEY_DIM + dim, dim, KEY_DIM, KEYS)
             kept *= tl.exp2(log2_decay(gates, rate, offset))[:, None]
         else:
             kept *= tl.exp2(log2_decay(tl.load(decay + token * decay_stride + head), rate, offset))
@@ -98,7 +99,6 @@ def step_tokens(
         change = strength * (values - read)
         result += tl.sum(query * key, axis=0) * change
         kept += key[:, None] * change[None, :]
-        cells = out + token * out_stride + head * VALUE_DIM + value
-        tl.store(cells, result.to(out.dtype.element_ty))
+        tl.store(out + token * out_stride + head * VALUE_DIM + value, result.to(out.dtype.element_ty))
     if target >= 0 and begin < end:
-        tl.store(state + target * state_stride + inner, kept)
+        store_dims(state + target * state_stride + inner, kept, dim[:, None], KEY_DIM, KEYS)

@@ -54,6 +54,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "olmo2": ("olmo2", {}, 2),
     "gemma2": ("gemma2", {}, 2),
     "gemma3_text": ("gemma3_text", {}, 2),
+    "olmo_hybrid": ("olmo_hybrid", {}, 2),
     "falcon_h1": ("falcon_h1", {}, 2),
     "nemotron_h-more-ranks-than-groups": ("nemotron_h", {"n_groups": 1}, 2),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 2),

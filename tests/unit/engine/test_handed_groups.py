@@ -26,6 +26,7 @@ VARIANTS = [
     "gpt_oss",
     "gemma3_text",
     "kimi_linear",
+    "olmo_hybrid",
     "falcon_h1",
     "nemotron_h",
     "mimo_v2_flash",

@@ -127,7 +127,7 @@ def test_an_engine_with_states_warms_up(folder: Path, kind: str) -> None:
     assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "olmo_hybrid", "falcon_h1", "nemotron_h"])
 def test_prompts_longer_than_a_checkpoint_are_answered_as_transformers_does_and_then_from_the_cache(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -205,7 +205,7 @@ def test_what_does_not_serve_these_states_is_refused_by_name(folder: Path, argum
     ("changes", "error", "text"),
     [
         ({"linear_conv_kernel_dim": 5}, UnsupportedModel, "only 2 to 4"),
-        ({"linear_key_head_dim": 24}, UnsupportedModel, "powers of two"),
+        ({"linear_key_head_dim": 24}, UnsupportedModel, "multiples of 16"),
         ({"linear_num_value_heads": 3}, InvalidModelConfig, "a multiple of linear_num_key_heads"),
         ({"layer_types": ["linear_attention"] * 4}, UnsupportedModel, "without a full_attention layer"),
         ({"layer_types": ["linear_attention"]}, InvalidModelConfig, "names 1 layers"),

@@ -45,7 +45,8 @@ class DeltaStep:
         return out, state
 
     def converted(self, dtype: torch.dtype) -> DeltaStep:
-        gate = Gate(*(None if part is None else part.to(dtype) for part in vars(self.gate).values()))  # type: ignore[arg-type]
+        parts = {name: part.to(dtype) for name, part in vars(self.gate).items() if isinstance(part, Tensor)}
+        gate = replace(self.gate, **parts)  # type: ignore[arg-type]
         q, k, v, state = (part.to(dtype) for part in (self.q, self.k, self.v, self.state))
         return replace(self, q=q, k=k, v=v, state=state, gate=gate)
 
@@ -73,6 +74,7 @@ def delta_step(
     dtype: torch.dtype = torch.float32,
     per_dim: bool = False,
     raw_gate: bool = True,
+    beta_scale: float = 1.0,
     norm_eps: float | None = 1e-6,
     strength: float = 1.0,
     seed: int = 0,
@@ -101,4 +103,4 @@ def delta_step(
     log_rate, bias = (None if part is None else part.to(device) for part in (gate.log_rate, gate.bias))
     v = draw(num_tokens, heads.values, heads.value_dim)
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
-    return DeltaStep(q, k, v, Gate(decay, beta, log_rate, bias), state, batch, norm_eps)
+    return DeltaStep(q, k, v, Gate(decay, beta, log_rate, bias, beta_scale), state, batch, norm_eps)

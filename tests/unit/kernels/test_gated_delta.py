@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels.gated_delta import Gate, StateBatch, cpu, gated_delta, reference
 
-from .delta_cases import SCALE, DeltaStep, Heads, delta_step
+from .delta_cases import SCALE, SMALL, DeltaStep, Heads, delta_step
 
 CPU = torch.device("cpu")
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
@@ -46,9 +46,20 @@ def test_a_decay_that_is_the_same_in_all_dimensions_is_one_a_head() -> None:
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_chunks_give_what_single_tokens_do(dtype: torch.dtype, per_dim: bool) -> None:
-    step = delta_step(RAGGED, CPU, dtype=dtype, per_dim=per_dim, fresh=[1, 5], checkpoints=CHECKPOINTS)
-    step.check(gated_delta)
+@pytest.mark.parametrize(("heads", "beta_scale"), [(SMALL, 1.0), (Heads(2, 2, 96, 192), 2.0)], ids=str)
+def test_chunks_give_what_single_tokens_do(heads: Heads, beta_scale: float, dtype: torch.dtype, per_dim: bool) -> None:
+    case = {"heads": heads, "beta_scale": beta_scale, "fresh": [1, 5], "checkpoints": CHECKPOINTS}
+    delta_step(RAGGED, CPU, dtype=dtype, per_dim=per_dim, **case).check(gated_delta)  # type: ignore[arg-type]
+
+
+def test_a_scale_of_beta_multiplies_what_is_written_for_a_key() -> None:
+    step = delta_step([20], CPU, beta_scale=2.0)
+    out, state = step.run(reference.gated_delta)
+    g, beta = Gate(step.gate.decay, step.gate.beta, step.gate.log_rate, step.gate.bias).values(torch.float32)
+    plain = DeltaStep(step.q, step.k, step.v, Gate(g, 2 * beta), step.state, step.batch)
+    again, again_state = plain.run(reference.gated_delta)
+    torch.testing.assert_close(again, out)
+    torch.testing.assert_close(again_state, state, equal_nan=True)
 
 
 @pytest.mark.parametrize("per_dim", [False, True])

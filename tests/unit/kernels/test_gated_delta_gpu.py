@@ -20,13 +20,22 @@ gpu = pytest.importorskip("baton.kernels.gated_delta.gpu")
 
 from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, step  # noqa: E402
 from baton.kernels.gated_delta.gpu.inverse import unit_lower_inverse  # noqa: E402
-from baton.kernels.gated_delta.gpu.options import INTRA, INTRA_PER_DIM, SCAN, STEP, WIDE_SCAN  # noqa: E402
+from baton.kernels.gated_delta.gpu.options import (  # noqa: E402
+    INTRA,
+    INTRA_PER_DIM,
+    SCAN,
+    STEP,
+    WIDE_SCAN,
+    Shape,
+    narrowed,
+)
 
 pytestmark = pytest.mark.exhaustive
 
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
-QWEN = Heads(16, 32, 128, 128)
+QWEN, OLMO = Heads(16, 32, 128, 128), Heads(30, 30, 96, 192)
+HEADS = [Heads(1, 1), Heads(2, 2, 16, 64), Heads(1, 4, 64, 16), Heads(3, 6), Heads(2, 2, 96, 192), Heads(1, 2, 48, 80)]
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
@@ -40,9 +49,15 @@ def test_ragged_sequences_with_states_and_checkpoints(
 
 
 @pytest.mark.parametrize("per_dim", [False, True])
-@pytest.mark.parametrize("heads", [Heads(1, 1), Heads(2, 2, 16, 64), Heads(1, 4, 64, 16), Heads(3, 6)], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_head_groups_and_sizes(heads: Heads, per_dim: bool, triton_device: torch.device) -> None:
-    delta_step([1, 70], triton_device, heads=heads, per_dim=per_dim, in_place=False).check(gpu.gated_delta)
+    step = delta_step([1, 70, 130], triton_device, heads=heads, per_dim=per_dim, in_place=False, checkpoints=[(2, 64)])
+    step.check(gpu.gated_delta)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+def test_a_token_may_turn_the_sign_of_what_a_state_holds(per_dim: bool, triton_device: torch.device) -> None:
+    delta_step([1, 70], triton_device, per_dim=per_dim, beta_scale=2.0).check(gpu.gated_delta)
 
 
 @pytest.mark.parametrize("per_dim", [False, True])
@@ -76,10 +91,11 @@ def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float, tri
     step.check(gpu.gated_delta, slack=100.0)  # differences of sums of decays are as exact as these sums
 
 
+@pytest.mark.parametrize("beta", [1.0, 2.0])
 @pytest.mark.parametrize("solve", [8, 16, 32, 64])
-def test_keys_that_are_all_the_same_do_not_blow_up(solve: int, triton_device: torch.device) -> None:
+def test_keys_that_are_all_the_same_do_not_blow_up(solve: int, beta: float, triton_device: torch.device) -> None:
     step = delta_step([64], triton_device, raw_gate=False, strength=0.0)
-    gate = dataclasses.replace(step.gate, beta=torch.ones_like(step.gate.beta))
+    gate = dataclasses.replace(step.gate, beta=torch.full_like(step.gate.beta, beta))
     same = dataclasses.replace(step, k=step.k[:1].expand_as(step.k).contiguous(), gate=gate)
     same.check(gpu.gated_delta, intra={**INTRA, "SOLVE": solve})
 
@@ -173,7 +189,8 @@ TYPES = {
     **dict.fromkeys(("state_stride", "out_stride"), "i32:16"),
     **{"first_seq": "i32", "scale": "fp32", "eps": "fp32"},
 }
-SIZES = {"NUM_HEADS": 32, "GROUP": 2, "KEY_DIM": 128, "CHUNK": 64, "PRECISION": "tf32", "NORM": True, "VALUE_DIM": 128}
+SIZES = {"NUM_HEADS": 32, "GROUP": 2, "KEY_DIM": 128, "KEYS": 128, "VALUE_DIM": 128, "CHUNK": 64}
+SIZES |= {"PRECISION": "tf32", "NORM": True, "BETA_SCALE": 1.0}
 
 
 def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
@@ -213,6 +230,19 @@ def test_the_scan_runs_on_tensor_cores() -> None:
     assert compiled(scan.scan_chunks, WIDE_SCAN, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
 
 
+def test_heads_of_no_power_of_two_are_computed_as_others_are() -> None:
+    sizes = {"NUM_HEADS": 30, "GROUP": 1, "KEY_DIM": 96, "VALUE_DIM": 192, "BETA_SCALE": 2.0}
+    shape = Shape(30, 1, 96, 192, per_dim=False)
+    made = compiled(intra.intra_chunk, INTRA, **sizes)
+    assert made.wgmma
+    assert made.widest_load_bytes == 16
+    words = {"PER_DIM": False, "write_keys": None, **sizes}
+    assert "mma.sync" in compiled(scan.scan_chunks, narrowed(SCAN, shape), max_spill_bytes=64, **words).ptx  # type: ignore[arg-type]
+    assert (
+        compiled(step.step_tokens, narrowed(STEP, shape), PER_DIM=False, PREFETCH=32, **sizes).widest_load_bytes == 16
+    )
+
+
 # ---- on the device --------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +264,13 @@ def test_bfloat16_on_the_device(values: int, per_dim: bool) -> None:
     )
     options = {"VALUES": values, "num_warps": values // 16, "num_stages": 2}
     step.check(gpu.gated_delta, scan=options)
+
+
+@pytest.mark.gpu
+def test_heads_of_no_power_of_two_on_the_device() -> None:
+    case = {"heads": OLMO, "beta_scale": 2.0, "fresh": [1, 5], "checkpoints": [*CHECKPOINTS, (7, 512)]}
+    step = delta_step([*RAGGED, 700], torch.device("cuda"), dtype=torch.bfloat16, **case)  # type: ignore[arg-type]
+    step.check(gpu.gated_delta)
 
 
 @pytest.mark.gpu

@@ -137,6 +137,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_conv_kernel_dim": 3},
     ),
     "qwen3_5_text-half-rotated": ("qwen3_5_text", {"rope": {**ROPES["theta"], "partial_rotary_factor": 0.5}}),
+    "olmo_hybrid-rotated": ("olmo_hybrid", {"rope": ROPES["theta"], "attention_bias": True}),
+    "olmo_hybrid-yarn": ("olmo_hybrid", {"rope": ROPES["yarn"], "linear_conv_kernel_dim": 3}),
+    "olmo_hybrid-no-negative-eigenvalues": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "olmo_hybrid-sizes-of-attention": (
+        "olmo_hybrid",
+        {
+            "layer_types": None,
+            "hidden_size": 256,
+            "num_key_value_heads": None,
+            **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"), None),
+            "linear_key_head_dim": None,
+        },
+    ),
     "bamba-biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
     "bamba-plain-conv": ("bamba", {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 1}),
     "bamba-time-steps": ("bamba", {"time_step_limit": [0.05, 0.2]}),
@@ -343,7 +356,7 @@ def test_a_part_of_mamba_that_were_computed_otherwise_would_show(
     assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 20 * RECURRENT_TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"])
 @pytest.mark.parametrize("part", [0, 1], ids=["convolution", "state"])
 def test_a_state_that_were_lost_between_chunks_would_show(variant: str, part: int, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
@@ -358,7 +371,7 @@ def test_a_state_that_were_lost_between_chunks_would_show(variant: str, part: in
     assert error > 20 * RECURRENT_TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("variant", ["granitemoehybrid", "nemotron_h", "olmo_hybrid", "olmo_hybrid-rotated"])
 def test_a_rotation_that_were_left_out_or_added_would_show(variant: str, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
     rope = Rope(500.0) if model.config.rope == NO_ROPE else NO_ROPE

@@ -16,7 +16,10 @@ from ...helpers.paged import chunked_logprobs, random_tokens
 from ...helpers.thread_groups import run_ranks
 
 HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
-MODELS = {"qwen3_5_text": HEADS, "qwen3_5_moe_text": HEADS, "qwen3_next": HEADS, "kimi_linear": {"linear_num_heads": 4}}
+MODELS = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), HEADS),
+    "kimi_linear": {"linear_num_heads": 4},
+}
 MAMBA: dict[str, tuple[str, dict[str, object]]] = {
     "bamba": ("bamba", {}),
     "bamba, one group": ("bamba", {"mamba_n_groups": 1, "mamba_proj_bias": True}),

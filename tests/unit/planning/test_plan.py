@@ -44,6 +44,7 @@ CLASSES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
 }
