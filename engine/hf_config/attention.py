@@ -57,6 +57,45 @@ def read_layer_windows(rule: WindowRule | None, keys: Keys, num_layers: int) -> 
     return tuple(window if kind == SLIDING else None for kind in _kinds(rule, keys, num_layers))
 
 
+def read_heads_by_window(keys: Keys) -> tuple[HeadShape, HeadShape]:
+    """Read Gemma 4's heads of full layers, and those of others. Raises `ModelError`.
+
+    transformers writes the heads of full layers for each of them, the authors once.
+    """
+    kinds = keys.values.get("layer_types")
+    if isinstance(kinds, list) and kinds and kinds[-1] == SLIDING:
+        raise UnsupportedModel(f"config.json: layer_types that end in {SLIDING} are not supported")
+    num_kv_heads, dim = keys.integer("num_key_value_heads"), keys.integer("head_dim")
+    shares_projection = keys.flag("attention_k_eq_v", False)
+    own = _of_full_layers(keys, kinds)
+    if own is None:
+        full_dim = keys.integer("global_head_dim", 512)
+        full_kv_heads = keys.integer("num_global_key_value_heads", num_kv_heads) if shares_projection else num_kv_heads
+    else:
+        full_dim, full_kv_heads = own.integer("head_dim", dim), own.integer("num_key_value_heads", num_kv_heads)
+    if keys.integer("num_attention_heads") % full_kv_heads or full_dim % 2:
+        raise InvalidModelConfig(
+            f"config.json: {full_kv_heads} KV heads of {full_dim} in full_attention layers do not fit the model"
+        )
+    return HeadShape(full_kv_heads, full_dim, full_dim, not shares_projection), HeadShape(num_kv_heads, dim, dim)
+
+
+def _of_full_layers(keys: Keys, kinds: object) -> Keys | None:
+    """Return the keys that `per_layer_config` has for every full layer; None without it."""
+    given = keys.values.get("per_layer_config")
+    if not given:
+        return None
+    full = {str(layer) for layer, kind in enumerate(kinds) if kind == FULL} if isinstance(kinds, list) else None
+    first = next(iter(given.values())) if isinstance(given, dict) else None
+    if not isinstance(first, dict) or set(given) != full or any(each != first for each in given.values()):
+        raise UnsupportedModel(
+            f"config.json: per_layer_config is supported where it says the same of each {FULL} layer, and of no other"
+        )
+    if unknown := set(first) - {"head_dim", "num_key_value_heads"}:
+        raise UnsupportedModel(f"config.json: per_layer_config of {', '.join(sorted(unknown))} is not supported")
+    return Keys("config.json: per_layer_config", first)
+
+
 def read_kv_sources(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, ...]:
     """Return the layer whose keys and values each layer reads: the last `num_kv_shared_layers` read those of others.
 

@@ -36,6 +36,12 @@ class ExpertsConfig:
     dense_name: str = field(default="mlp", metadata=NEWER)  # in the checkpoint, of a layer's MLP that is no mixture
     is_gated: bool = field(default=True, metadata=NEWER)  # else a squared ReLU of ups; `projections` names two
     latent_size: int | None = field(default=None, metadata=NEWER)  # of what experts read and give; None: hidden_size
+    gate: str = field(
+        default="silu", metadata=NEWER
+    )  # the activation of gates, `baton.kernels.activation.Activation`'s
+    normed_router: bool = field(default=False, metadata=NEWER)  # see `layers.experts.NormedRouter`
+    beside_mlp: bool = field(default=False, metadata=NEWER)  # whether layers have an MLP beside their mixture
+    top_k_key: str = field(default="num_experts_per_tok", metadata=NEWER)  # its name in config.json
 
 
 def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> ExpertsConfig:
@@ -52,7 +58,7 @@ def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> Exp
         )
     if rest or config.top_groups > config.num_groups or config.top_k > group_size * config.top_groups:
         raise InvalidModelConfig(
-            f"config.json: num_experts_per_tok: {config.top_k} experts a token cannot be chosen from "
+            f"config.json: {config.top_k_key}: {config.top_k} experts a token cannot be chosen from "
             f"{config.num_experts} experts in {config.top_groups} of {config.num_groups} equal groups (topk_group of "
             "n_group)"
         )

@@ -250,10 +250,12 @@ class ModelConfig:
 
     @property
     def num_mlps(self) -> int:
-        """The number of layers with an MLP that is neither an expert nor beside experts."""
+        """The number of layers with an MLP that is neither an expert nor shared by them."""
         if self.mamba is not None:
             return self.mamba.count(MLP)
-        return self.num_layers if self.moe is None else self.moe.sparse_layers.count(False)
+        if self.moe is None or self.moe.beside_mlp:
+            return self.num_layers
+        return self.moe.sparse_layers.count(False)
 
     @property
     def has_states(self) -> bool:

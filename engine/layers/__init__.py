@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from baton.kernels.linear import Activation
 
     from .attention import Attention, TokenMixer
-    from .decoder_layer import LayerStep
+    from .decoder_layer import Branch, LayerStep
     from .delta_net import GatedDeltaNet
+    from .experts import NormedRouter
     from .kda import KimiDeltaAttention
     from .layer_inputs import LayerInput
     from .mamba2 import Mamba2
@@ -35,6 +36,7 @@ __all__ = [
     "MLP",
     "Activation",
     "Attention",
+    "Branch",
     "FeedForward",
     "GatedDeltaNet",
     "GatedMLP",
@@ -44,6 +46,7 @@ __all__ = [
     "LayerStep",
     "Mamba2",
     "MoE",
+    "NormedRouter",
     "RMSNorm",
     "TokenMixer",
 ]
@@ -51,6 +54,7 @@ __all__ = [
 _MODULES = {
     "Activation": "mlp",
     "Attention": "attention",
+    "Branch": "decoder_layer",
     "FeedForward": "mlp",
     "GatedDeltaNet": "delta_net",
     "GatedMLP": "mlp",
@@ -61,6 +65,7 @@ _MODULES = {
     "MLP": "mlp",
     "Mamba2": "mamba2",
     "MoE": "moe",
+    "NormedRouter": "experts",
     "RMSNorm": "norm",
     "TokenMixer": "attention",
 }

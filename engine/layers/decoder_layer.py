@@ -6,7 +6,7 @@ Importing this module loads no torch, as model files begin with it.
 from __future__ import annotations
 
 import abc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .base import Layer, TokenRows, rows_at
@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from .residual import ResidualStream
 
 
+@dataclass(frozen=True)
+class Branch:
+    """behind(mlp(before(x))): one of several feed-forward layers side by side."""
+
+    mlp: FeedForward
+    before: RMSNorm
+    behind: RMSNorm
+
+
 class LayerStep:
     """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
 
     step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
     step.attend(self.mamba, self.self_attn, ...)     x = x + mamba(norm(x)) + attention(norm(x))
     step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
+    step.feed_forward_side_by_side(b1, b2, behind=norm)    x = x + norm(b1(x) + b2(x)), each a `Branch`
     """
 
     def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
@@ -58,6 +68,17 @@ class LayerStep:
             self._keep_wanted()
         add_to = stream.target if behind is None else None
         stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
+
+    def feed_forward_side_by_side(self, *branches: Branch, behind: RMSNorm) -> None:
+        """Add the norm of what the branches give together. Comes behind the layer's attention."""
+        assert self._wanted is None, "tokens that go no further have left behind attention"
+        x, _ = self._stream.read(None)
+        total: Tensor | None = None
+        for branch in branches:
+            result = branch.behind(branch.mlp(x, self._rows, norm=branch.before.of_rows))
+            total = result if total is None else total.add_(result)
+        assert total is not None, "there are branches"
+        self._stream.take(total, behind)
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply the stream by a factor [1]."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.kernels.activation import Pointwise
+from baton.kernels.activation import Activation, Pointwise
 from baton.kernels.moe import GatedActivation, RoutingRule, route, router_logits
+from baton.kernels.rms_norm import rms_norm
 
 from .base import Held, Layer, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
@@ -20,6 +21,8 @@ from .plain_experts import PlainExperts
 
 class Router(Layer):
     """Chooses the experts of each token and the weight of each expert's output."""
+
+    norms_hidden = False  # whether it has a norm of its own for what it reads, in place of the experts'
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         self.weight = Parameter(config.num_experts, hidden_size)
@@ -47,6 +50,36 @@ class Router(Layer):
         return route(logits, self.rule, bias=_data(self.e_score_correction_bias), slots=slots)
 
 
+class NormedRouter(Router):
+    """The router of Gemma 4: of RMS-normed hidden states, with a scale for each of their dimensions and each expert.
+
+    logits = proj(hidden / rms(hidden) * scale / sqrt(hidden_size))
+    weights = softmax over the chosen experts' logits, times their per_expert_scale
+    """
+
+    norms_hidden = True
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, eps: float) -> None:
+        super().__init__(hidden_size, config)
+        self.scale = Parameter(hidden_size, typical=1.0, dtype=torch.float32)
+        self.per_expert_scale = Parameter(config.num_experts, typical=1.0, dtype=torch.float32)
+        self._eps = eps
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        for name, parameter in super().parameters():
+            yield "proj.weight" if parameter is self.weight else name, parameter
+
+    def finish(self) -> None:
+        super().finish()
+        self.scale.data.mul_(len(self.scale.data) ** -0.5)
+
+    def __call__(self, hidden: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms_norm(hidden, self.scale.data, self._eps)
+        assert isinstance(normed, Tensor)
+        logits = router_logits(normed, self.weight.data)
+        return route(logits, self.rule, expert_scale=self.per_expert_scale.data, slots=slots)
+
+
 class Experts(Layer):
     """MLPs of one shape, with gates or without.
 
@@ -62,7 +95,8 @@ class Experts(Layer):
         self.down_bias = Parameter(num_experts, hidden_size) if config.expert_biases else None
         self.activation: GatedActivation | Pointwise
         if config.is_gated:
-            self.activation = GatedActivation(config.gate_slope, config.gate_limit, config.up_shift)
+            gate = Activation(config.gate)
+            self.activation = GatedActivation(config.gate_slope, config.gate_limit, config.up_shift, gate)
         else:
             self.activation = Pointwise.RELU2
         self.stored = config.stored

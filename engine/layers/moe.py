@@ -27,8 +27,8 @@ class MoE(FeedForward):
 
     In the checkpoint `gate`, `experts` (see `layers.plain_experts`), and `shared_experts` where there are any, or what
     `names` calls them. With `gated_expert` there is one of these, `shared_expert`, whose output is multiplied by
-    sigmoid(x @ shared_expert_gate). `shared` is a block to use for them. With a `latent_size`, experts compute
-    fc2_latent_proj(experts(fc1_latent_proj(x))).
+    sigmoid(x @ shared_expert_gate). `shared` is a block to use for them, and
+    `router` one to use for `gate`. With a `latent_size`, experts compute fc2_latent_proj(experts(fc1_latent_proj(x))).
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class MoE(FeedForward):
         names: Mapping[str, str] | None = None,
         gated_expert: bool = False,
         shared: GatedMLP | None = None,
+        router: Router | None = None,
     ) -> None:
-        self.gate = Router(hidden_size, config)
+        self.gate = router or Router(hidden_size, config)
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
         if config.latent_size is not None:
@@ -83,9 +84,9 @@ class MoE(FeedForward):
     def __call__(
         self, hidden: Tensor, rows: TokenRows, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        if norm is not None:
-            hidden = norm(hidden)
-        expert_ids, weights = self.gate(hidden, rows.slots)
+        normed = hidden if norm is None else norm(hidden)
+        expert_ids, weights = self.gate(hidden if self.gate.norms_hidden else normed, rows.slots)
+        hidden = normed
         add_to = self._with_shared(hidden, add_to)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return self._group.all_reduce(self._routed(hidden, expert_ids, weights, rows, add_to))

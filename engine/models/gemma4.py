@@ -1,4 +1,4 @@
-"""Gemma 4, the models of text without experts."""
+"""Gemma 4, the models of text: dense, or with experts beside the MLP of every layer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, HeadShape, WindowRule, read_kv_sources
-from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.attention import FULL, SLIDING, WindowRule, read_heads_by_window, read_kv_sources
+from baton.engine.hf_config.errors import InvalidModelConfig
+from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig, Scales, keys_and_values_or_shared
 from baton.engine.layers.base import Layer, Parameter
@@ -26,6 +27,8 @@ class Gemma4Layer(DecoderLayer):
 
     All but every sixth layer have a window, and heads and a rope of their own. Values are normed, too. The last layers
     may read keys and values of earlier ones, and values may be keys before norm and rotation.
+
+    With experts, norm(mlp(norm(x))) becomes norm(norm(mlp(norm(x))) + norm(experts(norm(x)))).
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -38,6 +41,13 @@ class Gemma4Layer(DecoderLayer):
         self.pre_feedforward_layernorm = layers.RMSNorm(size, eps)
         self.mlp = layers.GatedMLP(size, config.mlp_width(index), activation=layers.Activation.GELU_TANH)
         self.post_feedforward_layernorm = layers.RMSNorm(size, eps)
+        self.moe: layers.MoE | None = None
+        if config.moe is not None:
+            router = layers.NormedRouter(size, config.moe, eps)
+            self.moe = layers.MoE(size, config.moe, names={"gate": "router"}, router=router)
+            self.post_feedforward_layernorm_1 = layers.RMSNorm(size, eps)
+            self.pre_feedforward_layernorm_2 = layers.RMSNorm(size, eps)
+            self.post_feedforward_layernorm_2 = layers.RMSNorm(size, eps)
         self.layer_input: layers.LayerInput | None = None
         if config.layer_inputs is not None:
             self.layer_input = layers.LayerInput(size, config.layer_inputs.width, index)
@@ -46,14 +56,18 @@ class Gemma4Layer(DecoderLayer):
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
-            if child is self.layer_input:
-                yield from child.children()  # checkpoints have no name for it
-            else:
-                yield name, child
+            yield "" if child is self.layer_input or child is self.moe else name, child  # parts of the layer's own
 
     def __call__(self, step: layers.LayerStep) -> None:
         step.attend(self.self_attn, before=self.input_layernorm, behind=self.post_attention_layernorm)
-        step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, behind=self.post_feedforward_layernorm)
+        if self.moe is None:
+            step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, behind=self.post_feedforward_layernorm)
+        else:
+            step.feed_forward_side_by_side(
+                layers.Branch(self.mlp, self.pre_feedforward_layernorm, self.post_feedforward_layernorm_1),
+                layers.Branch(self.moe, self.pre_feedforward_layernorm_2, self.post_feedforward_layernorm_2),
+                behind=self.post_feedforward_layernorm,
+            )
         if self.layer_input is not None:
             step.feed_forward(self.layer_input, behind=self.post_per_layer_input_norm)
         step.multiply(self.layer_scalar.data)
@@ -64,44 +78,6 @@ def read_kinds(keys: Keys, num_layers: int) -> list[str]:
     return [SLIDING if (layer + 1) % 6 and layer + 1 < num_layers else FULL for layer in range(num_layers)]
 
 
-def read_heads(keys: Keys) -> tuple[HeadShape, HeadShape]:
-    """Read heads of full layers, where transformers writes them for each layer or the authors once, and of others."""
-    if keys.flag("enable_moe_block", False):
-        raise UnsupportedModel("config.json: enable_moe_block is not supported: experts of Gemma 4 are not served yet")
-    kinds = keys.values.get("layer_types")
-    if isinstance(kinds, list) and kinds and kinds[-1] == SLIDING:
-        raise UnsupportedModel(f"config.json: layer_types that end in {SLIDING} are not supported")
-    num_kv_heads, dim = keys.integer("num_key_value_heads"), keys.integer("head_dim")
-    shares_projection = keys.flag("attention_k_eq_v", False)
-    own = _of_full_layers(keys, kinds)
-    if own is None:
-        full_dim = keys.integer("global_head_dim", 512)
-        full_kv_heads = keys.integer("num_global_key_value_heads", num_kv_heads) if shares_projection else num_kv_heads
-    else:
-        full_dim, full_kv_heads = own.integer("head_dim", dim), own.integer("num_key_value_heads", num_kv_heads)
-    if keys.integer("num_attention_heads") % full_kv_heads or full_dim % 2:
-        raise InvalidModelConfig(
-            f"config.json: {full_kv_heads} KV heads of {full_dim} in full_attention layers do not fit the model"
-        )
-    return HeadShape(full_kv_heads, full_dim, full_dim, not shares_projection), HeadShape(num_kv_heads, dim, dim)
-
-
-def _of_full_layers(keys: Keys, kinds: object) -> Keys | None:
-    """Return the keys that `per_layer_config` has for every full layer; None without it."""
-    given = keys.values.get("per_layer_config")
-    if not given:
-        return None
-    full = {str(layer) for layer, kind in enumerate(kinds) if kind == FULL} if isinstance(kinds, list) else None
-    first = next(iter(given.values())) if isinstance(given, dict) else None
-    if not isinstance(first, dict) or set(given) != full or any(each != first for each in given.values()):
-        raise UnsupportedModel(
-            f"config.json: per_layer_config is supported where it says the same of each {FULL} layer, and of no other"
-        )
-    if unknown := set(first) - {"head_dim", "num_key_value_heads"}:
-        raise UnsupportedModel(f"config.json: per_layer_config of {', '.join(sorted(unknown))} is not supported")
-    return Keys("config.json: per_layer_config", first)
-
-
 def read_layer_inputs(keys: Keys) -> LayerInputShape | None:
     width = keys.optional_integer("hidden_size_per_layer_input", 256)
     if not width:
@@ -110,6 +86,24 @@ def read_layer_inputs(keys: Keys) -> LayerInputShape | None:
     if size < keys.integer("vocab_size"):
         raise InvalidModelConfig(f"config.json: 'vocab_size_per_layer_input' ({size}) must be at least vocab_size")
     return LayerInputShape(size, keys.integer("hidden_size_per_layer_input", 256))
+
+
+def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig | None:
+    if not keys.flag("enable_moe_block", False):
+        return None
+    return ExpertsConfig(
+        num_experts=keys.integer("num_experts"),
+        top_k=keys.integer("top_k_experts"),
+        top_k_key="top_k_experts",
+        intermediate_size=keys.integer("moe_intermediate_size"),
+        shared_intermediate_size=0,
+        renormalize=True,
+        gate="gelu_tanh",
+        normed_router=True,
+        beside_mlp=True,
+        stored="stacked",
+        sparse_layers=(True,) * num_layers,
+    )
 
 
 def read_scales(keys: Keys) -> Scales:
@@ -140,10 +134,11 @@ FAMILY = Family(
         "sliding_window": 512,
         "rope_parameters": ROPES,
     },
-    heads=read_heads,
+    heads=read_heads_by_window,
     windows=WindowRule(listed=True, kinds=read_kinds, own_rope=True),
     kv_sources=read_kv_sources,
     layer_inputs=read_layer_inputs,
+    experts=read_experts,
     scales=read_scales,
     activation="gelu_pytorch_tanh",
     activation_key="hidden_activation",

@@ -26,21 +26,26 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def route(
-    logits: Tensor, rule: RoutingRule, *, bias: Tensor | None = None, slots: Tensor | None = None
+    logits: Tensor,
+    rule: RoutingRule,
+    *,
+    bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by logits [T, E] (any floating type): expert ids [T, K] int32, best first, and weights [T, K]
     float32.
 
-    `bias` [E] float32 is added to the scores where experts are chosen, not where they are weighed. Tokens whose slot
-    (`slots` [T] int64) is negative are padding: their expert is -1, their weight 0. Raises `ValueError` for a number of
-    experts that the rule does not fit.
+    `bias` [E] float32 is added to the scores where experts are chosen, not where they are weighed. Weights are
+    multiplied by the `expert_scale` [E] float32 of their experts. Tokens whose slot (`slots` [T] int64) is negative are
+    padding: their expert is -1, their weight 0. Raises `ValueError` for a number of experts that the rule does not fit.
     """
     rule.check(logits.shape[1])
     if logits.is_cuda:
         from . import gpu
 
-        return gpu.route(logits, rule, bias=bias, slots=slots)
-    return reference.route(logits, rule, bias=bias, slots=slots)
+        return gpu.route(logits, rule, bias=bias, expert_scale=expert_scale, slots=slots)
+    return reference.route(logits, rule, bias=bias, expert_scale=expert_scale, slots=slots)
 
 
 def fused_experts(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.activation import Activation, Pointwise, activate_each, activation_and_mul
+from baton.kernels.activation import Pointwise, activate_each, activation_and_mul
 
-from .experts import SILU, ExpertWeights, GatedActivation
+from .experts import ExpertWeights, GatedActivation
 from .reference import activated, of_expert
 
 
@@ -39,7 +39,7 @@ def _activated(hidden: Tensor, activation: GatedActivation | Pointwise) -> Tenso
     """See `reference.activated`; `hidden` may be written to."""
     if isinstance(activation, Pointwise):
         return activate_each(hidden, activation)
-    if activation == SILU:
-        return activation_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1), Activation.SILU)
+    if activation.is_plain:
+        return activation_and_mul(hidden.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1), activation.gate)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     return activated(wide, activation).to(hidden.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.kernels.activation import Pointwise
+from baton.kernels.activation import Activation, Pointwise
 
 BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 
@@ -51,12 +51,23 @@ class RoutingRule:
 class GatedActivation:
     """(up + shift) * gate * sigmoid(slope * gate), with gate at most `limit` and up within +-limit where there is one.
 
-    The defaults are silu(gate) * up. gpt-oss (arXiv:2508.10925) has slope 1.702, limit 7 and shift 1.
+    The defaults are silu(gate) * up. gpt-oss (arXiv:2508.10925) has slope 1.702, limit 7 and shift 1. With another
+    `gate` it is (up + shift) * that activation of the gate, as in Gemma 4, and has no slope.
     """
 
     slope: float = 1.0
     limit: float | None = None
     shift: float = 0.0
+    gate: Activation = Activation.SILU
+
+    def __post_init__(self) -> None:
+        if self.slope != 1.0 and self.gate is not Activation.SILU:
+            raise ValueError(f"{self}: only silu has a slope")
+
+    @property
+    def is_plain(self) -> bool:
+        """True for an activation of gates that is multiplied by ups, and nothing else."""
+        return self == GatedActivation(gate=self.gate)
 
 
 SILU = GatedActivation()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.activation.reference import Pointwise, pointwise
+from baton.kernels.activation.reference import Activation, Pointwise, activate, pointwise
 
 from .experts import ExpertWeights, GatedActivation, RoutingRule
 
@@ -18,7 +18,12 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def route(
-    logits: Tensor, rule: RoutingRule, *, bias: Tensor | None = None, slots: Tensor | None = None
+    logits: Tensor,
+    rule: RoutingRule,
+    *,
+    bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `baton.kernels.moe.route`. Computes in float32 (float64 where `logits` are)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -34,6 +39,8 @@ def route(
     if rule.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     weights = weights * rule.scale
+    if expert_scale is not None:
+        weights = weights * expert_scale[expert_ids]
     if slots is not None:
         padding = slots[:, None] < 0
         expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
@@ -49,7 +56,9 @@ def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
     """Return the activation of gates and ups of one shape."""
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(activation.slope * gate) * (up + activation.shift)
+    if activation.gate is Activation.SILU:
+        return gate * torch.sigmoid(activation.slope * gate) * (up + activation.shift)
+    return activate(gate, activation.gate) * (up + activation.shift)
 
 
 def activated(products: Tensor, activation: GatedActivation | Pointwise) -> Tensor:

@@ -16,8 +16,9 @@ BLOCK = tl.constexpr(experts.BLOCK)
 def activation_constants(activation: GatedActivation | Pointwise) -> dict[str, float | str | None]:
     """Return the compile-time arguments of a kernel for an activation: each one is a variant of its own."""
     if isinstance(activation, Pointwise):
-        return {"UNGATED": activation.value, "SLOPE": 0.0, "LIMIT": None, "SHIFT": 0.0}
-    return {"UNGATED": None, "SLOPE": activation.slope, "LIMIT": activation.limit, "SHIFT": activation.shift}
+        return {"UNGATED": activation.value, "GATE": None, "SLOPE": 0.0, "LIMIT": None, "SHIFT": 0.0}
+    of_ups = {"LIMIT": activation.limit, "SHIFT": activation.shift}
+    return {"UNGATED": None, "GATE": activation.gate.value, "SLOPE": activation.slope, **of_ups}
 
 
 @triton.jit
@@ -26,6 +27,7 @@ def activated_columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     UNGATED: tl.constexpr,  # the activation of ups without gates; None: gates and ups lie next to each other
+    GATE: tl.constexpr,  # the activation of gates
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -33,21 +35,25 @@ def activated_columns(
     """Return the activation of a product: [ROWS, COLUMNS / 2], and without gates [ROWS, COLUMNS]."""
     if UNGATED is None:
         gate, up = tl.split(tl.reshape(products, [ROWS, COLUMNS // 2, 2]))
-        result = gated(gate, up, SLOPE, LIMIT, SHIFT)
+        result = gated(gate, up, GATE, SLOPE, LIMIT, SHIFT)
     else:
         result = activated(products, UNGATED)
     return result
 
 
 @triton.jit
-def gated(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+def gated(gate, up, GATE: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
     """Apply `GatedActivation` to gate and up, both float32."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
     if SHIFT != 0.0:
         up += SHIFT
-    return gate / (1.0 + tl.exp(-SLOPE * gate)) * up
+    if GATE == "silu":
+        result = gate / (1.0 + tl.exp(-SLOPE * gate)) * up
+    else:
+        result = activated(gate, GATE) * up
+    return result
 
 
 @triton.jit

@@ -102,6 +102,7 @@ def gate_up_few_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     UNGATED: tl.constexpr,
+    GATE: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -135,7 +136,7 @@ def gate_up_few_kernel(
         if bias is not None:
             products += tl.load(bias + expert * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
         PARTS: tl.constexpr = 2 if UNGATED is None else 1
-        activation = activated_columns(products[None, :], 1, BLOCK_COLUMNS, UNGATED, SLOPE, LIMIT, SHIFT)
+        activation = activated_columns(products[None, :], 1, BLOCK_COLUMNS, UNGATED, GATE, SLOPE, LIMIT, SHIFT)
         place = tl.program_id(1) * (BLOCK_COLUMNS // PARTS) + tl.arange(0, BLOCK_COLUMNS // PARTS)[None, :]
         to = out + pair.to(tl.int64) * (COLUMNS // PARTS) + place
         tl.store(to, activation.to(out.dtype.element_ty), mask=place < COLUMNS // PARTS)

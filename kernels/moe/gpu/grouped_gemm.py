@@ -154,6 +154,7 @@ def gate_up_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     UNGATED: tl.constexpr,
+    GATE: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -168,11 +169,33 @@ def gate_up_kernel(
         given = (x, weight, scale, bias, out, order, x_stride, expert, first_row, end_row, column_block)
         if SHORT_ROWS < BLOCK_ROWS and end_row - first_row <= SHORT_ROWS:
             _gate_up_tile(
-                *given, COLUMNS, DEPTH, TOP_K, SHORT_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, UNGATED, SLOPE, LIMIT, SHIFT
+                *given,
+                COLUMNS,
+                DEPTH,
+                TOP_K,
+                SHORT_ROWS,
+                BLOCK_COLUMNS,
+                BLOCK_DEPTH,
+                UNGATED,
+                GATE,
+                SLOPE,
+                LIMIT,
+                SHIFT,
             )
         else:
             _gate_up_tile(
-                *given, COLUMNS, DEPTH, TOP_K, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, UNGATED, SLOPE, LIMIT, SHIFT
+                *given,
+                COLUMNS,
+                DEPTH,
+                TOP_K,
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
+                BLOCK_DEPTH,
+                UNGATED,
+                GATE,
+                SLOPE,
+                LIMIT,
+                SHIFT,
             )
 
 
@@ -196,6 +219,7 @@ def _gate_up_tile(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     UNGATED: tl.constexpr,
+    GATE: tl.constexpr,
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -227,7 +251,7 @@ def _gate_up_tile(
     if bias is not None:
         products += _bias_of(bias, expert, column_block, COLUMNS, BLOCK_COLUMNS)
     PARTS: tl.constexpr = 2 if UNGATED is None else 1
-    activation = activated_columns(products, ROWS, BLOCK_COLUMNS, UNGATED, SLOPE, LIMIT, SHIFT)
+    activation = activated_columns(products, ROWS, BLOCK_COLUMNS, UNGATED, GATE, SLOPE, LIMIT, SHIFT)
     column = column_block * (BLOCK_COLUMNS // PARTS) + tl.arange(0, BLOCK_COLUMNS // PARTS)
     to = out + row.to(tl.int64)[:, None] * (COLUMNS // PARTS) + column[None, :]
     tl.store(to, activation.to(out.dtype.element_ty), mask=here[:, None] & (column < COLUMNS // PARTS)[None, :])

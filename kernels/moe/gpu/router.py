@@ -30,7 +30,9 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias, norm=None, add_to=None, out=out, activation=None, options=options)
 
 
-def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, expert_scale: Tensor | None, slots: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See `baton.kernels.moe.route`."""
     num_tokens, num_experts = logits.shape
     expert_ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=logits.device)
@@ -43,6 +45,7 @@ def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tens
     route_kernel[(cdiv(num_tokens, block_tokens),)](
         logits,
         bias,
+        expert_scale,
         slots,
         expert_ids,
         weights,
@@ -70,6 +73,7 @@ def route(logits: Tensor, rule: RoutingRule, *, bias: Tensor | None, slots: Tens
 def route_kernel(
     logits,  # [T, E]
     bias,  # [E] float32 or None
+    expert_scale,  # [E] float32 or None
     slots,  # [T] int64 or None
     expert_ids,  # [T, TOP_K] int32
     weights,  # [T, TOP_K] float32
@@ -127,6 +131,8 @@ def route_kernel(
     if RENORMALIZE:
         best_scores /= tl.sum(best_scores, 1)[:, None]
     best_scores *= scale
+    if expert_scale is not None:
+        best_scores *= tl.load(expert_scale + best_ids)
     if slots is not None:
         padding = tl.load(slots + token, mask=here, other=-1)[:, None] < 0
         best_ids, best_scores = tl.where(padding, -1, best_ids), tl.where(padding, 0.0, best_scores)

@@ -51,6 +51,11 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt_oss": ("gpt_oss", {}, 2),
     "mimo_v2_flash": ("mimo_v2_flash", {}, 2),
     "gemma4": ("gemma4_text", {}, 2),
+    "gemma4-experts": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40},
+        2,
+    ),
     "olmo2": ("olmo2", {}, 2),
     "gemma2": ("gemma2", {}, 2),
     "gemma3_text": ("gemma3_text", {}, 2),

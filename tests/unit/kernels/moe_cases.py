@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.kernels.activation import Pointwise
+from baton.kernels.activation import Activation, Pointwise
 from baton.kernels.fp8 import quantize_weight
 from baton.kernels.moe import ExpertWeights, GatedActivation
 
 GPT_OSS = GatedActivation(slope=1.702, limit=1.0, shift=1.0)  # limited so far down that the limit is met often
+GELU = GatedActivation(gate=Activation.GELU_TANH)
 
 KINDS = pytest.mark.parametrize(
     "kind",
-    [{}, {"like_gpt_oss": True}, {"gated": False}, {"like_gpt_oss": True, "gated": False}],
-    ids=["plain", "gpt-oss", "without gates", "without gates, with biases"],
+    [{}, {"like_gpt_oss": True}, {"gelu": True}, {"gated": False}, {"like_gpt_oss": True, "gated": False}],
+    ids=["plain", "gpt-oss", "GELU", "without gates", "without gates, with biases"],
 )
 
 Inputs = tuple[Tensor, ExpertWeights, Tensor, Tensor, Tensor | None]
@@ -83,10 +84,12 @@ def mixture(
     padding: int = 0,
     like_gpt_oss: bool = False,
     gated: bool = True,
+    gelu: bool = False,
 ) -> Mixture:
     """Random, in float32; every token has `top_k` different experts, the last `padding` ones have none.
 
-    Experts are plain ones, or have biases and an activation with limits, or no gates and a squared ReLU.
+    Experts are plain ones, or have biases and an activation with limits, or GELU of their gates, or no
+    gates and a squared ReLU.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -102,6 +105,8 @@ def mixture(
     if like_gpt_oss:
         biases = normal(num_experts, 2 * width), normal(num_experts, hidden_size)
         experts = replace(experts, gate_up_bias=biases[0], down_bias=biases[1], activation=GPT_OSS)
+    if gelu:
+        experts = replace(experts, activation=GELU)
     if not gated:
         ups = experts.gate_up[:, :width].contiguous()
         bias = None if experts.gate_up_bias is None else experts.gate_up_bias[:, :width].contiguous()

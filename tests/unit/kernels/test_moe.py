@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.kernels.activation import Activation
 from baton.kernels.moe import (
     ExpertWeights,
     GatedActivation,
@@ -106,6 +107,18 @@ def test_the_definition_is_the_formula() -> None:
     expected = case.add_to[0] + case.weights[0, 0] * (case.experts.down[expert] @ activation)
     *inputs, add_to = case.inputs
     torch.testing.assert_close(fused_experts(*inputs, add_to=add_to)[0], expected)
+
+
+def test_gates_may_go_through_gelu() -> None:
+    case = mixture(1, 3, 1, 8, 4, gelu=True).to(torch.float64)
+    expert = int(case.expert_ids[0, 0])
+    hidden = case.experts.gate_up[expert] @ case.x[0]
+    activation = torch.nn.functional.gelu(hidden[0::2], approximate="tanh") * hidden[1::2]
+    expected = case.add_to[0] + case.weights[0, 0] * (case.experts.down[expert] @ activation)
+    *inputs, add_to = case.inputs
+    torch.testing.assert_close(fused_experts(*inputs, add_to=add_to)[0], expected)
+    with pytest.raises(ValueError, match="only silu has a slope"):
+        GatedActivation(slope=2.0, gate=Activation.GELU_TANH)
 
 
 def test_experts_without_gates_are_the_formula() -> None:

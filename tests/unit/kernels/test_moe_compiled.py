@@ -78,7 +78,15 @@ def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> Non
         route_kernel,
         {"logits": "*bf16", "slots": "*i64", "expert_ids": "*i32", "weights": "*fp32", "num_tokens": "i32"}
         | {"logits_stride": "i32:16", "scale": "fp32"},
-        {"bias": None, "GROUPS": 1, "GROUP_SIZE": 128, "TOP_GROUPS": 1, "TOP_TWO": False, "TOP_K": top_k}
+        {
+            "bias": None,
+            "expert_scale": None,
+            "GROUPS": 1,
+            "GROUP_SIZE": 128,
+            "TOP_GROUPS": 1,
+            "TOP_TWO": False,
+            "TOP_K": top_k,
+        }
         | {"SIGMOID": False, "RENORMALIZE": True, "GROUPS_PADDED": 1, "MEMBERS": 128, "PLACES": 8, "BLOCK_TOKENS": 4},
         num_warps=1,
     )

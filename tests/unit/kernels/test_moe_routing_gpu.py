@@ -37,8 +37,9 @@ def test_routing_equals_its_definition(
     logits = wide[:, :num_experts]
     bias = torch.randn(num_experts, device=triton_device) if rule.scoring == "sigmoid" else None
     slots = torch.tensor([3, -1, 0, 7, -1], device=triton_device)[:num_tokens]
-    expert_ids, weights = gpu.route(logits, rule, bias=bias, slots=slots)
-    expected_ids, expected_weights = reference.route(logits, rule, bias=bias, slots=slots)
+    scale = torch.randn(num_experts, device=triton_device) if name == "renormalized" else None
+    expert_ids, weights = gpu.route(logits, rule, bias=bias, expert_scale=scale, slots=slots)
+    expected_ids, expected_weights = reference.route(logits, rule, bias=bias, expert_scale=scale, slots=slots)
     assert (expert_ids.dtype, weights.dtype) == (torch.int32, torch.float32)
     assert torch.equal(expert_ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
@@ -46,13 +47,13 @@ def test_routing_equals_its_definition(
 
 def test_of_equal_scores_the_first_expert_wins(triton_device: torch.device) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0]], device=triton_device)
-    assert gpu.route(logits, RoutingRule(3), bias=None, slots=None)[0].tolist() == [[1, 2, 4]]
+    assert gpu.route(logits, RoutingRule(3), bias=None, expert_scale=None, slots=None)[0].tolist() == [[1, 2, 4]]
     assert reference.route(logits, RoutingRule(3))[0].tolist() == [[1, 2, 4]]
 
 
 def test_many_tokens_are_routed_several_to_a_program(triton_device: torch.device) -> None:
     logits = torch.randn(515, 6, device=triton_device)
-    ids, weights = gpu.route(logits, RoutingRule(2, renormalize=True), bias=None, slots=None)
+    ids, weights = gpu.route(logits, RoutingRule(2, renormalize=True), bias=None, expert_scale=None, slots=None)
     expected_ids, expected_weights = reference.route(logits, RoutingRule(2, renormalize=True))
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)

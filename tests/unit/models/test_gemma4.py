@@ -55,6 +55,7 @@ GEMMA_4_E2B: dict[str, Any] = {  # shapes and keys of a small model with shared 
     "vocab_size": 262_144,
     "vocab_size_per_layer_input": 262_144,
 }
+EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 OF_FULL_LAYERS = {str(layer): {"head_dim": 512} for layer, kind in enumerate(KINDS) if kind == "full_attention"}
 
 
@@ -100,6 +101,14 @@ def test_kv_heads_of_full_layers_count_where_their_values_are_keys(read: Callabl
     assert shared.full_heads == HeadShape(4, 512, 512, projects_values=False)
 
 
+def test_experts_are_read_where_they_are_enabled(read: Callable[..., ModelConfig]) -> None:
+    config = read(**EXPERTS, num_kv_shared_layers=0, use_double_wide_mlp=False)
+    assert config.moe is not None
+    assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (128, 8, 704)
+    assert (config.moe.gate, config.moe.stored, config.num_mlps) == ("gelu_tanh", "stacked", 35)
+    assert read(**{**EXPERTS, "enable_moe_block": False}).identity == read().identity
+
+
 def test_text_sees_what_is_before_it_where_images_see_all_of_themselves(read: Callable[..., ModelConfig]) -> None:
     assert read(use_bidirectional_attention="vision").identity == read().identity
 
@@ -107,7 +116,9 @@ def test_text_sees_what_is_before_it_where_images_see_all_of_themselves(read: Ca
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"enable_moe_block": True}, UnsupportedModel, "enable_moe_block"),
+        ({**EXPERTS, "num_experts": None}, InvalidModelConfig, "lacks 'num_experts'"),
+        ({**EXPERTS, "top_k_experts": 129}, InvalidModelConfig, "top_k_experts: 129 experts a token"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, InvalidModelConfig, "'moe_intermediate_size' must be from 1"),
         ({"use_bidirectional_attention": "all"}, UnsupportedModel, "use_bidirectional_attention"),
         ({"layer_types": ["sliding_attention"] * 35}, UnsupportedModel, "end in sliding_attention"),
         ({"hidden_activation": "silu"}, UnsupportedModel, "hidden_activation 'silu'"),

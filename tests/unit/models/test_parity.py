@@ -39,6 +39,7 @@ NEAR_TIE = 0.25  # of a logprob, bfloat16: about the largest error that rounding
 MISROUTED = 0.2
 
 KINDS = ("full_attention", "sliding_attention")
+GEMMA_4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
 # name: (architecture, config keys): what the differences of an architecture, and options within one, look like
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
@@ -98,6 +99,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text-no-layer-inputs": (
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
+    ),
+    "gemma4_text-experts": ("gemma4_text", GEMMA_4_EXPERTS),
+    "gemma4_text-experts-own-caches": (
+        "gemma4_text",
+        {
+            **GEMMA_4_EXPERTS,
+            "top_k_experts": 3,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+        },
     ),
     "gemma4_text-half-rotated": (
         "gemma4_text",
@@ -194,6 +205,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+WHOLE = [*ARCHITECTURES, "gemma4_text-experts"]  # those that are tried in every way
+
 Pair = tuple[CausalLM, Any]
 
 
@@ -228,7 +241,7 @@ def test_logprobs_equal_those_of_transformers_in_chunks_and_token_by_token(
     assert_close(chunked_logprobs(model, tokens[:40], 1), expected[:40], model)
 
 
-@pytest.mark.parametrize("variant", [*ARCHITECTURES, "llama-rope-llama3", "qwen3-yarn", "qwen2-window"])
+@pytest.mark.parametrize("variant", [*WHOLE, "llama-rope-llama3", "qwen3-yarn", "qwen2-window"])
 def test_greedy_tokens_of_ragged_prompts_run_together_equal_those_of_transformers_alone(
     variant: str, pair: Callable[..., Pair]
 ) -> None:
@@ -237,7 +250,7 @@ def test_greedy_tokens_of_ragged_prompts_run_together_equal_those_of_transformer
     assert greedy(model, prompts, 12) == [reference_greedy(reference, prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("variant", ARCHITECTURES)
+@pytest.mark.parametrize("variant", WHOLE)
 def test_decodes_and_prompt_chunks_share_a_step(variant: str, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
     sequences = [random_tokens(length, seed=length) for length in (40, 61, 33)]
@@ -255,7 +268,7 @@ def test_decodes_and_prompt_chunks_share_a_step(variant: str, pair: Callable[...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", [*ARCHITECTURES, "qwen3-tied"])
+@pytest.mark.parametrize("variant", [*WHOLE, "qwen3-tied"])
 def test_asking_for_some_tokens_gives_their_hidden_states_and_writes_the_kv_of_all(
     variant: str, dtype: str, pair: Callable[..., Pair]
 ) -> None:
@@ -270,7 +283,7 @@ def test_asking_for_some_tokens_gives_their_hidden_states_and_writes_the_kv_of_a
         assert model.logits(expected[index]).shape == (len(wanted), 256)
 
 
-@pytest.mark.parametrize("variant", ARCHITECTURES)
+@pytest.mark.parametrize("variant", WHOLE)
 def test_layers_may_add_to_the_residual_in_place_as_on_a_gpu(
     variant: str, pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +435,7 @@ def test_a_sliding_window_of_one_key_more_or_less_would_show(variant: str, pair:
         assert (chunked_logprobs(other, tokens, 100) - expected).abs().max().item() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("variant", [*ARCHITECTURES, "qwen3-tied", "qwen3-yarn"])
+@pytest.mark.parametrize("variant", [*WHOLE, "qwen3-tied", "qwen3-yarn"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_in_bfloat16(variant: str, pair: Callable[..., Pair]) -> None:
     """Both round, at different places: neither is the truth. The yardstick is the same bfloat16 weights in float32.
 
@@ -446,7 +459,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_in_bfloat16(variant: st
     assert our_largest.max() < 2 * their_largest.max()
 
 
-@pytest.mark.parametrize("variant", ARCHITECTURES)
+@pytest.mark.parametrize("variant", WHOLE)
 def test_bfloat16_greedy_tokens_are_the_best_of_transformers_or_nearly_tied_with_it(
     variant: str, pair: Callable[..., Pair]
 ) -> None:

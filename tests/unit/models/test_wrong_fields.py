@@ -128,6 +128,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "experts beside MLPs": {
+        **DENSE,
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {},
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "delta nets": {
         **DENSE,
         "architectures": ["OlmoHybridForCausalLM"],

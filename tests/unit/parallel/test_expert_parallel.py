@@ -31,6 +31,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "mimo_v2_flash": {"n_routed_experts": 8, "layer_types": ["sliding_attention"] * 2},
+    "gemma4_text": {
+        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40},
+        **{"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 0},
+    },
 }
 SPREADS = {backend: ExpertSpread(0, backend) for backend in ALL2ALL_BACKENDS}
 SPREADS["copies"] = ExpertSpread(8, "allgather_reducescatter")

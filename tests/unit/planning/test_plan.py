@@ -96,7 +96,16 @@ def write_config(folder: Path, architecture: str, **keys: Any) -> str:
 def test_as_many_weights_are_planned_as_a_model_has(
     architecture: str, ranks: int, dp_size: int, tmp_path: Path
 ) -> None:
-    folder = write_config(tmp_path, architecture)
+    check_planned_weights(write_config(tmp_path, architecture), ranks, dp_size)
+
+
+@pytest.mark.parametrize(("ranks", "dp_size"), [(1, 1), (2, 1), (1, 2)])
+def test_experts_beside_an_mlp_are_planned_with_it(ranks: int, dp_size: int, tmp_path: Path) -> None:
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+    check_planned_weights(write_config(tmp_path, "gemma4_text", **experts), ranks, dp_size)
+
+
+def check_planned_weights(folder: str, ranks: int, dp_size: int) -> None:
     model = load_config(folder, load_format="dummy")
     groups = ALL_ALONE if ranks == 1 else ParallelGroups(tp=Rank(1, ranks))
     if dp_size > 1:
