@@ -256,26 +256,18 @@ class Attention(SelfAttention):
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads of q, with gates behind each where there are any, of k and of v."""
-        if not self._has_values:
-            return self._heads_without_values(qkv)
-        dim, value_dim = self._head_dim, self._value_dim
-        counts = [self._q_parts * self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        if dim == value_dim:
-            q, k, v = qkv.unflatten(-1, (-1, dim)).split(counts, dim=1)
-        else:
-            widths = [count * width for count, width in zip(counts, (dim, dim, value_dim), strict=True)]
-            q, k, v = qkv.split(widths, dim=1)
-            q, k, v = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, value_dim))
-        return q, k, v if self._ones is None else self._normed_values(v)
+        """Return the heads of q, with gates behind each where there are any, of k and of v.
 
-    def _heads_without_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, and the keys as values; none of both in a layer that reads those of another."""
-        heads = qkv.unflatten(-1, (-1, self._head_dim))
+        Values are the keys where none are projected; a layer that reads those of another has no heads of either.
+        """
+        dim, value_dim = self._head_dim, self._value_dim
+        keys, values = self._has_keys * self.num_kv_heads * dim, self._has_values * self.num_kv_heads * value_dim
+        q, k, v = qkv.split([self._q_parts * self.num_heads * dim, keys, values], dim=1)
+        q, k = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim))
         if not self._has_keys:
-            return heads, heads[:, :0], heads[:, :0]
-        q, k = heads.split([self._q_parts * self.num_heads, self.num_kv_heads], dim=1)
-        return q, k, k.clone() if self._ones is None else self._normed_values(k)
+            return q, k, k
+        v = v.unflatten(1, (-1, value_dim)) if self._has_values else k.clone()
+        return q, k, v if self._ones is None else self._normed_values(v)
 
     def _normed_values(self, values: Tensor) -> Tensor:
         assert self._ones is not None, "finish() comes before the first call"

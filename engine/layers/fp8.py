@@ -23,7 +23,7 @@ from baton.kernels.fp8 import BLOCK
 from baton.kernels.linear import Activation, Pointwise, RowNorm
 
 from .base import Parameter, Share, Slot
-from .method import ExpertsShape, LinearMethod, LinearWeight
+from .method import ExpertsShape, LinearMethod, LinearWeight, multiply_stretches
 from .plain_experts import FusedMethod, slots_of_each
 
 E4M3 = torch.float8_e4m3fn
@@ -109,6 +109,12 @@ class Fp8Linear(LinearMethod):
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
         scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)
         return {"weight": Parameter.part(rows, columns, dtype=E4M3), self.quantization.scale_name: scales}
+
+    def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
+        """Multiply the scales: codes stay what they are. Merged layers share no block, so neither do factors."""
+        each = BLOCK if self.quantization.in_blocks else 1
+        counts = [(-(-count // each), factor) for count, factor in factors]
+        multiply_stretches(tensors[self.quantization.scale_name], counts)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
         return Fp8LinearWeight(fp8.Fp8Weight(tensors["weight"], tensors[self.quantization.scale_name]))

@@ -16,7 +16,7 @@ from baton.engine.parallel.groups import ALONE, Group
 from baton.kernels.linear import Activation, Pointwise, RowNorm
 
 from .base import Layer, Parameter, Share, Slot, join
-from .method import PLAIN, LinearMethod, LinearWeight
+from .method import PLAIN, LinearMethod, LinearWeight, multiply_stretches
 
 
 class Linear(Layer):
@@ -86,12 +86,9 @@ class Linear(Layer):
         """
         if all(factor == 1.0 for _, factor in factors):
             return
-        assert self.method is PLAIN, "codes in 8 bits cannot be multiplied"
-        for parameter in (self.weights["weight"], *(() if self.bias is None else (self.bias,))):
-            first = 0
-            for count, factor in factors:
-                parameter.data[first : first + count].mul_(factor)
-                first += count
+        self.method.multiply_rows({name: parameter.data for name, parameter in self.weights.items()}, factors)
+        if self.bias is not None:
+            multiply_stretches(self.bias.data, factors)
 
     def finish(self) -> None:
         self.packed = self.method.pack({name: parameter.data for name, parameter in self.weights.items()})

@@ -66,8 +66,20 @@ class LinearMethod(abc.ABC):
         """
 
     @abc.abstractmethod
+    def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
+        """Multiply so many rows of the weight after another by a factor each, in what was loaded."""
+
+    @abc.abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
         """Lay out for the kernels what was loaded into the declared parameters, by the same names."""
+
+
+def multiply_stretches(rows: Tensor, factors: Sequence[tuple[int, float]]) -> None:
+    """Multiply so many rows after another by a factor each, in place."""
+    first = 0
+    for count, factor in factors:
+        rows[first : first + count].mul_(factor)
+        first += count
 
 
 class PlainMethod(LinearMethod):
@@ -75,6 +87,9 @@ class PlainMethod(LinearMethod):
 
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
         return {"weight": Parameter.part(rows, columns)}
+
+    def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
+        multiply_stretches(tensors["weight"], factors)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
         return PlainWeight(pack(tensors["weight"]))

@@ -25,6 +25,18 @@ class StoredParts:
 
 
 @gluon.jit
+def columns(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the number of each query of sums [DIM, ROWS] in a layout."""
+    return gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def dims(DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the number of each dimension of sums [DIM, ROWS] in a layout, [DIM, 1]."""
+    return gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@gluon.jit
 def merge_stored(
     stored,
     places_of_part: gl.constexpr,
@@ -40,7 +52,7 @@ def merge_stored(
     together.
     """
     first, last = stored.first, stored.last
-    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
+    row = columns(shape.ROWS, LAYOUT)
     top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, LAYOUT))
     weight = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, LAYOUT))
     sums = gl.zeros([DIM, shape.ROWS], gl.float32, LAYOUT)

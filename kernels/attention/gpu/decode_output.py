@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
-from baton.kernels.hopper.stored_parts import StoredParts, merge_stored
+from baton.kernels.hopper.stored_parts import StoredParts, columns, dims, merge_stored
 from baton.kernels.split_kv import LOG2_E
 
 from .decode_plan import part_number
@@ -62,20 +62,10 @@ def finish(found, seq, unit, part, passed, share, output, value_scale, shape):
 
 
 @gluon.jit
-def _rows(shape, LAYOUT: gl.constexpr):
-    return gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
-
-
-@gluon.jit
-def _dims(shape, LAYOUT: gl.constexpr):
-    return gl.expand_dims(gl.arange(0, shape.DIM, gl.SliceLayout(1, LAYOUT)), 1)
-
-
-@gluon.jit
 def _write(found, target, sinks, value_scale, head, shape):
     """Write the query heads of a KV head of one sequence; zeros where there was no key."""
     sums, weight, top = found.sums, found.weight, found.top
-    row = _rows(shape, shape.MMA)
+    row = columns(shape.ROWS, shape.MMA)
     if sinks is not None:
         sink = gl.load(sinks + head * shape.GROUP + row, mask=row < shape.GROUP, other=0.0) * LOG2_E
         new_top = gl.maximum(top, sink)
@@ -84,14 +74,14 @@ def _write(found, target, sinks, value_scale, head, shape):
     result = sums / gl.expand_dims(gl.where(weight == 0, 1.0, weight), 0)
     if value_scale is not None:
         result = result * value_scale
-    place = target + gl.expand_dims(row * shape.DIM, 0) + _dims(shape, shape.MMA)
+    place = target + gl.expand_dims(row * shape.DIM, 0) + dims(shape.DIM, shape.MMA)
     gl.store(place, result.to(target.dtype.element_ty), mask=gl.expand_dims(row < shape.GROUP, 0))
 
 
 @gluon.jit
 def _places_of_part(parts, share, begins, head, LAYOUT: gl.constexpr, shape):
     """Return pointers to the part of `share`: as the fields of `Partial`."""
-    row, dim = _rows(shape, LAYOUT), _dims(shape, LAYOUT)
+    row, dim = columns(shape.ROWS, LAYOUT), dims(shape.DIM, LAYOUT)
     part = (part_number(share, begins) * shape.HEADS + head) * shape.GROUP + row
     place = parts.sums + gl.expand_dims(part * shape.DIM, 0) + dim
     return Partial(place, parts.tops + parts.num_shares * (2 * shape.HEADS * shape.GROUP) + part, parts.tops + part)
@@ -100,7 +90,7 @@ def _places_of_part(parts, share, begins, head, LAYOUT: gl.constexpr, shape):
 @gluon.jit
 def _store_part(found, parts, share, begins, head, shape):
     places = _places_of_part(parts, share, begins, head, shape.MMA, shape)
-    is_real = _rows(shape, shape.MMA) < shape.GROUP
+    is_real = columns(shape.ROWS, shape.MMA) < shape.GROUP
     gl.store(places.sums, found.sums, mask=gl.expand_dims(is_real, 0))
     gl.store(places.top, found.top, mask=is_real)
     gl.store(places.weight, found.weight, mask=is_real)

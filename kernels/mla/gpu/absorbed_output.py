@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from baton.kernels.arrivals import is_last_to_arrive
 from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
-from baton.kernels.hopper.stored_parts import StoredParts, merge_stored
+from baton.kernels.hopper.stored_parts import StoredParts, columns, dims, merge_stored
 
 from .work_list import FIRST_ITEM, FIRST_TILE, FIRST_TOKEN, ITEM_WORDS, NUM_VISIBLE, SHARE_WORDS, TABLE_ROW, programs_of
 
@@ -86,21 +86,11 @@ def finish(found, item, tile, end, work, output, shape):
 
 
 @gluon.jit
-def _rows(shape, LAYOUT: gl.constexpr):
-    return gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT))
-
-
-@gluon.jit
-def _dims(shape, LAYOUT: gl.constexpr):
-    return gl.expand_dims(gl.arange(0, shape.RANK, gl.SliceLayout(1, LAYOUT)), 1)
-
-
-@gluon.jit
 def _write(found, token, output, LAYOUT: gl.constexpr, shape):
     """Write the heads of a group of one token."""
     out, num_heads = output.out, output.num_heads
-    head = gl.program_id(1) * shape.ROWS + _rows(shape, LAYOUT)
-    place = gl.expand_dims((token.to(gl.int64) * num_heads + head) * shape.RANK, 0) + _dims(shape, LAYOUT)
+    head = gl.program_id(1) * shape.ROWS + columns(shape.ROWS, LAYOUT)
+    place = gl.expand_dims((token.to(gl.int64) * num_heads + head) * shape.RANK, 0) + dims(shape.RANK, LAYOUT)
     result = found.sums / gl.expand_dims(found.weight, 0)
     gl.store(out + place, result.to(out.dtype.element_ty), mask=gl.expand_dims(head < num_heads, 0))
 
@@ -108,7 +98,7 @@ def _write(found, token, output, LAYOUT: gl.constexpr, shape):
 @gluon.jit
 def _places_of_part(parts, program, begins, head_group, LAYOUT: gl.constexpr, shape):
     """Return pointers to the part that `program` has of the item which `begins` in its share, or in one before."""
-    row, dim = _rows(shape, LAYOUT), _dims(shape, LAYOUT)
+    row, dim = columns(shape.ROWS, LAYOUT), dims(shape.RANK, LAYOUT)
     number = head_group * gl.num_programs(0) + program
     part = (number.to(gl.int64) * 2 + begins.to(gl.int32)) * shape.ROWS + row
     place = parts.sums + gl.expand_dims(part * shape.RANK, 0) + dim

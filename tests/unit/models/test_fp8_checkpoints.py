@@ -127,6 +127,27 @@ def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: 
     assert torch.equal(weight.weight.dequantize(torch.float32), torch.cat(parts))
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_factors_of_outputs_go_into_scales(form: str) -> None:
+    quantization = read_quantization(Keys("config.json", {"quantization_config": FORMATS[form]}), ())
+    assert quantization is not None
+    weight, x = torch.randn(384, 256), torch.randn(3, 256)
+    data, scale = quantized(weight, form)
+    results = []
+    for factors in ([(384, 1.0)], [(384, 0.6)], [(128, 1.0), (256, 0.6)]):
+        layer = Linear(256, 384)
+        layer.use(Fp8Linear(quantization))
+        layer.allocate("cpu", torch.float32)
+        for slot, tensor in zip(layer.slots("layer"), (data, scale), strict=True):
+            slot.place(tensor)
+        layer.multiply_rows(factors)
+        layer.finish()
+        results.append(layer(x))
+    whole, multiplied, of_some = results
+    torch.testing.assert_close(multiplied, 0.6 * whole)
+    torch.testing.assert_close(of_some, torch.cat([whole[:, :128], 0.6 * whole[:, 128:]], 1))
+
+
 @pytest.mark.usefixtures("as_if_kernels")
 def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)

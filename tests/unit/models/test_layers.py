@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.layers.base import Layer, Parameter, Share, Slot, TokenRows
 from baton.engine.layers.embedding import Embedding
 from baton.engine.layers.linear import Linear, MergedLinear
-from baton.engine.layers.method import PLAIN, LinearMethod, LinearWeight
+from baton.engine.layers.method import PLAIN, LinearMethod, LinearWeight, multiply_stretches
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
 from baton.engine.layers.moe import MoE
 from baton.engine.layers.norm import RMSNorm
@@ -66,6 +66,10 @@ class HalvesMethod(LinearMethod):
 
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
         return {"first": Parameter.part(rows, columns), "second": Parameter.part(rows, columns)}
+
+    def multiply_rows(self, tensors: Mapping[str, torch.Tensor], factors: Sequence[tuple[int, float]]) -> None:
+        for part in tensors.values():
+            multiply_stretches(part, factors)
 
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> LinearWeight:
         return HalvesWeight(*(PLAIN.pack({"weight": tensors[name]}) for name in ("first", "second")))
