@@ -27,7 +27,7 @@ from .norm import RMSNorm, norms_over_ranks
 
 @dataclass(frozen=True)
 class CosSin:
-    """Angles of all positions, [max_model_len, rotated dimensions] float32, see `layers.rotary`."""
+    """Angles of all positions, float32, see `layers.rotary.cos_sin_table`."""
 
     plain: Tensor  # for layers that see all keys
     windowed: Tensor  # for layers with a window: the same, unless the model has a rope of their own for them
@@ -170,6 +170,8 @@ class Attention(SelfAttention):
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim, self._value_dim = dim, value_dim
+        has_own_rope = self.window is not None and config.window_rope is not None
+        self._rotary_dim = config.window_rotary_dim if has_own_rope else config.rotary_dim
         self._norms_width = qk_norm == "width"
         self._norms_values = v_norm
         self._ones: Tensor | None = None  # of the norm of values
@@ -243,6 +245,7 @@ class Attention(SelfAttention):
             kv,
             index,
             batch,
+            rotary_dim=self._rotary_dim,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=self.eps,

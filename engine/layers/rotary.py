@@ -16,8 +16,12 @@ from baton.engine.hf_config.rope import LinearRope, Llama3Rope, NoRope, Proporti
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return [num_positions, head_dim] float32: cosines of the head_dim / 2 angles of a position, then their sines."""
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
+    """Return [num_positions, 2 n] float32: cosines of the n angles of a position, then their sines.
+
+    n is head_dim / 2, or of a rope that turns the first pairs only, as many as these.
+    """
+    turning = _turning(rope, head_dim) if isinstance(rope, ProportionalRope) else head_dim // 2
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)[:turning]
     scale = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device)
 
@@ -40,9 +44,14 @@ def _(rope: LinearRope, head_dim: int) -> Tensor:
 
 @frequencies.register
 def _(rope: ProportionalRope, head_dim: int) -> Tensor:
-    turning = int(rope.fraction * head_dim // 2)
+    turning = _turning(rope, head_dim)
     still = torch.zeros(head_dim // 2 - turning)
     return torch.cat([1.0 / _wavelengths(rope, head_dim)[:turning], still]) / rope.factor
+
+
+def _turning(rope: ProportionalRope, head_dim: int) -> int:
+    """Return the number of dimension pairs that turn."""
+    return int(rope.fraction * head_dim // 2)
 
 
 @frequencies.register

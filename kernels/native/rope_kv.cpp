@@ -9,10 +9,11 @@ namespace baton {
 constexpr int MAX_HEAD_DIM = 512;
 
 struct RopeBatch {
-    int64_t tokens, q_heads, kv_heads, head_dim, value_dim, rotary_dim, block_size;
+    int64_t tokens, q_heads, kv_heads, head_dim, value_dim;
+    int64_t rotary_dim, turning, block_size;                         // turning: pairs of rotary_dim / 2 that do turn
     int64_t q_stride, k_stride, v_stride;                            // elements from token to token
     int64_t block_stride, head_stride, token_stride, to_value;       // elements in kv: block, KV head, token, from K to V
-    const float* cos_sin;                                            // [max_positions][rotary_dim]
+    const float* cos_sin;                                            // [max_positions][2 * turning]
     const int64_t *positions, *slots;
     float eps;
 };
@@ -20,7 +21,7 @@ struct RopeBatch {
 // Normalises (where there is a norm) and rotates one head in place.
 template <class T, class W> void turn_head(T* head, const W* norm, const float* cosines, const RopeBatch& batch) {
     float values[MAX_HEAD_DIM];
-    int64_t dim = batch.head_dim, half = batch.rotary_dim / 2;
+    int64_t dim = batch.head_dim, half = batch.rotary_dim / 2, turning = batch.turning;
     f32x16 squares = {};
     for_lanes(dim, [&](int64_t i, int lanes) {
         f32x16 v = load_upto(head + i, lanes);
@@ -33,16 +34,20 @@ template <class T, class W> void turn_head(T* head, const W* norm, const float* 
             store_upto(values + i, load_upto(values + i, lanes) * scale * load_upto(norm + i, lanes), lanes);
         });
     }
-    const float* sines = cosines + half;
-    for_lanes(half, [&](int64_t i, int lanes) {
+    const float* sines = cosines + turning;
+    for_lanes(turning, [&](int64_t i, int lanes) {
         f32x16 first = load_upto(values + i, lanes), second = load_upto(values + half + i, lanes);
         f32x16 cosine = load_upto(cosines + i, lanes), sine = load_upto(sines + i, lanes);
         store_upto(head + i, first * cosine - second * sine, lanes);
         store_upto(head + half + i, second * cosine + first * sine, lanes);
     });
-    for_lanes(dim - 2 * half, [&](int64_t i, int lanes) {
-        store_upto(head + 2 * half + i, load_upto(values + 2 * half + i, lanes), lanes);
-    });
+    auto keep = [&](int64_t from, int64_t to) {
+        for_lanes(to - from, [&](int64_t i, int lanes) {
+            store_upto(head + from + i, load_upto(values + from + i, lanes), lanes);
+        });
+    };
+    keep(turning, half);
+    keep(half + turning, dim);
 }
 
 template <class T, class W>
@@ -52,7 +57,7 @@ void rope_and_cache_by(void* q, void* k, const void* v, const void* q_norm, cons
     int64_t key_bytes = batch.head_dim * sizeof(T), value_bytes = batch.value_dim * sizeof(T);
 #pragma omp parallel for num_threads(threads) if (parallel)
     for (int64_t t = 0; t < batch.tokens; t++) {
-        const float* cosines = batch.cos_sin + batch.positions[t] * batch.rotary_dim;
+        const float* cosines = batch.cos_sin + batch.positions[t] * 2 * batch.turning;
         T* q_token = static_cast<T*>(q) + t * batch.q_stride;
         for (int64_t h = 0; h < batch.q_heads; h++)
             turn_head(q_token + h * batch.head_dim, static_cast<const W*>(q_norm), cosines, batch);
@@ -85,8 +90,8 @@ extern "C" {
 void baton_rope_and_cache(int dtype, int norm_dtype, void* q, void* k, const void* v, const void* q_norm,
                           const void* k_norm, void* kv_layer, const int64_t* sizes, const float* cos_sin, const int64_t* positions,
                           const int64_t* slots, float eps, int threads) {
-    baton::RopeBatch batch{sizes[0], sizes[1], sizes[2],  sizes[3],  sizes[4], sizes[5],  sizes[6], sizes[7],
-                           sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], cos_sin,  positions, slots,    eps};
+    baton::RopeBatch batch{sizes[0], sizes[1], sizes[2],  sizes[3],  sizes[4],  sizes[5],  sizes[6], sizes[7],  sizes[8],
+                           sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], cos_sin, positions, slots, eps};
     BATON_DISPATCH(dtype, baton::rope_and_cache, norm_dtype, q, k, v, q_norm, k_norm, kv_layer, batch, threads)
 }
 

@@ -20,6 +20,7 @@ def rope_and_cache(
     layer: int,
     batch: AttentionBatch,
     *,
+    rotary_dim: int | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -31,18 +32,31 @@ def rope_and_cache(
 
     Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D], both of q's dtype or float32, and `eps`,
     where given) and rotated (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim
-    on stay).
-    `cos_sin` [max_positions, rotary_dim] float32: cosines, then sines. Computed in float32, rounded once.
+    on stay). `cos_sin` [max_positions, 2 n] float32: the cosines of the first n pairs, then their sines; other pairs
+    stay, too. Without a `rotary_dim` it is 2 n: there are no others. Computed in float32, rounded once.
     q, k and v may be views into one tensor: only their last two dimensions must be contiguous.
 
     A cache narrower than k and v holds `k / k_scale` and `v / v_scale` (float32, one element), rounded to nearest and
     no larger than its type goes. Tokens of slot -1 are not written, and nothing is where k and v have no heads: their
     layer reads those of another. What k holds afterwards is not defined: kv has it.
     """
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    run = cpu.rope_and_cache if q.is_cpu else reference.rope_and_cache
     if q.is_cuda:
         from . import gpu
 
-        return gpu.rope_and_cache(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales)
-    run = cpu.rope_and_cache if q.is_cpu else reference.rope_and_cache
-    return run(q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales)
+        run = gpu.rope_and_cache
+    return run(
+        q,
+        k,
+        v,
+        cos_sin,
+        kv,
+        layer,
+        batch,
+        rotary_dim=rotary_dim,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

@@ -24,6 +24,7 @@ def rope_and_cache(
     layer: int,
     batch: AttentionBatch,
     *,
+    rotary_dim: int | None = None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -36,11 +37,12 @@ def rope_and_cache(
     unscaled = k_scale is None and v_scale is None
     if kernel is None or number is None or not (unscaled and _fits(q, k, v, cos_sin, kv, rows, q_norm, k_norm)):
         return reference.rope_and_cache(
-            q, k, v, cos_sin, kv, layer, batch, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales
+            q, k, v, cos_sin, kv, layer, batch, rotary_dim=rotary_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, **scales
         )
     block_stride, head_stride = kv.stride()[:2]
     sizes = _SIZES(
-        *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], rows.value_dim, cos_sin.shape[1], kv.shape[4]),
+        *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], rows.value_dim),
+        *(rotary_dim or cos_sin.shape[1], cos_sin.shape[1] // 2, kv.shape[4]),
         *(q.stride(0), k.stride(0), v.stride(0)),
         *(block_stride, head_stride, rows.token_stride, rows.to_value),
     )
@@ -63,7 +65,7 @@ def rope_and_cache(
     return q
 
 
-_SIZES = ctypes.c_int64 * 14  # the integers of RopeBatch in native/rope_kv.cpp
+_SIZES = ctypes.c_int64 * 15  # the integers of RopeBatch in native/rope_kv.cpp
 
 
 def _fits(

@@ -35,6 +35,7 @@ def rope_and_cache(
     layer: int,
     batch: AttentionBatch,
     *,
+    rotary_dim: int | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -43,10 +44,10 @@ def rope_and_cache(
 ) -> Tensor:
     """See `baton.kernels.rope_kv.rope_and_cache`. Raises `ValueError` for tensors that do not fit each other."""
     num_tokens, num_heads, dim = q.shape
-    num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
+    num_kv_heads, rotary_dim = k.shape[1], rotary_dim or cos_sin.shape[1]
     block_size = kv.shape[4]
     rows = kv_rows(kv, dim)
-    _check(q, k, v, cos_sin, kv, rows)
+    _check(q, k, v, cos_sin, rotary_dim, kv, rows)
     if num_tokens == 0:
         return q
     heads, num_warps = FEW if num_tokens < MANY_TOKENS else MANY
@@ -76,6 +77,7 @@ def rope_and_cache(
         VALUE_DIM=rows.value_dim,
         TOKEN_STRIDE=rows.token_stride,
         HALF=rotary_dim // 2,
+        TURNING=cos_sin.shape[1] // 2,
         BLOCK_SIZE=block_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -85,7 +87,7 @@ def rope_and_cache(
     return q
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, rows: KVRows) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, rotary_dim: int, kv: Tensor, rows: KVRows) -> None:
     dim = q.shape[2]
     value_shape = (*k.shape[:2], rows.value_dim)
     if v.shape != value_shape or k.shape[::2] != q.shape[::2] or k.shape[1] not in (0, kv.shape[1]):
@@ -94,8 +96,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv: Tensor, rows: K
     row_strides = (rows.token_stride, 1)
     if any(heads.stride()[1:] != (heads.shape[2], 1) for heads in (q, k, v)) or kv.stride()[4:] != row_strides:
         raise ValueError("the heads of q, k and v and the tokens of kv must be contiguous")
-    if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > dim:
-        raise ValueError(f"cos_sin is {cos_sin.dtype} {list(cos_sin.shape)}: give contiguous float32 of at most {dim}")
+    if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or not cos_sin.shape[1] <= rotary_dim <= dim:
+        raise ValueError(
+            f"cos_sin is {cos_sin.dtype} {list(cos_sin.shape)} for {rotary_dim} dimensions: give contiguous float32 of "
+            f"at most so many, of {dim}"
+        )
 
 
 @triton.jit
@@ -105,7 +110,7 @@ def rope_and_cache_kernel(
     v,  # [num_tokens, NUM_KV_HEADS, VALUE_DIM], tokens v_stride apart
     q_norm,  # [DIM] or None
     k_norm,  # [DIM] or None
-    cos_sin,  # [positions, 2 * HALF] float32
+    cos_sin,  # [positions, 2 * TURNING] float32
     planes,  # this layer of kv: see `kernels.kv_rows`
     positions,  # [num_tokens] int64
     slots,  # [num_tokens] int64
@@ -124,6 +129,7 @@ def rope_and_cache_kernel(
     VALUE_DIM: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
+    TURNING: tl.constexpr,  # pairs of HALF that do turn
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # of q that a program takes
     KV_HEADS: tl.constexpr,  # of k or v
@@ -136,7 +142,7 @@ def rope_and_cache_kernel(
     if group < q_groups:
         heads = group * HEADS + tl.arange(0, HEADS)
         rows = q + token * q_stride
-        angles = _angles(cos_sin + tl.load(positions + token) * (2 * HALF), HALF)
+        angles = _angles(cos_sin + tl.load(positions + token) * (2 * TURNING), TURNING, HALF)
         weight = _weight(q_norm, DIM, HALF)
         pdl.wait_for_previous()
         parts = _load(rows, heads, NUM_HEADS, DIM, HALF)
@@ -148,7 +154,7 @@ def rope_and_cache_kernel(
         if slot >= 0:
             if group < q_groups + kv_groups:
                 heads = (group - q_groups) * KV_HEADS + tl.arange(0, KV_HEADS)
-                angles = _angles(cos_sin + tl.load(positions + token) * (2 * HALF), HALF)
+                angles = _angles(cos_sin + tl.load(positions + token) * (2 * TURNING), TURNING, HALF)
                 weight = _weight(k_norm, DIM, HALF)
                 pdl.wait_for_previous()
                 parts = _load(k + token * k_stride, heads, NUM_KV_HEADS, DIM, HALF)
@@ -163,11 +169,11 @@ def rope_and_cache_kernel(
 
 
 @triton.jit
-def _angles(source, HALF: tl.constexpr):
+def _angles(source, TURNING: tl.constexpr, HALF: tl.constexpr):
     """Return the cosines [1, HALF] of a token's position, and its sines, which lie behind them."""
     half = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-    cos = tl.load(source + half, mask=half < HALF, other=0.0)
-    sin = tl.load(source + HALF + half, mask=half < HALF, other=0.0)
+    cos = tl.load(source + half, mask=half < TURNING, other=1.0)
+    sin = tl.load(source + TURNING + half, mask=half < TURNING, other=0.0)
     return cos, sin
 
 

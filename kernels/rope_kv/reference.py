@@ -17,6 +17,7 @@ def rope_and_cache(
     layer: int,
     batch: AttentionBatch,
     *,
+    rotary_dim: int | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -30,7 +31,7 @@ def rope_and_cache(
         values = heads.to(compute_dtype)
         if norm is not None:
             values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * norm.to(compute_dtype)
-        heads.copy_(_rotate(values, cos, sin))
+        heads.copy_(_rotate(values, cos, sin, (rotary_dim or cos_sin.shape[1]) // 2))
     if k.shape[1] == 0:
         return q
     kept = batch.slots >= 0
@@ -56,8 +57,10 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate dimension i against i + rotary_dim / 2 ("neox style"); dimensions from rotary_dim on stay as they are."""
-    half = cos.shape[-1]
-    first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+    """Rotate dimension i against i + half ("neox style") for each i that has a cosine; others stay as they are."""
+    turning = cos.shape[-1]
+    still = half - turning
+    sizes = [turning, still, turning, still, heads.shape[-1] - 2 * half]
+    first, before, second, behind, rest = heads.split(sizes, dim=-1)
+    return torch.cat([first * cos - second * sin, before, second * cos + first * sin, behind, rest], dim=-1)

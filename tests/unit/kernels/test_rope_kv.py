@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ class Step:
     cos_sin: Tensor
     kv: Tensor
     batch: AttentionBatch
-    norms: dict[str, Tensor | float]
+    norms: dict[str, Any]
 
     def to(self, dtype: torch.dtype) -> Step:
         norms = {
@@ -51,6 +52,7 @@ def step(
     head_dim: int = 64,
     value_dim: int | None = None,
     rotary_dim: int | None = None,
+    turning: int | None = None,
     with_norms: bool = True,
     norm_dtype: torch.dtype | None = None,
 ) -> Step:
@@ -62,11 +64,11 @@ def step(
     widths = (head_dim, head_dim, value_dim or head_dim)
     shapes = [(batch.num_tokens, heads[number > 0], width) for number, width in enumerate(widths)]
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    angles = torch.randn(max(seq_lens) + 1, (rotary_dim or head_dim) // 2, generator=generator)
-    norms: dict[str, Tensor | float] = {}
+    angles = torch.randn(max(seq_lens) + 1, turning or (rotary_dim or head_dim) // 2, generator=generator)
+    norms: dict[str, Any] = {"rotary_dim": rotary_dim}
     if with_norms:
         q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(norm_dtype or dtype)
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+        norms |= {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
     planes, width = (2, head_dim) if value_dim is None else (1, head_dim + value_dim)
     kv = torch.full((tables.numel(), heads[1], NUM_LAYERS, planes, BLOCK_SIZE, width), float("nan"), dtype=dtype)
     return Step(q, k, v, torch.cat([angles.cos(), angles.sin()], dim=1), kv, batch, norms)
@@ -97,6 +99,22 @@ def test_heads_are_normalised_rotated_and_cached(dtype: torch.dtype, with_norms:
 @pytest.mark.parametrize("rotary_dim", [2, 20, 32])
 def test_dimensions_past_the_rotary_ones_are_not_rotated(dtype: torch.dtype, rotary_dim: int) -> None:
     check(step(dtype, rotary_dim=rotary_dim))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rotary_dim", "turning"), [(64, 8), (64, 3), (40, 19), (64, 32)])
+def test_pairs_without_angles_are_not_rotated(dtype: torch.dtype, rotary_dim: int, turning: int) -> None:
+    check(step(dtype, rotary_dim=rotary_dim, turning=turning))
+
+
+def test_pairs_without_angles_are_those_whose_angle_is_0() -> None:
+    short = step(rotary_dim=40, turning=6)
+    cos, sin = short.cos_sin.chunk(2, dim=1)
+    still = cos.new_zeros(len(cos), 14)
+    whole = replace(short, cos_sin=torch.cat([cos, still + 1, sin, still], dim=1))
+    expected, result = (inputs.to(torch.float32).run(reference.rope_and_cache) for inputs in (whole, short))
+    assert torch.equal(result.q, expected.q)
+    assert torch.equal(result.k, expected.k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

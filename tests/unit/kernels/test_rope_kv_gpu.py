@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Step:
     cos_sin: Tensor
     kv: Tensor
     batch: AttentionBatch
-    options: dict[str, Tensor | float | None]
+    options: dict[str, Any]
 
     def run(self, op, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None) -> Step:  # type: ignore[no-untyped-def]
         """A step like this one, done by `op` on copies."""
@@ -73,6 +74,7 @@ def step(
     head_dim: int = 32,
     value_dim: int | None = None,
     rotary_dim: int | None = None,
+    turning: int | None = None,
     with_norms: bool = True,
     norm_dtype: torch.dtype | None = None,
 ) -> Step:
@@ -82,12 +84,12 @@ def step(
     batch = AttentionBatch.plan(query_lens, seq_lens, tables, BLOCK_SIZE)
     width = sum(heads) * head_dim + heads[1] * (value_dim or head_dim)
     qkv = torch.randn(batch.num_tokens, width).to(device, dtype)
-    angles = torch.randn(max(seq_lens) + 1, (rotary_dim or head_dim) // 2)
+    angles = torch.randn(max(seq_lens) + 1, turning or (rotary_dim or head_dim) // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
-    options: dict[str, Tensor | float | None] = {}
+    options: dict[str, Any] = {"rotary_dim": rotary_dim}
     if with_norms:
         q_norm, k_norm = torch.randn(2, head_dim).to(device, norm_dtype or dtype)
-        options = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+        options |= {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
     planes, width = (2, head_dim) if value_dim is None else (1, head_dim + value_dim)
     shape = (tables.numel(), heads[1], NUM_LAYERS, planes, BLOCK_SIZE, width)
     kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -141,6 +143,14 @@ def test_dimensions_past_the_rotary_ones_are_not_rotated(
     rotary_dim: int, with_norms: bool, triton_device: torch.device
 ) -> None:
     check(step(triton_device, rotary_dim=rotary_dim, with_norms=with_norms))
+
+
+@pytest.mark.parametrize(("rotary_dim", "turning"), [(32, 4), (24, 3), (32, 16)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_pairs_without_angles_are_not_rotated(
+    rotary_dim: int, turning: int, with_norms: bool, triton_device: torch.device
+) -> None:
+    check(step(triton_device, rotary_dim=rotary_dim, turning=turning, with_norms=with_norms))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (9, 1), (20, 10)])
@@ -220,7 +230,7 @@ def test_loads_are_wide(kv_type: str, norm: str, dim: int) -> None:
     types |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "block", "head")}
     types["to_value"] = "i32:16"
     types |= {"k_scale": "*fp32", "v_scale": "*fp32", "eps": "fp32"}
-    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": dim // 2, "BLOCK_SIZE": 16}
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": dim // 2, "TURNING": dim // 2, "BLOCK_SIZE": 16}
     shape |= dict.fromkeys(("DIM", "VALUE_DIM", "TOKEN_STRIDE"), dim)
     for heads, num_warps in (gpu.FEW, gpu.MANY):
         constants = {**shape, "HEADS": heads, "KV_HEADS": 8}

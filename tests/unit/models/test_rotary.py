@@ -51,4 +51,9 @@ def test_tables_equal_those_of_transformers_to_the_last_bit(
     expected = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], dim=-1)
     table = cos_sin_table(read_rope({"rope_parameters": rope}, max_positions), head_dim, max_positions)
     assert table.dtype == torch.float32
-    assert torch.equal(table[positions], expected)
+    turning = table.shape[1] // 2  # the others of a proportional rope stay as they are
+    whole = torch.cat([table.new_ones(max_positions, head_dim // 2), table.new_zeros(max_positions, head_dim // 2)], 1)
+    whole[:, :turning], whole[:, head_dim // 2 : head_dim // 2 + turning] = table.chunk(2, dim=1)
+    assert torch.equal(whole[positions], expected)
+    fraction = rope.get("partial_rotary_factor", 1.0)
+    assert turning == int(fraction * head_dim // 2)
