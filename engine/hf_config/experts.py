@@ -39,6 +39,7 @@ class ExpertsConfig:
     gate: str = field(
         default="silu", metadata=NEWER
     )  # the activation of gates, `baton.kernels.activation.Activation`'s
+    wide_router: bool = field(default=False, metadata=NEWER)  # whether the router's weight stays in float32
     normed_router: bool = field(default=False, metadata=NEWER)  # see `layers.experts.NormedRouter`
     beside_mlp: bool = field(default=False, metadata=NEWER)  # whether layers have an MLP beside their mixture
     top_k_key: str = field(default="num_experts_per_tok", metadata=NEWER)  # its name in config.json

@@ -25,7 +25,8 @@ class Router(Layer):
     norms_hidden = False  # whether it has a norm of its own for what it reads, in place of the experts'
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
-        self.weight = Parameter(config.num_experts, hidden_size)
+        wide = torch.float32 if config.wide_router else None
+        self.weight = Parameter(config.num_experts, hidden_size, dtype=wide)
         self.bias = Parameter(config.num_experts) if config.router_bias else None
         # Added to the scores where experts are chosen; it evens out their loads (DeepSeek-V3, arXiv:2412.19437).
         self.e_score_correction_bias = (

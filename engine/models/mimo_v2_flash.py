@@ -102,6 +102,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         top_groups=keys.integer("topk_group", 1),
         group_score="top2",
         score_correction=True,
+        wide_router=True,
         sparse_layers=tuple(layer > 0 for layer in range(num_layers)) if sparse is None else sparse,
     )
 

@@ -16,9 +16,9 @@ __all__ = ["SILU", "ExpertWeights", "GatedActivation", "RoutingRule", "fused_exp
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `x @ weight.T + bias`: x [T, H], weight [E, H], bias [E] -> [T, E].
 
-    Summed and kept in float32 (float64 where x is).
+    Summed and kept in float32 (float64 where x is). A weight in float32 is not rounded to x's type.
     """
-    if x.is_cuda and x.dtype != torch.float32:
+    if x.is_cuda and x.dtype == weight.dtype != torch.float32:
         from . import gpu
 
         return gpu.router_logits(x, weight, bias)

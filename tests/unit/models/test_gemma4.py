@@ -16,6 +16,7 @@ from baton.engine.hf_config.attention import HeadShape
 from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, UnsupportedModel
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig
 from baton.engine.hf_config.rope import ProportionalRope, Rope
+from baton.engine.layers.rotary import cos_sin_table
 from baton.engine.models import load_config, load_model
 
 from ...helpers.checkpoints import write_checkpoint
@@ -99,6 +100,13 @@ def test_kv_heads_of_full_layers_count_where_their_values_are_keys(read: Callabl
     assert read(num_global_key_value_heads=4).full_heads == HeadShape(1, 512, 512)
     shared = read(num_global_key_value_heads=4, attention_k_eq_v=True)
     assert shared.full_heads == HeadShape(4, 512, 512, projects_values=False)
+
+
+def test_tables_of_angles_have_those_of_pairs_that_turn(read: Callable[..., ModelConfig]) -> None:
+    config = read()
+    assert config.window_rope is not None
+    assert cos_sin_table(config.rope, config.rotary_dim, 9).shape == (9, 128)  # a quarter of 512
+    assert cos_sin_table(config.window_rope, config.window_rotary_dim, 9).shape == (9, 256)
 
 
 def test_experts_are_read_where_they_are_enabled(read: Callable[..., ModelConfig]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from baton.engine.core.layout import CacheKind
 from baton.engine.hf_config.attention import HeadShape
@@ -15,7 +17,10 @@ from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, Unsupp
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import Rope
-from baton.engine.models import load_config
+from baton.engine.models import load_config, load_model
+from baton.kernels.moe import router_logits
+
+from ...helpers.checkpoints import write_checkpoint
 
 FULL_LAYERS = [0, 5, 11, 17, 23, 29, 35, 41, 47]
 MIMO_V2_FLASH: dict[str, Any] = {
@@ -93,8 +98,21 @@ def test_the_published_config_is_read(read: Callable[..., ModelConfig]) -> None:
         renormalize=True,
         group_score="top2",
         score_correction=True,
+        wide_router=True,
         sparse_layers=(False,) + (True,) * 47,
     )
+
+
+def test_routers_stay_in_the_type_in_which_they_are_stored(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "mimo_v2_flash", dtype="bfloat16")
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.gate.weight"
+    stored = torch.randn(8, 64)
+    save_file({**load_file(file), name: stored}, file)
+    model = load_model(load_config(folder))
+    held = {slot.name: slot.parameter.data for slot in model.slots() if slot.name.endswith(".mlp.gate.weight")}
+    assert torch.equal(held[name], stored)
+    hidden = torch.randn(3, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(router_logits(hidden, stored), hidden.float() @ stored.T)
 
 
 def test_a_row_of_the_cache_is_a_key_and_its_value(read: Callable[..., ModelConfig]) -> None:
