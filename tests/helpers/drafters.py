@@ -48,6 +48,9 @@ class KnowingDrafter:
         behind = range(len(known), min(len(known) + most, len(whole)))
         return [self._guess(request_id, position, whole[position]) for position in behind]
 
+    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+        assert answer
+
     def end(self, request_id: str) -> None:
         del self._known[request_id], self._whole[request_id]
 

@@ -1,10 +1,11 @@
 """Drafts for running requests: how many each gets in a step, what they are, and what became of them.
 
     planned   begin_step, then for each decode: propose ──> guesses of its next tokens
-    settled   settled, extend for each; observe the step
+    settled   settled for each; observe the step
 
 Tokens that steps in flight draw are not known yet, so a guess begins behind the last known token, and the drafts are
-the part of it that lies behind those on their way.
+the part of it that lies behind those on their way. The drafter is told of a request and its tokens when it is asked for
+guesses, so that steps without drafts cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Drafting:
         self._drafter = drafter
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
-        self._known: set[Request] = set()  # to the drafter
+        self._num_told: dict[Request, int] = {}  # tokens that the drafter knows, of requests that it knows
         self._num_accepted = 0  # in the step that is being settled
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
@@ -51,21 +52,22 @@ class Drafting:
             num_drafts = self._lengths.of(request.request_id, num_drafts)
         if not num_drafts:
             return ()
-        if request not in self._known:
-            self._introduce(request)
+        self._tell(request)
         num_coming = request.num_computed - len(request.token_ids)
         guesses = self._drafter.propose(request.request_id, num_coming + num_drafts)
         return guesses if len(guesses) > num_coming else ()
 
-    def _introduce(self, request: Request) -> None:
-        self._known.add(request)
-        message, output = request.message, request.token_ids[request.num_prompt :]
-        self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt)
-
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Tell the drafter what was drawn for a request that goes on."""
-        if request in self._known:
-            self._drafter.extend(request.request_id, token_ids)
+    def _tell(self, request: Request) -> None:
+        """Tell the drafter all tokens of a request."""
+        known = request.token_ids
+        num_told = self._num_told.get(request)
+        if num_told is None:
+            message = request.message
+            output = known[request.num_prompt :]
+            self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt)
+        elif num_told < len(known):
+            self._drafter.extend(request.request_id, known[num_told:])
+        self._num_told[request] = len(known)
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Take in how many of a request's drafts were accepted."""
@@ -75,19 +77,27 @@ class Drafting:
         if self._lengths is not None:
             self._lengths.settled(request.request_id, num_drafts, num_accepted)
 
-    def observe(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """Take in the time of a step that only decoded, once its requests are settled."""
-        if self._lengths is not None:
-            self._lengths.observe(num_requests + num_drafts, seconds, num_drafts, self._num_accepted)
-        self._num_accepted = 0
+    def observe(self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Take in the time of a step, once its requests are settled: what decoded in it, and what else it read."""
+        num_accepted, self._num_accepted = self._num_accepted, 0
+        if self._lengths is None:
+            return
+        num_tokens = num_requests + num_drafts
+        if num_prompt_tokens:
+            self._lengths.observe_prompts(num_tokens + num_prompt_tokens, seconds)
+        else:
+            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted)
 
     def end(self, request: Request) -> None:
-        """Forget a request that is over."""
+        """Forget a request that is over. Its answer is an example for others."""
         if self._lengths is not None:
             self._lengths.end(request.request_id)
-        if request in self._known:
-            self._known.remove(request)
+        if request in self._num_told:
+            self._tell(request)
+            del self._num_told[request]
             self._drafter.end(request.request_id)
+        elif len(request.token_ids) > request.num_prompt:
+            self._drafter.learn(request.token_ids[request.num_prompt :], request.message.cache_salt)
 
     def stats(self) -> SpeculationStats:
         return self._counter.stats()

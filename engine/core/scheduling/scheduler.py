@@ -201,8 +201,9 @@ class Scheduler:
             elif request.message.keep_kv:
                 self.transfers.advance(request, chunk.start + chunk.num_tokens)
         self._num_drawn += num_drawn
-        if self.drafting is not None and not num_prompt_tokens:
-            self.drafting.observe(num_decodes, plan.num_tokens - num_decodes, seconds)
+        if self.drafting is not None:
+            num_drafts = plan.num_tokens - num_decodes - num_prompt_tokens
+            self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds)
         if len(self.requests) != num_live:
             self.running.remove_ended()
         if self.tier_copies.exists:
@@ -236,11 +237,8 @@ class Scheduler:
             logprobs = logprobs.part(0, num_new) if logprobs else None
         if len(request.token_ids) >= request.next_registration:
             self.memory.register(request)
-        if reason is None:
-            if request.is_constrained:
-                self.constraints.advance(request, token_ids)
-            if self.drafting is not None:
-                self.drafting.extend(request, token_ids)
+        if request.is_constrained and reason is None:
+            self.constraints.advance(request, token_ids)
         outputs = self.requests.outputs
         if reason is None and request.answered:
             outputs.append(next_tokens(request, token_ids, logprobs))

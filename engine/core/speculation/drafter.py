@@ -36,6 +36,10 @@ class Drafter(Protocol):
         """Guess up to `most` tokens that follow the known ones; empty where there is nothing to guess from."""
         ...
 
+    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+        """Note the answer of a request of this salt that is over and was never begun here, as an example for others."""
+        ...
+
     def end(self, request_id: str) -> None:
         """Forget a request that is over. Its answer may serve as an example for later ones."""
         ...

@@ -187,6 +187,7 @@ class DraftLengths:
         if num_drafts:
             self._in_a_row += 1
             self._last_drafts = self._step
+            seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s))
             self._cost.note_drafts(num_requests, num_drafts, seconds, plain_s)
             lost_s = seconds - plain_s * (num_requests + num_accepted) / num_requests
         self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)

@@ -44,5 +44,8 @@ class NgramDrafter:
         match = None if text is None else text.search(text.tail(), enough=1)
         return [] if text is None or match is None else text.following(match.places[0], most)
 
+    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+        pass  # requests are guessed from their own text only
+
     def end(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

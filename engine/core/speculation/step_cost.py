@@ -79,13 +79,18 @@ class StepCost:
         plain.noted = self._num_noted
         plain.seconds += max(_NEWEST, 1 / plain.count) * (seconds - plain.seconds)
 
+    def longest_s(self, num_requests: int, num_drafts: int, plain_s: float) -> float:
+        """Return the longest that a step with drafts can have taken. What took longer was kept by something else."""
+        added_s = self.added_s(num_requests + num_drafts, plain_s / num_requests)
+        return _MOST_TIMES * (plain_s + num_drafts * added_s)
+
     def note_drafts(self, num_requests: int, num_drafts: int, seconds: float, plain_s: float) -> None:
-        """Note the time of a step with drafts. A few of them among many requests tell little."""
+        """Note the time of a step with drafts, `longest_s` at most. A few of them among many requests tell little."""
         self._num_noted += 1
         size = _bin(num_requests + num_drafts)
         before = self.added_s(num_requests + num_drafts, plain_s / num_requests)
         if size not in self._added:
             self._bins.insert(bisect(self._bins, size), size)
-        per_draft = max(0.0, min(seconds, _MOST_TIMES * (plain_s + num_drafts * before)) - plain_s) / num_drafts
+        per_draft = max(0.0, seconds - plain_s) / num_drafts
         weight = min(1.0, num_drafts / num_requests) * (_NEWEST if size in self._added else 1.0)
         self._added[size] = before + weight * (per_draft - before)

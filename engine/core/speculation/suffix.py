@@ -86,6 +86,9 @@ class SuffixDrafter:
             return []
         return most_frequent([source.following(place, most) for place in match.places[:_VOTES]], self._min_prob)
 
+    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+        self.recent.add(salt, array("i", answer[-ANSWER_TOKENS:]))
+
     def end(self, request_id: str) -> None:
         if (text := self._texts.pop(request_id, None)) is not None:
             self.recent.add(self._salts.pop(request_id), text.answer(ANSWER_TOKENS))

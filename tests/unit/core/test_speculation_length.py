@@ -148,6 +148,9 @@ def test_an_overdrawn_account_stops_drafts_whatever_the_estimates_say() -> None:
     count = policy.begin_step(1)
     assert count
     policy.observe(1 + count, 1.0, count, count)
+    assert policy.begin_step(1), "one step that something else held up tells nothing"
+    for _ in range(8):
+        policy.observe(1 + count, 1.0, count, count)
     assert [policy.begin_step(1) for _ in range(10)] == [0] * 10
 
 
