@@ -78,7 +78,7 @@ def build_engine(
             lockstep=loaded.membership.lockstep(review_experts_every=config.eplb_step_interval),
             tiers=tiers,
             grammars=grammars,
-            drafting=make_drafting(loaded.core_config.speculation),
+            drafting=make_drafting(loaded.core_config.speculation, loaded.device_type),
         )
     _log_ready(loaded, phases)
     return Engine(

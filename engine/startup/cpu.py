@@ -22,9 +22,9 @@ from ..parallel.groups import ALL_ALONE
 from ..weights import loading_bar
 from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
-from ..worker.shapes import CpuShapes, StepLimits
+from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
-from .device import DeviceContext
+from .device import DeviceContext, step_limits
 from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
 
@@ -66,13 +66,7 @@ class CpuStartup:
     def make_runner(
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
-        speculation = core_config.speculation
-        limits = StepLimits(
-            core_config.max_num_seqs,
-            core_config.max_num_batched_tokens,
-            core_config.max_model_len,
-            max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
-        )
+        limits = step_limits(self._config, self._steps, core_config.max_model_len)
         runner = ModelRunner(model, arenas, CpuBackend(CpuShapes(limits)), limits, core_config.vocab_size)
         if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
             runner.capture()

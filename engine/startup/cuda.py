@@ -30,7 +30,7 @@ from ..worker.backends.cuda_stream import CudaStream
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
-from .device import DeviceContext
+from .device import DeviceContext, step_limits
 from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
@@ -144,7 +144,7 @@ class CudaStartup:
         return ModelRunner(model, arenas, backend, limits, model_config.vocab_size)
 
     def _limits(self, max_model_len: int) -> StepLimits:
-        return StepLimits(self._steps.max_num_seqs, self._steps.max_num_batched_tokens, max_model_len)
+        return step_limits(self._config, self._steps, max_model_len)
 
     def _shapes(self, limits: StepLimits) -> CudaShapes:
         return CudaShapes(limits, max_tokens=self._steps.max_cudagraph_capture_size)

@@ -18,6 +18,8 @@ from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..parallel.groups import ALL_ALONE, ParallelGroups
 from ..parallel.member import ALONE_MEMBER, Member
+from ..worker.shapes import StepLimits
+from .step_sizes import StepSizes
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,10 @@ class DeviceStartup(Protocol):
     def release(self) -> None:
         """Release captured graphs; no step is launched any more."""
         ...
+
+
+def step_limits(config: EngineConfig, steps: StepSizes, max_model_len: int) -> StepLimits:
+    """Return the bounds of a runner's steps."""
+    speculation = config.speculative_config
+    max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
+    return StepLimits(steps.max_num_seqs, steps.max_num_batched_tokens, max_model_len, max_drafts)

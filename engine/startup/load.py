@@ -36,6 +36,7 @@ class LoadedMember:
     core_config: EngineCoreConfig
     steps: StepSizes
     region: CacheRegion
+    device_type: str
     make_runner: Callable[[], Runner]
     late_compilations: Callable[[], int]
     expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
@@ -88,6 +89,7 @@ def load_member(
         core_config=core_config,
         steps=steps,
         region=region_of(arenas, caches, member.tp_rank, member.tensor_parallel_size),
+        device_type=context.device.type,
         make_runner=make_runner,
         late_compilations=startup.late_compilations,
         expert_review=None if balancer is None else lambda: balancer.last,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
 from baton.kernels.state_batch import Checkpoint, Cuts, StateBatch, most_chunks
-from baton.kernels.step import decode_states
+from baton.kernels.step import DrawPlaces, decode_states
 
 from ..core.layout import NOT_KEPT
 from ..core.step import PADDING, Chunk, StepSize
@@ -146,6 +146,7 @@ class Batch:
             max_seq_len=max(self.ends),
             num_kv_tokens=sum(self.ends[num_decodes:]),
             num_wanted=None if num_wanted == num_tokens else num_wanted,
+            max_drafts=max(self.num_drafts),
         )
 
 
@@ -298,11 +299,19 @@ class InputBuffers:
         self.seq_lens = zeros(max_num_seqs, dtype=torch.int32)
         self.table_rows = zeros(max_num_seqs, dtype=torch.int32)
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
+        draws = limits.max_num_draws if limits.max_drafts else 0
+        self._places = DrawPlaces(zeros(draws, dtype=torch.int32), zeros(draws, dtype=torch.int32))
+
+    def places(self, num_tokens: int) -> DrawPlaces:
+        """Return where the draws of a step with drafts go, which the device fills."""
+        return DrawPlaces(self._places.rows[:num_tokens], self._places.positions[:num_tokens])
 
     def set(self, batch: Batch, shape: StepShape) -> None:
-        """Write what the CPU alone knows of a step, beside the batch: how chunks of layers with states are cut."""
+        """Write what the CPU alone knows of a step beside the batch: how chunks of states are cut, and guesses."""
         for states in self.states.values():
             states.set(batch, shape)
+        for guesses in batch.guesses:
+            self._tables.guess(batch.rows[guesses.chunk], guesses.first, guesses.token_ids)
 
     def fill_decodes(self, num_seqs: int) -> None:
         """Find the slots of the states of a step of decodes."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from baton.kernels.attention import SHORT_CONTEXTS
 
+from ..core.speculation.config import MAX_DRAFTED_TOKENS
 from ..core.step import StepSize
 
 # Numbers of decodes at which torch's matrix products take longer than at the next larger size.
@@ -34,7 +35,12 @@ class StepLimits:
     @property
     def max_num_draws(self) -> int:
         """The most tokens that a step draws."""
-        return self.max_num_seqs * (1 + self.max_drafts)
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), MAX_DRAFTED_TOKENS))
+
+    @property
+    def max_guesses(self) -> int:
+        """Guesses that a row keeps: for its drafts, and for the tokens that the step before may draw."""
+        return 2 * (1 + self.max_drafts) if self.max_drafts else 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class StepShape:
     max_seq_len: int
     num_kv_tokens: int | None = None  # of all sequences behind the decodes; None: a captured step serves any number
     num_wanted: int | None = None  # tokens that go through all of the last layer; None: all of them
+    max_drafts: int = 0  # of one sequence; where there are any, a token is drawn behind each token
 
     @property
     def is_decode(self) -> bool:
@@ -79,7 +86,7 @@ class Shapes(Protocol):
 
 
 class CudaShapes:
-    """Decodes of one token each, and mixes of chunks of any length.
+    """Decodes of one token each, decodes with drafts, and mixes of chunks of any length.
 
     In a captured mix the chunk kernels serve every sequence, single tokens included: the number of decodes is not part
     of its size. The last token of every sequence is wanted, whether or not the sequence samples.
@@ -93,6 +100,8 @@ class CudaShapes:
         largest = min(max_tokens, limits.max_num_batched_tokens)
         self._tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest] * (largest > 0)
         self._seqs = [size for size in _CHUNK_SEQS if size < limits.max_num_seqs] + [limits.max_num_seqs]
+        self._max_drafts = limits.max_drafts
+        self._drafted = drafted_sizes(self._decodes, limits)
 
     @property
     def padding(self) -> StepShape:
@@ -103,6 +112,8 @@ class CudaShapes:
         mixes = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
         for seqs, tokens in sorted(mixes, key=lambda size: (size[1], size[0]), reverse=True):
             yield self._mix(seqs, tokens)
+        for seqs, tokens in reversed(self._drafted):
+            yield self._with_drafts(seqs, tokens)
         for size in reversed(self._decodes):
             yield self._decode(size)
         for context in self._contexts:
@@ -114,10 +125,13 @@ class CudaShapes:
         num_seqs, num_tokens = max(size.num_seqs for size in sizes), max(size.num_tokens for size in sizes)
         if all(size.num_seqs == size.num_tokens for size in sizes):
             return self.decode(num_seqs, alone)
+        if all(size.num_wanted == size.num_tokens for size in sizes):
+            return self.drafted(num_seqs, num_tokens)
         return self.chunks(num_seqs, num_tokens)
 
     def num_wanted(self, size: StepSize) -> int:
-        return size.num_tokens if size.all_hidden else size.num_seqs
+        has_drafts = size.num_wanted == size.num_tokens
+        return size.num_tokens if size.all_hidden or has_drafts else size.num_seqs
 
     def decode(self, num_seqs: int, alone: int) -> StepShape | None:
         """Return the size for one token of each of `num_seqs` sequences. `alone`: see `fitting`."""
@@ -126,6 +140,12 @@ class CudaShapes:
             return None
         context = at_least(self._contexts, alone) if size == 1 else None
         return self._decode(size) if context is None else self._one_decode(context)
+
+    def drafted(self, num_seqs: int, num_tokens: int) -> StepShape | None:
+        """Return the size for decodes with drafts; None if nothing so large is captured."""
+        fitting = (size for size in self._drafted if size[0] >= num_seqs and size[1] >= num_tokens)
+        size = next(fitting, None)
+        return None if size is None else self._with_drafts(*size)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """Return the size for any chunks; None if nothing so large is captured."""
@@ -138,6 +158,10 @@ class CudaShapes:
 
     def _decode(self, num_seqs: int) -> StepShape:
         return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
+
+    def _with_drafts(self, num_seqs: int, num_tokens: int) -> StepShape:
+        longest = 1 + self._max_drafts
+        return StepShape(num_seqs, num_tokens, 0, longest, self._max_model_len, max_drafts=self._max_drafts)
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
         longest = min(num_tokens, self._max_model_len)
@@ -207,6 +231,16 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
             sizes.append(size)
         size += size if size < 8 else 8 if size < 64 else 16 if size < 256 else 32
     return [*sizes, max_num_seqs]
+
+
+def drafted_sizes(decodes: Sequence[int], limits: StepLimits) -> list[tuple[int, int]]:
+    """Return the captured numbers of sequences and tokens of decodes with drafts, ascending.
+
+    A sequence has 2, 4 or all of the tokens that it may have, on average.
+    """
+    each = sorted({min(count, 1 + limits.max_drafts) for count in (2, 4, 1 + limits.max_drafts)} - {1})
+    sizes = {(seqs, min(seqs * count, limits.max_num_draws)) for seqs in decodes for count in each}
+    return sorted(size for size in sizes if size[1] > size[0])
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:

@@ -1,7 +1,7 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states
-                        one row a running request             | the batch of the step
+    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses
+                        one row a running request             | the batch of the step                 | one row each
                                  one table of blocks for each cache group          cuts of those with states
 
 All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
@@ -109,10 +109,11 @@ class RowTables:
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
         self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
+        self.guesses, self.first_guess = tables[-2:]
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(7, len(tables), size), strict=True)
+            for group, first in zip(state_groups, range(7, len(tables) - 2, size), strict=True)
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
@@ -128,6 +129,13 @@ class RowTables:
         """Return how many int32 the tables take."""
         shapes = _table_shapes(limits, num_groups, num_state_groups, checkpoint_tokens)
         return sum(_table_size(*shape) for shape in shapes)
+
+    def guess(self, row: int, first: int, token_ids: Sequence[int]) -> None:
+        """Write guesses of a row's tokens from index `first` on: the last of them, as many as there is room for."""
+        width = self.guesses.tensor.shape[1]
+        first += max(0, len(token_ids) - width)
+        self._writes.add(self.guesses.address(row), token_ids[-width:])
+        self._writes.add(self.first_guess.address(0, row), [first])
 
     def batch(self, num_seqs: int) -> StepBatch:
         """Return the first `num_seqs` entries of the step's batch."""
@@ -188,7 +196,8 @@ def _table_shapes(
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups]
+    guesses = [(seqs, limits.max_guesses), (1, seqs)]
+    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *guesses]
 
 
 def _table_size(rows: int, width: int) -> int:

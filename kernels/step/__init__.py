@@ -5,6 +5,8 @@
     chunk_inputs     rows, query_start                ──> the same, for chunks of any length
     decode_states    rows                             ──> slots of recurrent states
     store_tokens     drawn tokens                     ──> tables for the next step, ring for the CPU
+    place_drafts     guesses                          ──> tokens of rows, where each draw belongs
+    accept_tokens    drawn tokens of steps with drafts ──> as `store_tokens`, up to the first wrong draft
     replace_tokens   tokens that were drawn again     ──> the same places
 
 None of it waits for the device, and none of its shapes depends on what the tables hold.
@@ -17,19 +19,23 @@ from types import ModuleType
 from torch import Tensor
 
 from . import reference
-from .buffers import PIECE, REJECTED, OutputRing, StepBatch, StepBuffers, StepTables
+from .buffers import PIECE, REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
 
 __all__ = [
     "PIECE",
     "REJECTED",
+    "DrawPlaces",
+    "Guesses",
     "OutputRing",
     "StepBatch",
     "StepBuffers",
     "StepTables",
+    "accept_tokens",
     "apply_writes",
     "chunk_inputs",
     "decode_inputs",
     "decode_states",
+    "place_drafts",
     "replace_tokens",
     "store_tokens",
 ]
@@ -77,10 +83,36 @@ def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: St
 
 
 def replace_tokens(
-    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing
+    drawn: Tensor,
+    index: Tensor,
+    entries: Tensor,
+    tables: StepTables,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    ring: OutputRing,
 ) -> None:
-    """Replace token `index[j]` ([J] int64) by `drawn[j]` ([J] int64), after `store_tokens` of the same step."""
-    _implementation(drawn).replace_tokens(drawn, index, tables, batch, inputs, ring)
+    """Replace the token of sequence `index[j]` by `drawn[j]`, also in entry `entries[j]` of the page. All [J] int64.
+
+    To be called after `store_tokens`, or after `accept_tokens` for sequences without drafts.
+    """
+    _implementation(drawn).replace_tokens(drawn, index, entries, tables, batch, inputs, ring)
+
+
+def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
+    """Make guesses tokens of their rows: all but the first token of each sequence, as many as `query_start` says.
+
+    Guesses that the table does not hold are token 0. Also fills `places`. To be called before `chunk_inputs`.
+    """
+    _implementation(tables.tokens).place_drafts(tables, guesses, batch, places)
+
+
+def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: OutputRing, max_drafts: int) -> None:
+    """Store draws up to the first that differs from its draft. `drawn` ([T] int64) has one behind each token.
+
+    The page of the ring gets all of them, with `REJECTED` for those behind the first wrong draft; the rows go on from
+    what was kept. No sequence has more than `max_drafts` drafts. The ring turns to its next page.
+    """
+    _implementation(drawn).accept_tokens(drawn, tables, batch, ring, max_drafts)
 
 
 def _implementation(tensor: Tensor) -> ModuleType:

@@ -45,8 +45,24 @@ class StepBuffers:
 
 
 @dataclass(frozen=True)
+class Guesses:
+    """Guesses of tokens that rows have not drawn yet."""
+
+    token_ids: Tensor  # [num_rows, width] int32
+    first: Tensor  # [num_rows] int32: the index in the row of the first guess
+
+
+@dataclass(frozen=True)
+class DrawPlaces:
+    """Where the tokens belong that a step with drafts draws, one behind each of its T tokens. All int32."""
+
+    rows: Tensor  # [T]  -1 behind padding
+    positions: Tensor  # [T]  tokens of the row that precede it
+
+
+@dataclass(frozen=True)
 class OutputRing:
     """Drawn tokens on their way to the CPU: pages of pinned memory that steps write in turn."""
 
-    pages: Tensor  # [num_pages, max_num_seqs] int32
+    pages: Tensor  # [num_pages, max_num_draws] int32
     turn: Tensor  # [1] int32, on the device: the page that the next step writes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .buffers import OutputRing, StepBatch, StepBuffers, StepTables
+from .buffers import REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
 
 
 def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
@@ -41,20 +41,58 @@ def decode_states(
     targets[: len(rows)] = torch.where(real, table[rows, starts // entry_tokens], -1)
 
 
+def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
+    starts, lens = _starts(tables.computed, batch).tolist(), batch.query_start.diff().tolist()
+    width = guesses.token_ids.shape[1]
+    places.rows.fill_(-1)
+    places.positions.zero_()
+    token = 0
+    for row, start, length in zip(batch.rows.tolist(), starts, lens, strict=True):
+        places.rows[token : token + length] = row
+        places.positions[token : token + length] = torch.arange(start + 1, start + length + 1)
+        for position in range(start + 1, start + length):
+            number = position - int(guesses.first[row])
+            tables.tokens[row, position] = guesses.token_ids[row, number] if 0 <= number < width else 0
+        token += length
+
+
+def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: OutputRing, max_drafts: int) -> None:
+    page = ring.pages[int(ring.turn)]
+    starts, query_start = _starts(tables.computed, batch).tolist(), batch.query_start.tolist()
+    for seq, row in enumerate(batch.rows.tolist()):
+        if row < 0:
+            continue
+        first, end = query_start[seq], query_start[seq + 1]
+        draws, position = drawn[first:end].tolist(), starts[seq] + 1
+        drafts = tables.tokens[row, position : position + end - first - 1].tolist()
+        num_right = next((i for i, draft in enumerate(drafts) if draft != draws[i]), len(drafts))
+        tables.tokens[row, position + num_right] = max(draws[num_right], 0)
+        tables.computed[row] = position + num_right
+        draws[num_right + 1 :] = [REJECTED] * (len(drafts) - num_right)
+        page[first:end] = torch.tensor(draws, dtype=torch.int32)
+    ring.turn.copy_((ring.turn + 1) % len(ring.pages))
+
+
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     page = ring.pages[int(ring.turn)]
     stored = ((batch.rows >= 0) & (batch.samples != 0)).nonzero()[:, 0]
-    _store(drawn[stored], stored, tables, batch, inputs, page)
+    _store(drawn[stored], stored, stored, tables, batch, inputs, page)
     real = (batch.rows >= 0).nonzero()[:, 0]
     tables.computed[batch.rows[real].long()] = inputs.seq_lens[real]
     ring.turn.copy_((ring.turn + 1) % len(ring.pages))
 
 
 def replace_tokens(
-    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing
+    drawn: Tensor,
+    index: Tensor,
+    entries: Tensor,
+    tables: StepTables,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    ring: OutputRing,
 ) -> None:
     page = ring.pages[int(ring.turn) - 1]
-    _store(drawn, index, tables, batch, inputs, page)
+    _store(drawn, index, entries, tables, batch, inputs, page)
 
 
 def _starts(computed: Tensor, batch: StepBatch) -> Tensor:
@@ -78,8 +116,14 @@ def _fill_tokens(tables: StepTables, inputs: StepBuffers, rows: Tensor, position
 
 
 def _store(
-    drawn: Tensor, index: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, page: Tensor
+    drawn: Tensor,
+    index: Tensor,
+    entries: Tensor,
+    tables: StepTables,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    page: Tensor,
 ) -> None:
     tokens = drawn.to(torch.int32)
     tables.tokens[batch.rows[index].long(), inputs.seq_lens[index].long()] = tokens.clamp(min=0)
-    page[index.to(page.device)] = tokens.to(page.device)
+    page[entries.to(page.device)] = tokens.to(page.device)

@@ -19,28 +19,44 @@ from ..speculation.length import DraftLengths
 from ..speculation.stats import SpeculationCounter, SpeculationStats
 
 
-def make_drafting(config: SpeculativeConfig | None) -> Drafting | None:
-    """Return the drafting of an engine with these settings; None where tokens are not guessed ahead."""
-    return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens)
+def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    """Return the drafting of an engine with these settings on a kind of device; None: tokens are not guessed ahead."""
+    if config is None:
+        return None
+    return Drafting(make_drafter(config), config.num_speculative_tokens, only_plain=device == "cuda")
 
 
 class Drafting:
     """Asks one drafter for all running requests."""
 
-    def __init__(self, drafter: Drafter, most: int, *, adapts: bool = True) -> None:
-        """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time."""
+    def __init__(self, drafter: Drafter, most: int, *, adapts: bool = True, only_plain: bool = False) -> None:
+        """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
+
+        `only_plain`: there are drafts in steps without prompts only, and for requests whose draws follow from the
+        numbers in their row. That is what steps on a GPU are captured for.
+        """
         self.most = most
         self._drafter = drafter
+        self._only_plain = only_plain
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # tokens that the drafter knows, of requests that it knows
         self._num_accepted = 0  # in the step that is being settled
 
-    def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
-        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts."""
+    def begin_step(self, num_decodes: int, num_prompt_tokens: int, *, may_start: bool) -> bool:
+        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts.
+
+        `may_start`: requests wait that could start in it.
+        """
+        if self._only_plain and (num_prompt_tokens or may_start):
+            return False
         if self._lengths is None:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
+
+    def may_draft(self, request: Request) -> bool:
+        """Return whether a request's draws can be checked against drafts. A grammar would have to see each first."""
+        return not request.is_constrained and (not self._only_plain or request.message.sampling.is_plain)
 
     def propose(self, request: Request, room: int) -> Sequence[int]:
         """Return guesses of the tokens from the last known one on, up to `room` behind those that are on their way.

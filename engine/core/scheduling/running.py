@@ -19,6 +19,7 @@ from ..kv.request_memory import RequestMemory
 from ..kv.transfers import Transfers
 from ..prefix import BlockHash
 from ..requests.request import Request, RequestStatus, advance_decodes
+from ..speculation.config import MAX_DRAFTED_TOKENS
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
 from .drafting import Drafting
 from .waiting import WaitingQueue
@@ -270,10 +271,11 @@ class RunningRequests:
 
     # -------------------------------------------------------------------------------- shares of a step
 
-    def decode(self, draft: StepDraft) -> list[Request]:
+    def decode(self, draft: StepDraft, *, may_start: bool = False) -> list[Request]:
         """Plan one token for each request that has one left to compute. Returns the others, which have more.
 
-        The budget suffices, since it is never less than the number of rows.
+        The budget suffices, since it is never less than the number of rows. `may_start`: requests wait that could start
+        in this step.
         """
         self.lacks_blocks = False
         prefills = []
@@ -296,7 +298,7 @@ class RunningRequests:
         draft.budget -= len(chunks)
         if self._drafting is not None:
             unread = sum(request.num_tokens - request.num_computed for request in prefills)
-            if self._drafting.begin_step(len(chunks), min(unread, draft.budget)):
+            if self._drafting.begin_step(len(chunks), min(unread, draft.budget), may_start=may_start):
                 self._add_drafts(self._drafting, draft)
         self._reading = prefills.copy()
         return prefills
@@ -304,16 +306,19 @@ class RunningRequests:
     def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
         """Let decodes have drafts, as far as budget, blocks and the requests' lengths go.
 
-        A block is taken for them only where one is free. A grammar would have to see each token first.
+        A block is taken for them only where one is free.
         """
-        for chunk, request in draft.take_decodes():
+        decodes = draft.take_decodes()
+        spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes))
+        for chunk, request in decodes:
             num_known, num_computed, new_blocks = len(request.token_ids), request.num_computed, _NO_BLOCKS
-            room = min(draft.budget, request.limit - 1 - num_computed)
-            guesses = drafting.propose(request, room) if room > 0 and not request.is_constrained else ()
+            room = min(spare, request.limit - 1 - num_computed)
+            guesses = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else ()
             if num_known + len(guesses) > request.capacity:
                 new_blocks = self._memory.grow(request)
                 guesses = guesses[: request.capacity - num_known]
             if num_known + len(guesses) > num_computed:
+                spare -= num_known + len(guesses) - num_computed
                 draft.add_drafts(chunk, request, guesses, new_blocks)
             else:
                 draft.put_back(chunk, request)

@@ -148,7 +148,8 @@ class Scheduler:
         self.requests.take_masks()
         draft = self.steps.draft()
         self.admission.preempt_for_head()
-        prefills = self.running.decode(draft)
+        may_start = bool(self.waiting or self.loading.ready) and self.running.has_room
+        prefills = self.running.decode(draft, may_start=may_start)
         self.admission.admit_ready(draft)
         short = self.admission.choose_short(prefills, draft)
         self.running.read_on(prefills, draft, kept=sum(request.num_tokens for request in short))

@@ -14,6 +14,7 @@ from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 MAX_DRAFTS = 15  # of one request in a step
+MAX_DRAFTED_TOKENS = 512  # of all requests that decode in a step with drafts: the logits of each have their memory
 METHODS = ("ngram", "suffix")
 _LOOKUP_TOKENS = 5  # vLLM's
 _NEEDS_DRAFT_LAYERS = "needs draft layers, and those of checkpoints are not loaded yet"

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from baton.kernels.sampling import sample, sample_rows
-from baton.kernels.step import StepBuffers, chunk_inputs, decode_inputs, replace_tokens, store_tokens
+from baton.kernels.step import (
+    Guesses,
+    StepBuffers,
+    accept_tokens,
+    chunk_inputs,
+    decode_inputs,
+    place_drafts,
+    replace_tokens,
+    store_tokens,
+)
 
 from ...core.step import Chunk
 from ...layers.base import RankRows
@@ -62,18 +71,24 @@ class CudaBackend:
 
 
 class CudaStep:
-    """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn behind it."""
+    """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn behind it.
+
+    In a step with drafts that is so for all tokens.
+    """
 
     def __init__(self, parts: StepParts, stream: Stream, logits_dtype: torch.dtype) -> None:
         self._parts = parts
         self._stream = stream
-        shape = (parts.limits.max_num_seqs, parts.vocab_size)
-        self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)  # of each sequence of the step
+        shape = (parts.limits.max_num_draws, parts.vocab_size)
+        # Of each sequence of the step; with drafts, of each token.
+        self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         return None
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
+        if shape.max_drafts:
+            return self._run_drafts(shape, ranks)
         parts, tables = self._parts, self._parts.tables
         buffers, batch = self._buffers(shape), tables.batch(shape.num_seqs)
         fill = decode_inputs if shape.is_decode else chunk_inputs
@@ -87,6 +102,19 @@ class CudaStep:
         parts.model.logits(last, out=logits)
         drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
         store_tokens(drawn, tables.step, batch, buffers, parts.outputs.ring)
+        return hidden
+
+    def _run_drafts(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
+        parts, tables = self._parts, self._parts.tables
+        batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_tokens)
+        place_drafts(tables.step, Guesses(tables.guesses.tensor, tables.first_guess.tensor[0]), batch, places)
+        chunk_inputs(tables.step, batch, self._buffers(shape))
+        inputs = parts.inputs.of(shape)
+        hidden = parts.model.forward(inputs.token_ids, inputs.caches, None, ranks)
+        logits = self.logits[: shape.num_tokens]
+        parts.model.logits(hidden, out=logits)
+        drawn = sample_rows(logits, tables.sampling.tensor, places.rows, places.positions)
+        accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
         return hidden
 
     def capture(self, shape: StepShape) -> Graph | None:
@@ -104,14 +132,14 @@ class CudaStep:
         if not numbers:
             return
         edited = draws.pick(numbers)
-        index, tables = self.indices(edited.chunks), self._parts.tables
-        asked = processors.of_draws(edited)
-        drawn = sample(self.logits[index], asked)
-        ring = self._parts.outputs.ring
-        replace_tokens(drawn, index, tables.step, tables.batch(shape.num_seqs), self._buffers(shape), ring)
+        index, entries = self.indices(edited.chunks), self.indices(edited.entries)
+        tables, ring = self._parts.tables, self._parts.outputs.ring
+        drawn = sample(self.logits[entries], processors.of_draws(edited))
+        batch_rows, buffers = tables.batch(shape.num_seqs), self._buffers(shape)
+        replace_tokens(drawn, index, entries, tables.step, batch_rows, buffers, ring)
 
     def logits_of(self, numbers: list[int]) -> Tensor:
-        return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).chunks)]
+        return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).entries)]
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self._parts.model.logits(hidden)

@@ -42,11 +42,11 @@ def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ..
     def whole(_: str, prompt: Sequence[int]) -> list[int]:
         return [*prompt, *answers[tuple(prompt)]]
 
-    def make(config: SpeculativeConfig | None) -> Drafting | None:
+    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         if config is None:
             return None
         drafter = KnowingDrafter(whole, errors, vocab_size=256)
-        return Drafting(drafter, config.num_speculative_tokens, adapts=False)
+        return Drafting(drafter, config.num_speculative_tokens, adapts=False, only_plain=device == "cuda")
 
     monkeypatch.setattr(build, "make_drafting", make)
     return answers

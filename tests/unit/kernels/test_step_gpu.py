@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from baton.kernels.sampling import NO_TOKEN
-from baton.kernels.step import PIECE, OutputRing, StepBatch, StepBuffers, StepTables, reference
+from baton.kernels.step import (
+    PIECE,
+    REJECTED,
+    DrawPlaces,
+    Guesses,
+    OutputRing,
+    StepBatch,
+    StepBuffers,
+    StepTables,
+    reference,
+)
 
 from ...helpers.aot import compile_for_h200
 
@@ -182,7 +192,7 @@ def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, tr
         kernels.store_tokens(first, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
         expected = copy.deepcopy(step)
         again, index = (torch.tensor(values, device=triton_device) for values in ([900, 901], [3, 1]))
-        kernels.replace_tokens(again, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        kernels.replace_tokens(again, index, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
         for i, token in ((3, 900), (1, 901)):
             expected.tables.tokens[step.batch.rows[i], step.inputs.seq_lens[i]] = token
             expected.mailbox.pages[page, i] = token
@@ -199,10 +209,69 @@ def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
     drawn = torch.tensor([7, NO_TOKEN, 9], device=triton_device)
     kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
     again, index = torch.tensor([NO_TOKEN], device=triton_device), torch.tensor([2], device=triton_device)
-    kernels.replace_tokens(again, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    kernels.replace_tokens(again, index, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
     where = step.batch.rows.long(), step.inputs.seq_lens.long()
     assert step.tables.tokens[where].tolist() == [7, 0, 0]
     assert step.mailbox.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
+
+
+def make_drafts(step: Step, device: torch.device, *, width: int, lag: int) -> tuple[Guesses, DrawPlaces]:
+    """Guesses of each row's tokens from `lag` before the first one that is needed."""
+    computed = step.tables.computed
+    guesses = torch.arange(ROWS * width, dtype=torch.int32, device=device).view(ROWS, width) + 5000
+    num_tokens = len(step.inputs.token_ids)
+    places = (torch.full((num_tokens,), -77, dtype=torch.int32, device=device) for _ in range(2))
+    return Guesses(guesses, computed + 1 - lag), DrawPlaces(*places)
+
+
+@pytest.mark.parametrize(("lens", "num_seqs", "num_tokens"), [([1], 1, 4), ([3, 1, 6], 5, 16), ([4] * 3, 3, 12)])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_guesses_become_tokens_of_their_rows_and_each_draw_has_its_place(
+    kernels: object, triton_device: torch.device, lens: list[int], num_seqs: int, num_tokens: int, lag: int
+) -> None:
+    step = make_step(triton_device, lens, num_seqs, num_tokens)
+    guesses, places = make_drafts(step, triton_device, width=4, lag=lag)
+    expected = step.tables.tokens.clone()
+    rows, positions = [], []
+    for row, length in zip(step.batch.rows.tolist(), lens, strict=False):
+        start = int(step.tables.computed[row])
+        rows += [row] * length
+        positions += range(start + 1, start + length + 1)
+        for number in range(length - 1):
+            known = number + lag < 4  # what the table does not hold is token 0
+            expected[row, start + 1 + number] = guesses.token_ids[row, number + lag] if known else 0
+    kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
+    assert torch.equal(step.tables.tokens, expected)
+    padding = num_tokens - len(rows)
+    assert places.rows.tolist() == rows + [-1] * padding
+    assert places.positions.tolist() == positions + [0] * padding
+
+
+def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, triton_device: torch.device) -> None:
+    lens, right = [4, 1, 3, 3, 2], [3, 0, 1, 0, 0]  # of the drafts, so many are right
+    step = make_step(triton_device, lens, 7, 16)
+    guesses, places = make_drafts(step, triton_device, width=4, lag=0)
+    kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
+    drawn = torch.arange(100, 116, device=triton_device)
+    tokens, computed = step.tables.tokens.clone(), step.tables.computed.clone()
+    page, first = [-77] * 16, 0
+    for row, length, num_right in zip(step.batch.rows.tolist(), lens, right, strict=False):
+        start = int(computed[row])
+        drawn[first : first + num_right] = tokens[row, start + 1 : start + 1 + num_right]
+        if length == 2:
+            drawn[first] = NO_TOKEN
+        tokens[row, start + 1 + num_right] = max(int(drawn[first + num_right]), 0)
+        computed[row] = start + 1 + num_right
+        kept = drawn[first : first + num_right + 1].tolist()
+        page[first : first + length] = kept + [REJECTED] * (length - len(kept))
+        first += length
+    mailbox = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), step.mailbox.turn)
+    kernels.accept_tokens(drawn, step.tables, step.batch, mailbox, 5)  # type: ignore[attr-defined]
+    assert torch.equal(step.tables.tokens, tokens)
+    assert torch.equal(step.tables.computed, computed)
+    assert mailbox.pages[0, :first].tolist() == page[:first]
+    assert (mailbox.pages[0, first:] == -77).all()
+    assert mailbox.turn.tolist() == [1]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -260,10 +329,28 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
         "_store_tokens",
         {
             **dict.fromkeys(("tokens", "computed", "rows", "samples", "seq_lens", "pages", "turn"), "*i32"),
-            **dict.fromkeys(("drawn", "index"), "*i64"),
+            **dict.fromkeys(("drawn", "index", "entries"), "*i64"),
             **dict.fromkeys(("count", "tokens_stride", "num_pages", "page_stride"), "i32"),
         },
         {"AGAIN": True, "BLOCK": PIECE},
+    ),
+    (
+        "_place_drafts",
+        {
+            **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
+            **dict.fromkeys(("draw_rows", "draw_positions"), "*i32"),
+            **dict.fromkeys(("num_tokens", "num_seqs", "tokens_stride", "width"), "i32"),
+        },
+        {"BLOCK": 128},
+    ),
+    (
+        "_accept_tokens",
+        {
+            **dict.fromkeys(("tokens", "computed", "rows", "query_start", "pages", "turn"), "*i32"),
+            **dict.fromkeys(("num_seqs", "max_drafts", "tokens_stride", "num_pages", "page_stride"), "i32"),
+            "drawn": "*i64",
+        },
+        {"NOT_ACCEPTED": REJECTED, "BLOCK": PIECE},
     ),
     (
         "_chunk_inputs",

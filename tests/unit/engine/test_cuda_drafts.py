@@ -1,0 +1,142 @@
+"""Steps with drafts as a GPU runs them, on a CPU that does each thing at once: answers are those without drafts.
+
+Drafts are made by one who knows the answers, and errs in a share of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.models import load_config, load_model
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafted_sizes
+from baton.engine.worker.warmup import ProfileRun, padding_steps
+
+from ...helpers.drafters import KnowingDrafter
+from ...helpers.inline_stream import InlineStream
+from ...helpers.kv_memory import allocate_kv
+from .random_workload import random_requests
+
+LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
+
+
+class Engines:
+    """Engines of one tiny model whose blocks start as NaN: reading one too many shows."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.config = load_config(checkpoint, dtype="float32")
+        self.model = load_model(self.config)
+        (self.group,) = self.config.caches.groups
+
+    def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
+        kv = allocate_kv(self.group.blocks, num_blocks).fill_(float("nan"))
+        return ModelRunner(self.model, [kv], backend, LIMITS, self.config.vocab_size)
+
+    def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:
+        config = EngineCoreConfig(
+            num_blocks=num_blocks,
+            max_num_seqs=LIMITS.max_num_seqs,
+            max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+            max_model_len=LIMITS.max_model_len,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=[2],
+            depth=depth,
+        )
+        return EngineCore(config, runner, drafting=drafting)
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint: Path) -> Engines:
+    return Engines(checkpoint)
+
+
+def cuda_backend(max_tokens: int) -> CudaBackend:
+    return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=max_tokens), torch.float32)
+
+
+def answers_of(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[EngineOutput]]:
+    outputs: dict[str, list[EngineOutput]] = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work():
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens_and_logprobs(outputs: Sequence[EngineOutput]) -> tuple[list[int], list[float]]:
+    tokens = [token for output in outputs for token in output.token_ids]
+    values = [entry.logprobs[0] for output in outputs if output.logprobs for entry in output.logprobs]
+    return tokens, values
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("num_blocks", [64, 16])
+@pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
+def test_answers_are_those_of_an_engine_without_drafts(
+    engines: Engines, errors: float, num_blocks: int, captured: bool, depth: int
+) -> None:
+    requests = random_requests(random.Random(5), 14)
+    plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), num_blocks), num_blocks, depth=1)
+    expected = answers_of(plain, requests)
+    whole = {
+        request.request_id: request.prompt_token_ids + tokens_and_logprobs(expected[request.request_id])[0]
+        for request in requests
+    }
+    drafter = KnowingDrafter(lambda request_id, _: whole[request_id], errors, engines.config.vocab_size)
+    drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=True)
+    runner = engines.runner(cuda_backend(32 if captured else 0), num_blocks)
+    if captured:
+        runner.capture()
+    core = engines.core(runner, num_blocks, depth, drafting)
+    for request_id, outputs in answers_of(core, requests).items():
+        tokens, values = tokens_and_logprobs(outputs)
+        plain_tokens, plain_values = tokens_and_logprobs(expected[request_id])
+        assert tokens == plain_tokens
+        assert values == pytest.approx(plain_values, abs=1e-4)
+        assert outputs[-1].finish_reason == expected[request_id][-1].finish_reason
+    stats = core.stats()
+    assert stats.speculation is not None
+    assert stats.speculation.num_drafts > (10 if num_blocks == 64 else 4)
+    if errors in (0.0, 1.0):
+        assert stats.speculation.acceptance_rate == 1 - errors
+    assert stats.num_preemptions > 0 or num_blocks == 64
+    if captured:
+        assert runner.captured.num_replays > runner.captured.num_eager
+
+
+def test_sizes_hold_two_four_or_all_tokens_of_each_sequence() -> None:
+    assert drafted_sizes([1, 2, 4], LIMITS) == [
+        (1, 2),
+        (1, 4),
+        (1, 5),
+        (2, 4),
+        (2, 8),
+        (2, 10),
+        (4, 8),
+        (4, 16),
+        (4, 20),
+    ]
+    shapes = CudaShapes(LIMITS, max_tokens=32)
+    assert shapes.drafted(3, 9) == shapes.drafted(3, 15)
+    assert shapes.drafted(8, 41) is None
+
+
+def test_padding_of_every_size_with_drafts_runs(engines: Engines) -> None:
+    backend = cuda_backend(32)
+    drafted = [shape for shape in backend.shapes.in_capture_order() if shape.max_drafts]
+    padding_steps(engines.runner(backend, 4), drafted)
+    memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), drafted, lambda work: work() or 0, LIMITS).run()
+    assert memory.num_captured == len(drafted)
