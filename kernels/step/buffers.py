@@ -54,7 +54,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class DrawPlaces:
-    """Where the tokens belong that a step with drafts draws, one behind each of its T tokens. All int32."""
+    """The places of the tokens that a step with drafts draws, one behind each of its T tokens. All int32."""
 
     rows: Tensor  # [T]  -1 behind padding
     positions: Tensor  # [T]  tokens of the row that precede it

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.exhaustive
 
 TOLERANCE = 1e-4  # of a logprob, float32
 RECURRENT_TOLERANCE = 5e-4  # states carry rounding from token to token: two ways of `transformers` differ by a third
+SENSITIVE = 2  # a few positions are so: there one CPU's order of sums and another's differ by so many tolerances
 NEAR_TIE = 0.25  # of a logprob, bfloat16: about the largest error that rounding makes in models of this size
 # Of a mixture's tokens: rounding, which differs between CPUs, sends those whose experts are nearly tied to others, by
 # any distance. One CPU has 4 of 36, another 5.
@@ -226,7 +227,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, model: CausalLM) -> None:
     assert not ours.isnan().any()
     tolerance = RECURRENT_TOLERANCE if model.config.has_states else TOLERANCE
-    assert (ours - theirs).abs().max().item() < tolerance
+    errors = (ours - theirs).abs().amax(1)
+    assert errors.max().item() < SENSITIVE * tolerance
+    assert (errors >= tolerance).sum().item() <= len(errors) / 50
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
