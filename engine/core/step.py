@@ -49,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
     )
     num_drafts: int = 0  # the last so many of its tokens are guesses
-    drafts: list[int] = []  # guesses of the row's tokens, the last of them for index `start + num_drafts`
+    drafts: tuple[int, ...] = ()  # guesses of the row's tokens, the last of them for index `start + num_drafts`
 
     @property
     def num_draws(self) -> int:

@@ -113,7 +113,7 @@ class StepDraft:
         num_drafts = len(request.token_ids) + len(guesses) - request.num_computed
         blocks = _joined(chunk.new_block_ids, new_blocks)
         drafted = Chunk(
-            chunk.row, chunk.start, 1 + num_drafts, True, blocks, num_drafts=num_drafts, drafts=list(guesses)
+            chunk.row, chunk.start, 1 + num_drafts, True, blocks, num_drafts=num_drafts, drafts=tuple(guesses)
         )
         self._drafted.append(drafted)
         self._drafted_requests.append(request)

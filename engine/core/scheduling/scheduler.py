@@ -213,39 +213,42 @@ class Scheduler:
 
     def _accept(self, request: Request, chunk: Chunk, drawn: ChunkResult) -> int:
         """Append drawn tokens to their request, up to the one that ends it, and answer it. Returns their number."""
-        known, rule = request.token_ids, request.finish_rule
-        num_before, reason = len(known), None
+        token_ids, known, reason = drawn.token_ids, request.token_ids, None
         if chunk.num_drafts and self.drafting is not None:
-            self.drafting.settled(request, chunk.num_drafts, len(drawn.token_ids) - 1)
-        for token_id in drawn.token_ids:
+            self.drafting.settled(request, chunk.num_drafts, len(token_ids) - 1)
+        num_before = len(known)
+        for token_id in token_ids:
             if token_id == NO_TOKEN:
                 break
             known.append(token_id)
-            if reason := rule.reason(token_id, len(known)):
+            if reason := request.finish_rule.reason(token_id, len(known)):
                 break
-        num_new = len(known) - num_before
-        if num_new:
+        num_known = len(known)
+        if num_known >= request.next_registration:
+            self.memory.register(request)
+        num_new = num_known - num_before
+        if reason is None and request.answered and 0 < num_new == len(token_ids):
+            if request.is_constrained:
+                self.constraints.advance(request, token_ids)
+            self.requests.outputs.append(next_tokens(request, token_ids, drawn.logprobs))
+        else:
             self._answer(request, drawn, num_new, reason)
-        if not num_new or (reason is None and num_new < len(drawn.token_ids)):
-            self._end_without_token(request, drawn)
         return num_new
 
     def _answer(self, request: Request, drawn: ChunkResult, num_new: int, reason: FinishReason | None) -> None:
-        """Put out the newest tokens of a request: the first `num_new` of those that were drawn."""
+        """Put out the first `num_new` tokens that were drawn: the first of an answer, or the last."""
         token_ids, logprobs = drawn.token_ids, drawn.logprobs
+        lacks_token = num_new < len(token_ids) and reason is None
         if num_new < len(token_ids):
             token_ids = token_ids[:num_new]
             logprobs = logprobs.part(0, num_new) if logprobs else None
-        if len(request.token_ids) >= request.next_registration:
-            self.memory.register(request)
-        if request.is_constrained and reason is None:
-            self.constraints.advance(request, token_ids)
-        outputs = self.requests.outputs
-        if reason is None and request.answered:
-            outputs.append(next_tokens(request, token_ids, logprobs))
-            return
-        source = self.requests.leave(request, reason) if reason else None
-        outputs.append(first_or_last_tokens(request, token_ids, logprobs, reason, source))
+        if token_ids:
+            if request.is_constrained and reason is None and not lacks_token:
+                self.constraints.advance(request, token_ids)
+            source = self.requests.leave(request, reason) if reason else None
+            self.requests.outputs.append(first_or_last_tokens(request, token_ids, logprobs, reason, source))
+        if lacks_token or not drawn.token_ids:
+            self._end_without_token(request, drawn)
 
     def _end_without_token(self, request: Request, drawn: ChunkResult) -> None:
         """Answer a request for which no token could be drawn. Raises `StepMismatch` where none was to be."""

@@ -353,7 +353,8 @@ def check_unread(scheduler: Scheduler) -> None:
     num_drafts = 0 if scheduler.drafting is None else scheduler.drafting.most
     most_coming = scheduler.config.depth * (1 + num_drafts)
     for each, num_full in counted.items():  # the results of steps in flight may have filled some since
-        assert num_full <= len(scheduler.memory.skippable_hashes(each)) <= num_full + 1 + most_coming // size
+        found = len(scheduler.memory.skippable_hashes(each))
+        assert num_full <= found <= num_full + 1 + most_coming // size or each.prompt_logprobs is not None
     hashes = {block_hash for each, num_full in counted.items() for block_hash in each.block_hashes[:num_full]}
     missing = sum(not scheduler.groups[0].pool.has(block_hash) for block_hash in hashes)
     behind = sum(each.num_tokens - num_full * size for each, num_full in counted.items())
