@@ -66,7 +66,9 @@ class GatewayMetrics:
             "time_to_first_token_seconds", "Seconds from the request to its first token.", FIRST_TOKEN_S
         )
         self.inter_token_s = histogram(
-            "inter_token_latency_seconds", "Seconds between the tokens of a choice.", PER_TOKEN_S
+            "inter_token_latency_seconds",
+            "Seconds between the tokens of a choice; those that one step has drawn count once.",
+            PER_TOKEN_S,
         )
         self.queue_s = histogram("request_queue_time_seconds", "Seconds from the request to its first step.", REQUEST_S)
         self.request_s = histogram(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.engine.core.sampling import SamplingParams
 
@@ -18,6 +18,7 @@ class TextDelta:
     text: str
     stop: str | None = None  # the stop string that ended the output: abort the request
     num_tokens: int = 0  # tokens consumed: fewer than were pushed if a stop string ended the output
+    ends: list[int] = field(default_factory=list)  # offsets in `text` where what each token but the last adds ends
 
 
 class TextStream:
@@ -54,18 +55,20 @@ class TextStream:
         output.
         """
         hides_last = stop_token_id is not None and not self._shows_stop_token
-        text = ""
+        text, ends = "", list[int]()
         for index, token in enumerate(token_ids):
+            if index:
+                ends.append(len(text))
             hidden = hides_last and index == len(token_ids) - 1
             self._num_tokens += 1
             delta, stop = self._look(self._detokenizer.push(() if hidden else (token,)))
             text += delta
             if stop is not None:
-                return TextDelta(text, stop, index + 1)
+                return TextDelta(text, stop, index + 1, ends)
         if not finished:
-            return TextDelta(text, None, len(token_ids))
+            return TextDelta(text, None, len(token_ids), ends)
         delta, stop = self._look(self._detokenizer.flush())
-        return TextDelta(text + delta + self._stops.flush(), stop, len(token_ids))
+        return TextDelta(text + delta + self._stops.flush(), stop, len(token_ids), ends)
 
     def _look(self, text: str) -> tuple[str, str | None]:
         if self._num_tokens <= self._min_tokens:

@@ -48,10 +48,13 @@ from baton.engine.core.messages import (
     FinishReason,
 )
 from baton.engine.core.pace import StepTimes
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.kv_transfer.protocol.stats import TransferStats
 
 Scripts = dict[tuple[int, ...], list[int]]
+MOST_DRAFTS = 4  # of a request in a step, where tokens are guessed
 
 
 def kv_values(tokens: Sequence[int]) -> list[int]:
@@ -67,6 +70,7 @@ class Row:
     start: RowStart
     tokens: list[int]
     blocks: list[int]
+    num_computed: int
 
 
 class FakeRunner:
@@ -87,39 +91,51 @@ class FakeRunner:
             del self._rows[row]
         for start in plan.started_rows:
             tokens = [*start.prompt_token_ids, *start.output_token_ids]
-            self._rows[start.row] = Row(start, tokens, list(start.block_tables[0]))
+            self._rows[start.row] = Row(start, tokens, list(start.block_tables[0]), start.num_computed)
         for chunk in plan.chunks:
             self._write(self._rows[chunk.row], chunk)
         self._masks = {self._rows[mask.row].start.request_id: mask.words for mask in plan.masks}
         return FinishedStep(StepResult(plan.step, [self._run(self._rows[chunk.row], chunk) for chunk in plan.chunks]))
 
     def _write(self, row: Row, chunk: Chunk) -> None:
+        """Write the chunk's KV. Its drafts are tokens of the row until others are drawn in their place."""
         row.blocks += chunk.new_block_ids[0] if chunk.new_block_ids else []
+        start, end = row.num_computed, row.num_computed + chunk.num_tokens
+        first_guess = chunk.start + chunk.num_drafts + 1 - len(chunk.drafts)
+        row.tokens += [chunk.drafts[position - first_guess] for position in range(end - chunk.num_drafts, end)]
         values, size = kv_values(row.tokens), self._config.block_size
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+        for position in range(start, end):
             self.memory[row.blocks[position // size]][position % size] = values[position]
 
     def _run(self, row: Row, chunk: Chunk) -> ChunkResult:
-        end = chunk.start + chunk.num_tokens
+        start, end = row.num_computed, row.num_computed + chunk.num_tokens
         context = [value for block in row.blocks for value in self.memory[block]][:end]
         assert context == kv_values(row.tokens[:end]), f"wrong KV for {row.start.request_id}"
         prompt_logprobs = None
         if chunk.prompt_logprobs:
-            targets = range(chunk.start + 1, min(end + 1, len(row.start.prompt_token_ids)))
+            targets = range(start + 1, min(end + 1, len(row.start.prompt_token_ids)))
             count = row.start.sampling.prompt_logprobs or 0
             entries = [self._logprobs(context[p - 1], row.tokens[p], count) for p in targets]
             prompt_logprobs = Logprobs.pack(entries) if entries else Logprobs(count + 1)
+        row.num_computed = end
         if not chunk.samples:
             return ChunkResult([], None, prompt_logprobs)
-        token = self._draw(row, context[-1])
-        row.tokens.append(token)
-        count = row.start.sampling.logprobs
-        logprobs = None if count is None else Logprobs.pack([self._logprobs(context[-1], token, count)])
-        return ChunkResult([token], logprobs, prompt_logprobs)
+        last = end - 1 - chunk.num_drafts  # the position of the last known token
+        drawn: list[int] = []
+        for position in range(last, end):
+            drawn.append(self._draw(row, context[position], position + 1 - len(row.start.prompt_token_ids)))
+            if position + 1 == end or row.tokens[position + 1] != drawn[-1]:
+                break
+        row.tokens[last + 1 :] = drawn
+        row.num_computed = len(row.tokens) - 1
+        count, logprobs = row.start.sampling.logprobs, None
+        if count is not None:
+            logprobs = Logprobs.pack([self._logprobs(context[last + i], drawn[i], count) for i in range(len(drawn))])
+        return ChunkResult(drawn, logprobs, prompt_logprobs)
 
-    def _draw(self, row: Row, kv: int) -> int:
-        prompt = tuple(row.start.prompt_token_ids)
-        script, done = self._scripts.get(prompt), len(row.tokens) - len(prompt)
+    def _draw(self, row: Row, kv: int, done: int) -> int:
+        """Draw the token behind `done` tokens of the output."""
+        script = self._scripts.get(tuple(row.start.prompt_token_ids))
         if script is not None and done < len(script):
             return script[done]
         if (mask := self._masks.get(row.start.request_id)) is not None:
@@ -254,11 +270,13 @@ class FakeEngine:
         scripts: Scripts,
         wire: Wire,
         grammars: GrammarSource | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.record = record
         self.runner = FakeRunner(config, scripts)
         self.connector = FakeConnector(wire, self.runner.memory)
-        self.core = EngineCore(config, self.runner, self.connector, grammars=grammars)
+        drafting = None if drafter is None else Drafting(drafter, MOST_DRAFTS, adapts=False)
+        self.core = EngineCore(config, self.runner, self.connector, grammars=grammars, drafting=drafting)
         self.streams: dict[tuple[str, int], FakeStream] = {}
         self.submitted: list[EngineRequest] = []
         self.generations: dict[str, int] = {}  # the newest of each request
@@ -371,6 +389,7 @@ class FakeCluster:
         self.aborts: list[tuple[str, str]] = []
         self.begun: list[tuple[str, str, int]] = []
         self.reach = Reach()
+        self.new_drafter: Callable[[], Drafter] | None = None  # of engines that start from now on
         self.client_counters = ClientCounters()
         self.gateways: list[GatewayRecord] = []
         self.fault: Callable[[FakeEngine, EngineRequest], EngineError | None] = lambda engine, request: None
@@ -396,7 +415,8 @@ class FakeCluster:
             max_num_batched_tokens=8192,
             num_blocks=core.num_blocks,
         )
-        self.members.append(FakeEngine(record, core, self.scripts, self.wire, self.grammars))
+        drafter = None if self.new_drafter is None else self.new_drafter()
+        self.members.append(FakeEngine(record, core, self.scripts, self.wire, self.grammars, drafter))
         return self.members[-1]
 
     def engines(self) -> list[EngineView]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.tracing import RequestSpans
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarSource
+from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 from baton.engine.text import Tokenizer
 
-from .fake_cluster import FakeCluster
+from .fake_cluster import FakeCluster, Scripts
 from .gateway_service import Service
 from .reasoning_model import reasoning_model
 from .tiny_model import tiny_model, tiny_tokenizer
@@ -44,6 +46,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         served: ServedModel = model,
         grammars: GrammarSource | None = None,
         spans: RequestSpans | None = None,
+        new_drafter: Callable[[Scripts], Drafter] | None = None,
         **settings: Any,
     ) -> Service:
         cluster = FakeCluster(
@@ -56,6 +59,8 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
             vocab_size=served.vocab_size,
             eos_token_ids=list(served.eos_token_ids),
         )
+        if new_drafter is not None:
+            cluster.new_drafter = partial(new_drafter, cluster.scripts)
         for role in roles:
             cluster.start(role)
         limits = {"capacity_timeout_s": 5.0, "request_timeout_s": 20.0, **settings}

@@ -55,12 +55,11 @@ class TokenRun:
 def token_runs(delta: ChoiceDelta, start: int, *, known: bool) -> Iterator[TokenRun]:
     """Yield the text of a delta, cut where its tokens begin. `start` is its offset in the answer, in characters.
 
-    If offsets are not known, all tokens are taken to be of equal length.
+    `known`: the log probabilities of tokens are known, and with them where the tokens begin.
     """
     if not known:
-        parts, tokens_each = max(1, delta.num_tokens), min(1, delta.num_tokens)
-        cuts = [len(delta.text) * number // parts for number in range(parts + 1)]
-        yield from (TokenRun(delta.text[begin:end], tokens_each) for begin, end in pairwise(cuts))
+        cuts = [0, *delta.token_ends, len(delta.text)]
+        yield from (TokenRun(delta.text[begin:end], min(1, delta.num_tokens)) for begin, end in pairwise(cuts))
         return
     begins = [token.offset - start for token in delta.tokens]
     rest = delta.text[: begins[0]] if begins else delta.text  # of a token in an earlier delta

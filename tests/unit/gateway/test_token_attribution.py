@@ -34,7 +34,10 @@ def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
     at = 0
     for piece in pieces:
         tokens = [located(at + i, ord(char)) for i, char in enumerate(piece)]
-        for run in token_runs(ChoiceDelta(piece, tokens if known else [], num_tokens=len(piece)), at, known=known):
+        delta = ChoiceDelta(
+            piece, tokens if known else [], num_tokens=len(piece), token_ends=[] if known else range(1, len(piece))
+        )
+        for run in token_runs(delta, at, known=known):
             attribution.push(run)
             words += chain(*attribution.take(reader.push(run.text)))
         at += len(piece)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +35,21 @@ def test_however_tokens_arrive_the_text_is_that_before_the_stop_string(
 def test_tokens_after_a_stop_string_are_not_counted(byte_level: Tokenizer) -> None:
     head, tail = byte_level.encode("hello w"), byte_level.encode("orld")
     delta = TextStream(byte_level, SamplingParams(stop=["w"])).push(head + tail)
-    assert delta == TextDelta("hello ", "w", len(head))
+    assert (delta.text, delta.stop, delta.num_tokens) == ("hello ", "w", len(head))
+
+
+@given(text=st.text(st.sampled_from("ab 👍🏽ü"), min_size=1, max_size=20), finished=st.booleans())
+def test_tokens_that_come_together_add_what_each_would_add_alone(
+    byte_level: Tokenizer, text: str, finished: bool
+) -> None:
+    tokens, params = byte_level.encode(text), SamplingParams(stop=["ab b"])
+    together = TextStream(byte_level, params).push(tokens, finished=finished)
+    cuts = [0, *together.ends, len(together.text)]
+    alone = TextStream(byte_level, params)
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        is_last = number == len(tokens) - 1
+        assert alone.push(tokens[number : number + 1], finished=finished and is_last).text == together.text[begin:end]
+    assert len(cuts) - 1 == together.num_tokens
 
 
 def test_the_stop_token_is_not_part_of_the_text_unless_asked_for(byte_level: Tokenizer) -> None:
