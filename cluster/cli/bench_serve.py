@@ -1,7 +1,7 @@
 """An HTTP load generator: streaming completions of random prompts, measured as `vllm bench serve` measures.
 
 ttft    first token after the request was sent
-itl     between one token's event and the next
+itl     between one event with tokens and the next: a step may bring several
 tpot    (end - first token) / (output tokens - 1)
 
 It may share the server's cores, so that its own time counts: aiohttp and msgspec keep the cost of a token low.
@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 from rich.progress import Progress
 
+from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts
 from baton.engine.text import Tokenizer, TokenizerError
 
 from .http_client import ModelList
@@ -43,6 +44,9 @@ class _Part(msgspec.Struct):
 
 class _Timeline(msgspec.Struct):
     parts: list[_Part]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class _Event(msgspec.Struct):
@@ -74,6 +78,7 @@ class MeasuredRequest:
     itl_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)  # by stamp, from the server's timeline
+    drafts: DraftCounts = NO_DRAFTS  # that engines checked for it, from the timeline
     error: str = ""
 
 
@@ -194,6 +199,9 @@ async def _ask(client: aiohttp.ClientSession, model: str, prompt: list[int], loa
                 for timeline in event.baton_timeline:
                     for part in timeline.parts:
                         answer.parts_s[part.stamp] = answer.parts_s.get(part.stamp, 0.0) + part.part_s
+                    answer.drafts += DraftCounts(
+                        timeline.num_drafts, timeline.num_draft_tokens, timeline.num_accepted_tokens
+                    )
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.latency_s = last_s - start_s
@@ -240,8 +248,23 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
         result |= _figures(name, seconds)
     if load.timeline:
         result["median_parts_ms"] = _median_parts_ms(good)
+        result |= _acceptance(good)
     result["errors"] = sorted({answer.error for answer in answers if answer.error})
     return result
+
+
+def _acceptance(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
+    """Return what became of drafts, under `vllm bench serve`'s names; nothing where no engine has guessed."""
+    drafts = sum((answer.drafts for answer in answers), NO_DRAFTS)
+    if not drafts.num_drafts:
+        return {}
+    return {
+        "spec_decode_num_drafts": drafts.num_drafts,
+        "spec_decode_draft_tokens": drafts.num_draft_tokens,
+        "spec_decode_accepted_tokens": drafts.num_accepted_tokens,
+        "spec_decode_acceptance_rate": 100 * drafts.num_accepted_tokens / drafts.num_draft_tokens,
+        "spec_decode_acceptance_length": 1 + drafts.num_accepted_tokens / drafts.num_drafts,
+    }
 
 
 def _figures(name: str, seconds: Sequence[float]) -> dict[str, float]:

@@ -181,6 +181,15 @@ def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiErr
     return bad_request(param, message, "context_length_exceeded")
 
 
+def prediction_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiError:
+    """Refuse a prediction that is longer than any answer."""
+    message = (
+        f"{param!r} has {least_tokens} tokens or more. No answer of this model is longer than its context, "
+        f"{max_model_len} tokens."
+    )
+    return bad_request(param, message, "context_length_exceeded")
+
+
 def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, max_tokens: int | None) -> ApiError:
     """Refuse a prompt that leaves no room in the context for `max_tokens` more, or for any token if that is None."""
     if max_tokens is None:

@@ -9,7 +9,7 @@ import msgspec
 from .logprobs import Logprobs
 from .pace import StepTimes
 from .sampling import SamplingParams
-from .speculation.stats import SpeculationStats
+from .speculation.stats import DraftCounts, SpeculationStats
 from .stages import Ages
 from .tiers import TierStats
 
@@ -84,6 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     kv_source: KVSource | None = None  # decode after a hand-off
     # Decode during prefill: the KV of all tokens is on its way, and the token to go on from comes later (`begin`).
     awaits_first_token: bool = False
+    prediction_token_ids: list[int] = []  # the answer that the client expects: drafts are taken from it, no token is
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,6 +101,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_source: KVSource | None = None
     error: EngineError | None = None  # with ERROR
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache (or received), with the first output
+    drafts: DraftCounts | None = None  # of this step; None: the request had none
     # How long before this output the request came to which stage: with the first output, and where it was ended from
     # outside.
     ages: Ages | None = None

@@ -109,12 +109,14 @@ async def _carry_out(reader: BodyReader, order: ReadOrder, text: bytes, file: in
     if not kind.generates:
         return AnswerReply(_write(file, await reader.answer(kind, text)))
     prepared = await reader.prepare(kind, text, order.key_salt)
-    prompts, prepared.prompts = prepared.prompts, []
+    texts, prepared.prompts = prepared.prompts, []
+    if prepared.prediction is not None:
+        texts, prepared.prediction = [*texts, prepared.prediction], []
     num_bytes = _write(file, msgspec.msgpack.encode(prepared))
-    _write(file, pack_tokens([len(prompt) for prompt in prompts]))
-    for prompt in prompts:
-        _write(file, pack_tokens(prompt))
-    return PreparedReply(num_bytes, len(prompts))
+    _write(file, pack_tokens([len(tokens) for tokens in texts]))
+    for tokens in texts:
+        _write(file, pack_tokens(tokens))
+    return PreparedReply(num_bytes, len(texts))
 
 
 def _write(file: int, content: bytes) -> int:

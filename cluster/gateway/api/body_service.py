@@ -56,7 +56,7 @@ class BodyService:
         """Prepare a generation, and hold its prompts in place of the body. `key_salt`: see `Preparer`."""
         prepared = await self._prepare(kind, body, key_salt)
         body.close()
-        held.hold_prompts(prepared.num_tokens)
+        held.hold_prompts(prepared.num_held_tokens)
         return prepared
 
     async def answer(self, kind: RequestKind, body: Body, held: Reservation) -> TextAnswer:
@@ -125,15 +125,19 @@ async def _read_prepared(reply: PreparedReply, file: int) -> PreparedRequest:
     """Read a prepared request in pieces, since a million tokens take tens of milliseconds to unpack."""
     prepared = _decode(read_file(file, reply.num_bytes))
     at = reply.num_bytes
-    lengths = unpack_tokens(read_file(file, reply.num_prompts * PACKED_TOKEN_BYTES, at))
-    at += reply.num_prompts * PACKED_TOKEN_BYTES
+    lengths = unpack_tokens(read_file(file, reply.num_texts * PACKED_TOKEN_BYTES, at))
+    at += reply.num_texts * PACKED_TOKEN_BYTES
+    texts: list[list[int]] = []
     for length in lengths:
-        prompt: list[int] = []
+        tokens: list[int] = []
         for start in range(0, length, TOKENS_AT_ONCE):
             count = min(TOKENS_AT_ONCE, length - start)
-            prompt += unpack_tokens(read_file(file, count * PACKED_TOKEN_BYTES, at))
+            tokens += unpack_tokens(read_file(file, count * PACKED_TOKEN_BYTES, at))
             at += count * PACKED_TOKEN_BYTES
             if length > TOKENS_AT_ONCE:
                 await asyncio.sleep(0)
-        prepared.prompts.append(prompt)
+        texts.append(tokens)
+    if prepared.prediction is not None:
+        prepared.prediction = texts.pop()
+    prepared.prompts = texts
     return prepared

@@ -63,13 +63,16 @@ def _text_parts(value: Any) -> Any:
     return value
 
 
+TextContent = Annotated[
+    list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+]
+
+
 class ChatMessage(ReplayedModel):
     """A message. The server's own messages can be sent back as they are, or as the official client keeps them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
-    ] = []
+    content: TextContent = []
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)

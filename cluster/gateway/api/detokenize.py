@@ -13,6 +13,7 @@ import msgspec
 from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import EngineOutput, FinishReason
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts
 from baton.engine.text import TextStream, Tokenizer
 
 from ..serving.timeline import TimelineReport
@@ -52,6 +53,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     tokens: list[LocatedToken] = []  # if log probabilities were asked for
     token_ids: list[int] = []  # those that were generated, visible or not; if they were asked for
     num_tokens: int = 0  # generated, visible or not
+    token_ends: Sequence[int] = ()  # without log probabilities: offsets in `text` where tokens but the last end
+    drafts: DraftCounts = NO_DRAFTS
     num_cached_tokens: int = 0  # of the prompt; with the first output
     prompt_logprobs: Logprobs | None = None  # with the first output
     finish_reason: str | None = None
@@ -100,9 +103,9 @@ class SequenceDetokenizer:
             piece = self._stream.push(
                 output.token_ids, finished=output.finish_reason is not None, stop_token_id=output.stop_token_id
             )
-            text, stop, num_tokens = piece.text, piece.stop, piece.num_tokens
+            text, stop, num_tokens, ends = piece.text, piece.stop, piece.num_tokens, piece.ends
         else:
-            text, stop, num_tokens = self._push_each(output)
+            (text, stop, num_tokens), ends = self._push_each(output), ()
         self._emitted += len(text)
         finish_reason, stop_reason = self._finish(output, stop)
         return ChoiceDelta(
@@ -110,6 +113,8 @@ class SequenceDetokenizer:
             tokens=self._take_tokens(all=finish_reason is not None and stop is None),
             token_ids=list(output.token_ids[:num_tokens]) if self._returns_token_ids else [],
             num_tokens=num_tokens,
+            token_ends=ends,
+            drafts=NO_DRAFTS if output.drafts is None else output.drafts.within(num_tokens),
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=finish_reason,

@@ -19,6 +19,8 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from baton.engine.core.speculation.stats import NO_DRAFTS
+
 from ..api_keys import cache_salt_of_key
 from ..bodies.body import Body, read_body
 from ..bodies.budget import Reservation
@@ -274,7 +276,9 @@ class _TokenTimes:
             if (queued_s := self._timeline.until_s(Stamp.PREFILL_STARTED)) is not None:
                 self._metrics.queue_s.observe(queued_s)
         elif delta.num_tokens:
-            self._metrics.inter_token_s.observe((now_s - self._last_s) / delta.num_tokens)
+            self._metrics.inter_token_s.observe(now_s - self._last_s)  # tokens of one step come together
+        if delta.drafts is not NO_DRAFTS:
+            self._timeline.note_drafts(delta.drafts)
         if delta.finish_reason is not None:
             self._timeline.note(Stamp.LAST_TOKEN, now_s)
         self._last_s = now_s

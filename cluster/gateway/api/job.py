@@ -76,6 +76,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     usage: UsageOptions
     is_resumable: bool
     tells_timeline: bool
+    prediction: list[int] | None = None  # the answer that the client expects, where it says so
     echoes: list[str] | None = None  # with `echo`: each prompt's text
     shows_prompt_logprobs: bool = False  # in the field `prompt_logprobs`; `echo` may need them as well
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
@@ -88,6 +89,11 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     def num_tokens(self) -> int:
         """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Number of tokens that are kept until the request ends."""
+        return self.num_tokens + len(self.prediction or ())
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class GenerationJob:
     shows_prompt_logprobs: bool = False
     scores_only: bool = False
     returns_token_ids: bool = False
+    has_prediction: bool = False  # usage says how much of it was right
     parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
     response_echo: ResponseEcho | None = None
@@ -123,6 +130,7 @@ class GenerationJob:
             prepared.shows_prompt_logprobs,
             prepared.scores_only,
             prepared.returns_token_ids,
+            prepared.prediction is not None,
             config,
             tokenizer.special_ids_of(config.marks),
             prepared.response_echo,
@@ -146,6 +154,7 @@ def _sequences(prepared: PreparedRequest, request_id: str, now_s: float) -> list
                     priority=prepared.priority,
                     arrival_s=now_s,
                     cache_salt=prepared.cache_salt,
+                    prediction_token_ids=prepared.prediction or [],
                 )
             )
     return sequences

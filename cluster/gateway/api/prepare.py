@@ -12,13 +12,20 @@ from baton.cluster.pluralize import pluralize
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
 from baton.engine.text import ChatPrompt, TextError, bad_word_token_ids
 
-from ..errors import bad_request, context_length_exceeded, model_not_found, prompt_too_long
+from ..errors import (
+    ApiError,
+    bad_request,
+    context_length_exceeded,
+    model_not_found,
+    prediction_too_long,
+    prompt_too_long,
+)
 from ..model import ServedModel
 from ..routing.prefix_index import prefix_names
 from ..settings import GatewaySettings
 from .job import ParserOptions, PreparedRequest, UsageOptions
 from .parsing import ApiFields, client_names
-from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prompt, StreamOptions
+from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prediction, Prompt, StreamOptions
 from .reasoning import effort_variables
 from .structured_output import answer_constraint, reasoning_before, requested_constraint
 from .tools import parser_config, tool_call_rules
@@ -114,6 +121,8 @@ class Preparer:
         tokens = self._last_tokens(request, await self._encode_chat(prompt, request.add_special_tokens), asked or 1)
         limit = self._max_tokens(asked, tokens, self._model.max_model_len, "messages", field)
         prepared = self._prepared(request, key_salt, [tokens], [limit], sampling)
+        if request.prediction is not None:
+            prepared.prediction = await self._prediction(request.prediction)
         prepared.parser_options = ParserOptions.of(parser_config(form, calls, reasoning))
         prepared.client_field_names = client_names(request, sampling.structured_outputs, names)
         return prepared
@@ -163,13 +172,30 @@ class Preparer:
         encode = functools.partial(self._model.tokenizer.encode_chat, prompt, add_special_tokens)
         return await self._compute(len(prompt.text), encode)
 
-    async def _check_beginning(self, field: str, text: str, add_special_tokens: bool) -> None:
+    async def _check_beginning(
+        self,
+        field: str,
+        text: str,
+        add_special_tokens: bool,
+        too_long: Callable[[str, int, int], ApiError] = prompt_too_long,
+    ) -> None:
         """Refuse a text much longer than the context if its beginning alone shows that it does not fit."""
         head = text[: CHARS_A_TOKEN * self._model.max_model_len]
         if len(text) > 2 * len(head):
             num_tokens = len(await self.tokenize(head, add_special_tokens))
             if num_tokens > self._model.max_model_len + CUT_TOKENS:
-                raise prompt_too_long(field, self._model.max_model_len, num_tokens - CUT_TOKENS)
+                raise too_long(field, self._model.max_model_len, num_tokens - CUT_TOKENS)
+
+    async def _prediction(self, prediction: Prediction) -> list[int]:
+        """Return the tokens of a prediction. It is no part of the prompt, but no longer than an answer can be."""
+        field, text, limit = "prediction.content", prediction.text, self._model.max_model_len
+        num_tokens = self._model.tokenizer.least_tokens(text)
+        if num_tokens <= limit:
+            await self._check_beginning(field, text, False, prediction_too_long)
+            tokens = await self.tokenize(text, add_special_tokens=False)
+            if (num_tokens := len(tokens)) <= limit:
+                return tokens
+        raise prediction_too_long(field, limit, num_tokens)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids."""

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from baton.engine.core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
 
 from ..errors import excerpt
-from .chat_messages import ChatMessage, Tool, ToolChoice, Tools, check_tool_messages
+from .chat_messages import ChatMessage, TextContent, Tool, ToolChoice, Tools, check_tool_messages
 from .reasoning import Effort
 from .validators import FieldError, Integer, RequestModel, json_type_name
 
@@ -205,6 +205,17 @@ class ChatInput(RequestModel):
         return self.tools or []
 
 
+class Prediction(RequestModel):
+    """The answer that the client expects. It changes the time of the answer, and nothing else about it."""
+
+    type: Literal["content"]
+    content: TextContent
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(ChatInput, GenerationRequest):
     """`POST /v1/chat/completions`"""
 
@@ -213,6 +224,7 @@ class ChatRequest(ChatInput, GenerationRequest):
     top_logprobs: Integer | None = None
     tool_choice: ToolChoice | None = None  # None: auto
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
 
     @property
     def usable_tools(self) -> list[Tool]:

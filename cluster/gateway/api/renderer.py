@@ -12,6 +12,8 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from baton.engine.core.speculation.stats import NO_DRAFTS
+
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
@@ -32,11 +34,19 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Drafts that were checked for a request with a `prediction`."""
+
+    accepted_prediction_tokens: int  # in the answer
+    rejected_prediction_tokens: int  # not in the answer, and not in `completion_tokens`
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # with `prediction`
 
 
 class Renderer(Protocol):
@@ -71,22 +81,31 @@ class UsageCounter:
         self._prompt_tokens = sum(map(len, job.prompts))
         self._cached_tokens = 0
         self._completion_tokens = 0
+        self._has_prediction = job.has_prediction
+        self._drafts = NO_DRAFTS
         self._timelines: dict[int, TimelineReport] = {}  # by choice
 
     def add(self, index: int, delta: ChoiceDelta) -> None:
         self._completion_tokens += delta.num_tokens
+        if delta.drafts is not NO_DRAFTS:
+            self._drafts += delta.drafts
         if index % self._n == 0:
             self._cached_tokens += delta.num_cached_tokens
         if delta.timeline is not None:
             self._timelines[index] = delta.timeline
 
     def usage(self) -> Usage:
-        return Usage(
+        usage = Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=self._prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
         )
+        if self._has_prediction:
+            usage.completion_tokens_details = CompletionTokensDetails(
+                self._drafts.num_accepted_tokens, self._drafts.num_rejected_tokens
+            )
+        return usage
 
     def timelines(self) -> list[TimelineReport] | UnsetType:
         """Return the timelines that were asked for, in the order of the choices."""
@@ -141,6 +160,7 @@ def join(deltas: Iterable[ChoiceDelta]) -> ChoiceDelta:
         tokens=[token for delta in deltas for token in delta.tokens],
         token_ids=[token for delta in deltas for token in delta.token_ids],
         num_tokens=sum(delta.num_tokens for delta in deltas),
+        drafts=sum((delta.drafts for delta in deltas if delta.drafts is not NO_DRAFTS), NO_DRAFTS),
         num_cached_tokens=first.num_cached_tokens,
         prompt_logprobs=first.prompt_logprobs,
         finish_reason=last.finish_reason,

@@ -84,10 +84,13 @@ class AnswerReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
 
 
 class PreparedReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """A prepared request: the file holds it without its prompts, then the length of each prompt, then all tokens."""
+    """A prepared request: the file holds it without its texts, then the length of each text, then all tokens.
+
+    Its texts are the prompts, and the prediction behind them where there is one.
+    """
 
     num_bytes: int  # of the `PreparedRequest`
-    num_prompts: int
+    num_texts: int
 
 
 Reply = ReadyReply | RefusalReply | AnswerReply | PreparedReply

@@ -49,7 +49,8 @@ class SequenceAttempts:
     def submit(self, found: Selection, request: EngineRequest) -> Attempt:
         """Send the request to an engine that computes it, or, without a route, that fetches the KV on offer."""
         if found.route is not None:
-            request = msgspec.structs.replace(request, keep_kv=found.route.hands_off)
+            if found.route.hands_off:  # after one token: there is nothing to guess
+                request = msgspec.structs.replace(request, keep_kv=True, prediction_token_ids=[])
             return self._listen_to(self._open(found.placement, request))
         assert self.offer is not None
         request = msgspec.structs.replace(request, kv_source=self.offer.source)

@@ -19,6 +19,7 @@ import enum
 
 import msgspec
 
+from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts
 from baton.engine.core.stages import Ages, Stage
 
 from .attempt import Attempt
@@ -65,11 +66,14 @@ class TimelinePart(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: str = ""  # that it was in; empty: this gateway
 
 
-class TimelineReport(msgspec.Struct, frozen=True):
-    """A choice's timeline as a client sees it."""
+class TimelineReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A choice's timeline as a client sees it, and the drafts that were checked for it, if there were any."""
 
     latency_s: float
     parts: list[TimelinePart]
+    num_drafts: int = 0  # steps that checked some
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of them: they are in the answer
 
 
 class Timeline:
@@ -78,12 +82,17 @@ class Timeline:
     def __init__(self, ingress_s: float, admitted_s: float) -> None:
         self.is_whole = False  # the last token has come: only the last byte adds to the latency now
         self.ingress_s = ingress_s
+        self.drafts = NO_DRAFTS  # checked so far
         self._stamps = [(Stamp.INGRESS, ingress_s, ""), (Stamp.ADMITTED, admitted_s, "")]
 
     def note(self, stamp: Stamp, at_s: float, engine: str = "") -> None:
         if not self.is_whole or stamp is Stamp.LAST_BYTE:
             self._stamps.append((stamp, at_s, engine))
             self.is_whole |= stamp is Stamp.LAST_TOKEN
+
+    def note_drafts(self, drafts: DraftCounts) -> None:
+        """Note drafts that a step has checked."""
+        self.drafts += drafts
 
     def sent(self, attempt: Attempt) -> None:
         """Note that an attempt was submitted."""
@@ -111,4 +120,5 @@ class Timeline:
 
     def report(self) -> TimelineReport:
         parts = self.parts()
-        return TimelineReport(sum(part.part_s for part in parts), parts)
+        latency_s, drafts = sum(part.part_s for part in parts), self.drafts
+        return TimelineReport(latency_s, parts, drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)

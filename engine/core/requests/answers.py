@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from ..logprobs import Logprobs
 from ..messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from ..sampling import SamplingParams
+from ..speculation.stats import DraftCounts
 from ..stages import Ages
 from .request import Request
 
@@ -14,7 +15,11 @@ from .request import Request
 def next_tokens(request: Request, token_ids: list[int], logprobs: Logprobs | None) -> EngineOutput:
     """Return the output of tokens that are neither the first nor the last."""
     return EngineOutput(
-        request_id=request.request_id, generation=request.generation, token_ids=token_ids, logprobs=logprobs
+        request_id=request.request_id,
+        generation=request.generation,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        drafts=_take_drafts(request, token_ids) if request.drafts is not None else None,
     )
 
 
@@ -35,11 +40,19 @@ def first_or_last_tokens(
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs.joined() if first and request.prompt_logprobs else None,
         num_cached_tokens=request.num_cached_tokens if first else 0,
+        drafts=_take_drafts(request, token_ids) if request.drafts is not None else None,
         ages=request.stages.ages() if first else None,
         finish_reason=reason,
         stop_token_id=request.token_ids[-1] if reason is FinishReason.STOP else None,
         kv_source=kv_source,
     )
+
+
+def _take_drafts(request: Request, token_ids: list[int]) -> DraftCounts:
+    """Return the drafts of the step that drew these tokens. Those accepted behind the last token count for nothing."""
+    drafts, request.drafts = request.drafts, None
+    assert drafts is not None
+    return drafts.within(len(token_ids))
 
 
 def on_offer(request: Request, source: KVSource) -> EngineOutput:

@@ -24,6 +24,7 @@ from ..layout import NOT_KEPT
 from ..logprobs import Logprobs
 from ..messages import EngineRequest, FinishReason
 from ..prefix import BlockHash, prefix_root
+from ..speculation.stats import DraftCounts
 from ..stages import Stages
 from ..step import RowStart
 
@@ -104,6 +105,7 @@ class Request:
         "block_hashes",
         "block_tables",
         "capacity",
+        "drafts",
         "drawn_from",
         "finish_rule",
         "first_kept",
@@ -149,6 +151,7 @@ class Request:
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
         self.num_unsettled_drafts = 0  # of steps in flight: so many of its tokens may not come to be
+        self.drafts: DraftCounts | None = None  # of the step that is being settled, until its output is made
         self.is_constrained = message.sampling.structured_outputs is not None
         # Decodes may reach one token less. A grammar must know a token before the next is drawn.
         self.horizon = self.num_tokens if self.is_constrained else self.limit
@@ -253,6 +256,7 @@ class Request:
         self.num_tokens -= num_drafts - num_accepted
         if self.row != NO_ROW:
             self.num_computed -= num_drafts - num_accepted
+        self.drafts = DraftCounts(1, num_drafts, num_accepted)
 
     def begin(self, token_id: int) -> None:
         """Go on from the first token, which another engine has drawn."""

@@ -31,10 +31,18 @@ def refusal(
 def _invalid(request: EngineRequest, config: EngineCoreConfig, can_transfer: bool) -> str | None:
     if not request.prompt_token_ids:
         return "the prompt is empty: give at least one token"
-    for name, token_ids in (("prompt", request.prompt_token_ids), ("output", request.output_token_ids)):
+    given = {
+        "prompt": request.prompt_token_ids,
+        "output": request.output_token_ids,
+        "prediction": request.prediction_token_ids,
+    }
+    for name, token_ids in given.items():
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= config.vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < config.vocab_size)
             return f"token id {wrong} in the {name} is not in the vocabulary of {config.vocab_size}"
+    if len(request.prediction_token_ids) > config.max_model_len:
+        num_tokens, most = len(request.prediction_token_ids), config.max_model_len
+        return f"the prediction has {num_tokens} tokens, it may have {most}: no answer of this model is longer"
     if not 0 <= request.seed < 2**SEED_BITS:
         return f"seed is {request.seed}, it must be from 0 to 2**{SEED_BITS} - 1"
     if (request.keep_kv or request.kv_source is not None) and not can_transfer:

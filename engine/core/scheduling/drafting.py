@@ -80,7 +80,8 @@ class Drafting:
         if num_told is None:
             message = request.message
             output = known[request.num_prompt :]
-            self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt)
+            prediction = message.prediction_token_ids
+            self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt, prediction)
         elif num_told < len(known):
             self._drafter.extend(request.request_id, known[num_told:])
         self._num_told[request] = len(known)

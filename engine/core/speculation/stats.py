@@ -24,6 +24,34 @@ class SpeculationStats(msgspec.Struct, frozen=True):
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """The drafts of one request: in a step, or in several of them together."""
+
+    num_drafts: int = 0  # times that it had drafts in a step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    def within(self, num_tokens: int) -> DraftCounts:
+        """Return the counts of a step of which the answer keeps the first `num_tokens` tokens only."""
+        if self.num_accepted_tokens <= num_tokens:
+            return self
+        return DraftCounts(self.num_drafts, self.num_draft_tokens, num_tokens)
+
+
+NO_DRAFTS = DraftCounts()
+
+
 class SpeculationCounter:
     """Counts the drafts of one engine."""
 

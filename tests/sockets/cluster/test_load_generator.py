@@ -37,7 +37,9 @@ class OnlyCompletions(BaseHTTPRequestHandler):
         chunks.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
         if body.get("baton_timeline") and body["model"] == "tells":
             parts = [{"stamp": "first_token", "at_s": 0.25, "part_s": 0.25}, {"stamp": "failed", "part_s": 1.0}]
-            chunks[-1]["baton_timeline"] = [{"latency_s": 3.0, "parts": [*parts, {"stamp": "failed", "part_s": 0.5}]}]
+            drafts = {"num_drafts": 2, "num_draft_tokens": 8, "num_accepted_tokens": 3}
+            parts.append({"stamp": "failed", "part_s": 0.5})
+            chunks[-1]["baton_timeline"] = [{"latency_s": 3.0, "parts": parts, **drafts}]
         self._answer(b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks))
 
     def _has(self, route: str) -> bool:
@@ -118,7 +120,11 @@ def test_parts_of_answers_are_told_as_medians_where_the_server_tells_them(
 ) -> None:
     url, _ = their_server
     asks = load(url, tokenizer=str(DEMO), timeline=True, model="tells")
-    assert measure(asks)["median_parts_ms"] == {"first_token": 250.0, "failed": 1500.0}
+    told = measure(asks)
+    assert told["median_parts_ms"] == {"first_token": 250.0, "failed": 1500.0}
+    drafts = {name.removeprefix("spec_decode_"): told[name] for name in told if name.startswith("spec_decode_")}
+    counts = {"num_drafts": 6, "draft_tokens": 24, "accepted_tokens": 9}
+    assert drafts == {**counts, "acceptance_rate": 37.5, "acceptance_length": 2.5}
     with pytest.raises(ServerUnfit, match="leave --timeline out"):
         measure(load(url, tokenizer=str(DEMO), timeline=True))
 
@@ -127,5 +133,7 @@ def test_servers_are_asked_for_timelines_only_where_somebody_wants_them(
     their_server: tuple[str, list[dict[str, Any]]],
 ) -> None:
     url, asked = their_server
-    assert "median_parts_ms" not in measure(load(url, tokenizer=str(DEMO)))
+    told = measure(load(url, tokenizer=str(DEMO)))
+    assert "median_parts_ms" not in told
+    assert "spec_decode_num_drafts" not in told
     assert not [body for body in asked if "baton_timeline" in body]

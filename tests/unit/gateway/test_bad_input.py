@@ -148,7 +148,6 @@ NOT_SUPPORTED = {
     "function_call": "auto",
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
-    "prediction": {"type": "content", "content": "x"},
     "web_search_options": {},
     "reasoning_effort": "high",
     "verbosity": "low",
