@@ -113,7 +113,8 @@ class LLM:
         """Generate continuations of every prompt, in the prompts' order.
 
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
-        optional `"cache_salt"`. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
+        optional `"cache_salt"` and `"prediction"`: the answer that is expected, as text or token ids, from which an engine
+        with `speculative_config` takes drafts. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
         progress bar. `vllm_arguments` are accepted where they change nothing: see `vllm_compat`.
 
         Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running
@@ -191,6 +192,7 @@ class LLM:
             params=params,
             seed=self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed,
             cache_salt=prompt.cache_salt,
+            prediction=prompt.prediction,
             continuations=[Continuation(i, prompt.token_ids, params, self.tokenizer) for i in range(params.n)],
         )
 
@@ -262,6 +264,7 @@ class _Request:
     params: SamplingParams
     seed: int
     cache_salt: str
+    prediction: list[int]
     continuations: list[Continuation]
 
     def engine_requests(self) -> Iterator[tuple[EngineRequest, Continuation]]:
@@ -275,6 +278,7 @@ class _Request:
                 seed=(self.seed + i) % 2**SEED_BITS,
                 arrival_s=time.time(),
                 cache_salt=self.cache_salt,
+                prediction_token_ids=self.prediction,
             )
             yield request, continuation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 _FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
-_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "prediction"}
 
 
 class InvalidPrompt(ValueError):
@@ -27,6 +27,7 @@ class ReadPrompt:
     text: str | None  # where known
     token_ids: list[int]
     cache_salt: str
+    prediction: list[int] = field(default_factory=list)  # the answer that is expected
 
 
 def as_list(prompts: Any) -> Sequence[Any]:
@@ -76,7 +77,7 @@ class PromptReader:
         if given.keys() - _KEYS or not given.keys() & {"prompt", "prompt_token_ids"}:
             raise InvalidPrompt(
                 f"{where} has the keys {', '.join(sorted(map(str, given))) or 'of nothing'}: give prompt or "
-                "prompt_token_ids, and cache_salt if wanted"
+                "prompt_token_ids, and cache_salt or prediction if wanted"
             )
         for key in ("prompt", "cache_salt"):
             if not isinstance(given.get(key, ""), str):
@@ -84,14 +85,20 @@ class PromptReader:
         text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
         at = f"{where}['prompt_token_ids']"
         ids = self._encode(where, cast(str, text)) if token_ids is None else _token_ids(at, token_ids)
-        return ReadPrompt(text, ids, given.get("cache_salt", ""))
+        return ReadPrompt(text, ids, given.get("cache_salt", ""), self._prediction(where, given.get("prediction")))
 
-    def _encode(self, where: str, text: str) -> list[int]:
+    def _prediction(self, where: str, prediction: Any) -> list[int]:
+        at = f"{where}['prediction']"
+        if isinstance(prediction, str):
+            return self._encode(at, prediction, add_special_tokens=False)
+        return [] if prediction is None else _token_ids(at, prediction)
+
+    def _encode(self, where: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidPrompt(f"{where} is no text: half a character is at {error.start}") from None
-        return self.tokenizer().encode(text)
+        return self.tokenizer().encode(text, add_special_tokens)
 
 
 def _listed(given: Any) -> Sequence[Any] | None:

@@ -1,6 +1,7 @@
-"""`baton serve` with KV tiers behind a prefill engine on two ranks, and hand-offs by way of the host.
+"""`baton serve` with KV tiers behind a prefill engine on two ranks, and hand-offs by way of the host to a decode engine
+that guesses tokens ahead.
 
-The engine is killed, and its disk fills up.
+The prefill engine is killed, and its disk fills up.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+
+from baton.engine import LLM, SamplingParams
 
 from ..helpers.free_ports import free_port
 from ..helpers.served import Server, baton_serve, config_file, eventually
@@ -29,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root"),
 ]
 
+MODEL = Path(__file__).parents[2] / "configs/demo/model"
 ROLES = ["decode", "prefill"]
 NUM_PROMPTS = 10
 DISK_BYTES = 100 << 20
@@ -56,6 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[Ser
         "engine": {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2},  # of the prompts below no three fit
         "kv_tiers": {"host_bytes": 1 << 20, "disk_path": str(disk / "kv"), "disk_bytes": 20 << 20, "min_tokens": 64},
     }
+    args["fleets"]["decode"] |= {"engine": {"speculative_config": {"method": "suffix"}}}
     config.write_text(yaml.safe_dump(application))
     with baton_serve(config, port) as server:
         yield server
@@ -110,6 +116,39 @@ def test_prefixes_come_out_of_tiers_and_answers_are_the_same_also_after_a_kill(s
     assert answers(server) == computed
     eventually(lambda: measured(server, "kv_tier_restored_tokens_total") > 0, 10.0, "nothing was restored")
     assert measured(server, "kv_tier_failures_total") == 0
+    server.wait_until_all_blocks_are_free()
+
+
+def test_a_prediction_is_accepted_and_the_text_is_that_of_an_engine_that_draws_one_token_a_step(
+    server: Server,
+) -> None:
+    messages = [{"role": "user", "content": "Write a function that adds two numbers."}]
+    with LLM(MODEL, dtype="float32", max_model_len=512, num_threads=1) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        (undisturbed,) = llm.chat(messages, sampling, use_tqdm=False)
+    expected = undisturbed.outputs[0].text
+
+    def ask(**fields: object) -> dict[str, Any]:
+        body = {"model": "baton-demo", "messages": messages, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+        response = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **fields}, timeout=60.0)
+        assert response.raise_for_status().headers["x-baton-path"].startswith("disaggregated")
+        return dict(response.json())
+
+    def num_accepted() -> int:
+        answer = ask(prediction={"type": "content", "content": expected}, baton_timeline=True)
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert answer["usage"]["completion_tokens"] == 48
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == answer["baton_timeline"][0].get("num_accepted_tokens", 0)
+        return int(details["accepted_prediction_tokens"])
+
+    eventually(lambda: num_accepted() > 0, 60.0, "no draft was accepted")  # engines draft where it saved time lately
+    counter = "baton_spec_decode_num_accepted_tokens_total"
+    eventually(lambda: server.counted(counter, role="decode") > 0, 10.0, "accepted drafts are not counted")
+    assert server.counted("baton_spec_decode_num_draft_tokens_total", role="prefill") == 0
+    without = ask()
+    assert without["choices"][0]["message"]["content"] == expected
+    assert "completion_tokens_details" not in without["usage"]
     server.wait_until_all_blocks_are_free()
 
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.speculation.stats import NO_DRAFTS
 
 from .core_grammars import FakeGrammars
 from .core_harness import Harness, config, request
@@ -113,6 +114,40 @@ def test_an_answer_ends_at_a_stop_token_within_a_draft_and_nothing_behind_it_is_
     engine.run_to_the_end()
     assert engine.answer("b").token_ids == whole[: whole.index(stop) + 1]
     assert engine.answer("b").finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("errors", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_tell_of_the_drafts_of_their_step(depth: int, errors: float) -> None:
+    engine = Harness(config(depth=depth, num_blocks=14), num_drafts=3, draft_errors=errors)
+    engine.add(*(request(f"r{index}", 10 + index, max_tokens=20 + index, seed=index) for index in range(6)))
+    engine.run_to_the_end()
+    outputs = [output for answer in engine.answers.values() for output in answer.outputs]
+    told = [output.drafts for output in outputs if output.drafts is not None]
+    total, stats = sum(told, NO_DRAFTS), engine.core.stats().speculation
+    assert stats is not None
+    assert (total.num_drafts, total.num_draft_tokens) == (stats.num_drafts, stats.num_draft_tokens)
+    assert total.num_accepted_tokens == stats.num_accepted_tokens
+    assert all(each.num_drafts == 1 for each in told)
+    for output in outputs:
+        accepted = 0 if output.drafts is None else output.drafts.num_accepted_tokens
+        assert len(output.token_ids) == accepted + 1
+
+
+def test_drafts_behind_a_stop_token_are_not_told_as_accepted() -> None:
+    engine = Harness(config(), num_drafts=6)
+    engine.add(request("a", 10, max_tokens=40, seed=1))
+    engine.run_to_the_end()
+    whole = engine.answer("a").token_ids
+    for number in (9, 10, 11, 12):
+        stop = whole[number]
+        name = f"stop {number}"
+        engine.add(request(name, 10, max_tokens=40, seed=1, stop_token_ids=[stop]))
+        engine.run_to_the_end()
+        *before, last = engine.answer(name).outputs
+        assert last.drafts is None or last.drafts.num_accepted_tokens <= len(last.token_ids)
+        accepted = sum((each.drafts for each in [*before, last] if each.drafts is not None), NO_DRAFTS)
+        assert accepted.num_accepted_tokens < len(engine.answer(name).token_ids)
 
 
 def test_drafts_are_left_out_where_the_length_leaves_no_room_for_them() -> None:

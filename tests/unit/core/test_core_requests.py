@@ -132,6 +132,8 @@ class TestRefusal:
             ({"prompt": [1, VOCAB_SIZE]}, f"token id {VOCAB_SIZE} in the prompt is not in the vocabulary"),
             ({"prompt": [1, -1]}, "token id -1 in the prompt"),
             ({"output_token_ids": [VOCAB_SIZE]}, "in the output"),
+            ({"prediction_token_ids": [5, VOCAB_SIZE]}, "in the prediction"),
+            ({"prediction_token_ids": [5] * 201}, "the prediction has 201 tokens, it may have"),
             ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
             ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
             ({"kv_source": KVSource(b"", 0)}, "must be from 1 to 4"),

@@ -14,7 +14,7 @@ import pytest
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.startup import build
 
@@ -142,3 +142,22 @@ def test_right_drafts_save_steps(llm: LLM, make_llm: Callable[..., LLM], drafts:
     stats = speculative.engine.core.stats()
     assert stats.speculation is not None
     assert stats.num_steps == 40 - stats.speculation.num_accepted_tokens
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_predicted_answer_is_accepted_by_engines_that_guess(
+    llm: LLM, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def make(config: SpeculativeConfig | None) -> Drafting | None:
+        return None if config is None else Drafting(make_drafter(config), 5, adapts=False)
+
+    monkeypatch.setattr(build, "make_drafting", make)
+    speculative = make_llm(speculative_config={"method": method, "num_speculative_tokens": 5})
+    prompt = PROMPTS[-1]
+    answer = llm.generate(prompt, HOT, use_tqdm=False)[0].outputs[0].token_ids
+    for engine in (llm, speculative):
+        predicted = {"prompt_token_ids": prompt, "prediction": answer}
+        assert engine.generate(predicted, HOT, use_tqdm=False)[0].outputs[0].token_ids == answer
+    stats = speculative.engine.core.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 10

@@ -42,6 +42,14 @@ ONE_LETTER = StructuredOutputsParams(choice="yes")  # type: ignore[arg-type]
         ({"prompt": 5}, r"prompts\[0\]\['prompt'\] is of type int"),
         ({"prompt": None}, "keys of nothing: give prompt or"),
         ({"prompt_token_ids": IDS, "cache_salt": 5}, r"\['cache_salt'\] is of type int"),
+        (
+            {"prompt_token_ids": IDS, "prediction": 5},
+            r"\['prediction'\] is of type int: it must be a list of token ids",
+        ),
+        (
+            {"prompt_token_ids": IDS, "prediction": [99_999]},
+            "token id 99999 in the prediction is not in the vocabulary",
+        ),
         ({1: 2}, "has the keys 1: give prompt"),
         ("half \ud800 a character", "is no text: half a character is at 5"),
     ],
