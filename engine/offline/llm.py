@@ -113,9 +113,10 @@ class LLM:
         """Generate continuations of every prompt, in the prompts' order.
 
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
-        optional `"cache_salt"` and `"prediction"`: the answer that is expected, as text or token ids, from which an engine
-        with `speculative_config` takes drafts. One `SamplingParams` serves all prompts, a list has one for each. `use_tqdm` shows a
-        progress bar. `vllm_arguments` are accepted where they change nothing: see `vllm_compat`.
+        optional `"cache_salt"`, and an optional `"prediction"`: the expected answer, as text or token ids, from which
+        an engine with `speculative_config` takes drafts. One `SamplingParams` serves all prompts, a list has one for
+        each. `use_tqdm` shows a progress bar. `vllm_arguments` are accepted where they change nothing: see
+        `vllm_compat`.
 
         Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running
         then. Raises `EngineFailed` or `GroupFailed` where the engine can serve nothing any more, or was closed.
