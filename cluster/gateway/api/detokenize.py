@@ -105,7 +105,7 @@ class SequenceDetokenizer:
             )
             text, stop, num_tokens, ends = piece.text, piece.stop, piece.num_tokens, piece.ends
         else:
-            (text, stop, num_tokens), ends = self._push_each(output), ()
+            (text, stop, num_tokens), ends = self._push_each(output), []
         self._emitted += len(text)
         finish_reason, stop_reason = self._finish(output, stop)
         return ChoiceDelta(

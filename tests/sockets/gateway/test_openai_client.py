@@ -37,6 +37,18 @@ async def test_chat_whole_and_streamed(scripted: Service) -> None:
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+async def test_a_prediction_and_its_usage_whole_and_streamed(scripted: Service) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "messages": HELLO, "prediction": {"type": "content", "content": ANSWER}}
+    async with scripted.openai() as client:
+        whole = await client.chat.completions.create(**fields)
+        stream = await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+        *_, last = [chunk async for chunk in stream]
+    assert whole.choices[0].message.content == ANSWER
+    for usage in (whole.usage, last.usage):
+        details = usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0), "nobody guesses"
+
+
 async def test_completions_whole_and_streamed(scripted: Service) -> None:
     async with scripted.openai() as client:
         fields = {"model": "tiny", "prompt": "who sleeps?", "max_tokens": 60}

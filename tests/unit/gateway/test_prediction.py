@@ -169,9 +169,14 @@ async def test_a_prediction_is_no_part_of_the_prompt(guessing: Service) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-async def test_an_empty_prediction_is_one(guessing: Service) -> None:
-    usage = await usage_of(guessing, **predicted(""))
-    assert usage[DETAILS]["accepted_prediction_tokens"] == 0
+@pytest.mark.parametrize("prediction", ["", "the"])
+async def test_no_more_is_accepted_than_was_predicted(guessing: Service, prediction: str) -> None:
+    """Other drafts are right as well: the answer repeats itself."""
+    guessing.script_chat("hello", "the dog and the fox, " * 5)
+    answer = (await guessing.chat("hello", **predicted(prediction), baton_timeline=True)).json()
+    assert answer["baton_timeline"][0]["num_accepted_tokens"] > 5
+    most = len(guessing.tokenizer.encode(prediction))
+    assert answer["usage"][DETAILS]["accepted_prediction_tokens"] == most
 
 
 async def test_null_is_no_prediction(service: Service) -> None:
