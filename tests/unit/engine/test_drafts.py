@@ -148,7 +148,7 @@ def test_right_drafts_save_steps(llm: LLM, make_llm: Callable[..., LLM], drafts:
 def test_a_predicted_answer_is_accepted_by_engines_that_guess(
     llm: LLM, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def make(config: SpeculativeConfig | None) -> Drafting | None:
+    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         return None if config is None else Drafting(make_drafter(config), 5, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)
