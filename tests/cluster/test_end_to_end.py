@@ -27,6 +27,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.gateway.routing.breaker import CircuitState
 from baton.cluster.gateway.serving.timeline import Stamp
 from baton.engine.core.messages import ExpertReview
+from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.core.tiers import TierStats
 
 from ..helpers.free_ports import free_port
@@ -139,7 +140,7 @@ def test_status_tells_programs_every_field_that_the_page_for_operators_names_and
         (rank["role"], rank["pid"]) for rank in server.ranks()
     )
     table = OPERATIONS.read_text().partition("\n## Status\n")[2].partition("\n## ")[0].partition("|")[2]
-    sometimes = (ExpertReview, TierStats)
+    sometimes = (ExpertReview, SpeculationStats, TierStats)
     fields = set(keys_in(told)).union(*(kind.__struct_fields__ for kind in sometimes))
     assert set(re.findall(r"`([a-z_]+)`", table)) - NO_FIELDS == fields
 
