@@ -15,7 +15,8 @@ from ..kv.transfers import Transfers
 from ..messages import EngineError, ErrorKind
 from ..requests.request import Request, RequestStatus
 from ..stages import Stage
-from .running import RunningRequests, StepDraft
+from .running import RunningRequests
+from .step_draft import StepDraft
 from .waiting import ReadyQueue, WaitingQueue
 
 SHORT_SHARE = 4  # of a step's budget, one part is for short prompts while longer ones are read

@@ -1,4 +1,4 @@
-"""Running requests, the step that is being planned for them, and the steps that are in flight.
+"""Running requests, and their shares of a step.
 
     start ──> running ──────────────────> over
                  └─ preempted ──> waiting, with all it has drawn and nothing it has computed
@@ -9,203 +9,20 @@ When blocks run out, or a request of higher priority waits for them, the last ru
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import NamedTuple
 
 from ..kv.fence import Fence, RowPool
 from ..kv.request_memory import RequestMemory
 from ..kv.transfers import Transfers
-from ..prefix import BlockHash
 from ..requests.request import Request, RequestStatus, advance_decodes
 from ..speculation.config import MAX_DRAFTED_TOKENS
-from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
+from ..step import Chunk
 from .drafting import Drafting
+from .step_draft import NO_BLOCKS, StepDraft
 from .waiting import WaitingQueue
 
-_NO_BLOCKS: list[list[int]] = []  # shared by all chunks that bring none; never written to
 _rank = attrgetter("rank")
-
-
-class StepMismatch(Exception):
-    """A result does not fit the oldest step in flight: the runner broke the contract of `step.py`."""
-
-
-class StepDraft:
-    """A step plan while it is being made: chunks under the token budget.
-
-    Single tokens lead the plan: its decodes. Those with drafts follow.
-    """
-
-    __slots__ = (
-        "_drafted",
-        "_drafted_requests",
-        "_longer",
-        "_longer_requests",
-        "_row_starts",
-        "budget",
-        "filled_blocks",
-        "singles",
-        "singles_requests",
-        "started",
-        "step",
-    )
-
-    def __init__(self, step: int, budget: int) -> None:
-        self.step = step
-        self.budget = budget
-        self.filled_blocks: set[BlockHash] = set()  # by its chunks; requests that start from now on may find them
-        self.started: list[Request] = []
-        self.singles: list[Chunk] = []  # appended to directly by the loop over decodes
-        self.singles_requests: list[Request] = []
-        self._drafted: list[Chunk] = []
-        self._drafted_requests: list[Request] = []
-        self._row_starts: list[RowStart] = []
-        self._longer: list[Chunk] = []
-        self._longer_requests: list[Request] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.singles or self._drafted or self._longer)
-
-    def start(self, request: Request, row_start: RowStart, new_blocks: list[list[int]]) -> None:
-        """Plan the first chunk of a request that has just got its row and blocks.
-
-        `row_start` has its tables before the chunk's `new_blocks`: the chunk may read what these name.
-        """
-        self.started.append(request)
-        self._row_starts.append(row_start)
-        self.add(request, new_blocks)
-
-    def end_of(self, request: Request) -> int:
-        """Return how far the request would be computed with as many tokens as the budget allows."""
-        return min(request.num_tokens, request.num_computed + self.budget)
-
-    def add(self, request: Request, new_blocks: list[list[int]] = _NO_BLOCKS) -> None:
-        """Plan as many of the request's next tokens as the budget allows, and count them as computed."""
-        start, end = request.num_computed, self.end_of(request)
-        num_tokens, samples = end - start, end == request.num_tokens
-        wants_prompt = not request.may_skip_computed_prefix and start + 1 < request.num_prompt
-        chunk = Chunk(request.row, start, num_tokens, samples, new_blocks, wants_prompt)
-        chunks, requests = (
-            (self.singles, self.singles_requests) if num_tokens == 1 else (self._longer, self._longer_requests)
-        )
-        chunks.append(chunk)
-        requests.append(request)
-        self.budget -= num_tokens
-        request.advance(self.step, num_tokens, samples)
-
-    def take_decodes(self) -> list[tuple[Chunk, Request]]:
-        """Take out the decodes, to put each back with or without drafts."""
-        decodes = list(zip(self.singles, self.singles_requests, strict=True))
-        self.singles.clear()
-        self.singles_requests.clear()
-        return decodes
-
-    def put_back(self, chunk: Chunk, request: Request) -> None:
-        """Plan a decode as it was."""
-        self.singles.append(chunk)
-        self.singles_requests.append(request)
-
-    def add_drafts(self, chunk: Chunk, request: Request, guesses: Sequence[int], new_blocks: list[list[int]]) -> None:
-        """Plan a decode with guesses of the request's tokens from the last known one on, and blocks to hold them."""
-        num_drafts = len(request.token_ids) + len(guesses) - request.num_computed
-        blocks = _joined(chunk.new_block_ids, new_blocks)
-        drafted = Chunk(
-            chunk.row, chunk.start, 1 + num_drafts, True, blocks, num_drafts=num_drafts, drafts=tuple(guesses)
-        )
-        self._drafted.append(drafted)
-        self._drafted_requests.append(request)
-        request.advance_drafts(num_drafts)
-        self.budget -= num_drafts
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self._longer)
-
-    @property
-    def num_decodes(self) -> int:
-        """Requests that only draw."""
-        return len(self.singles) + len(self._drafted)
-
-    def seal(self, freed_rows: list[int], *, constrained: bool) -> tuple[StepPlan, Sequence[Request]]:
-        """Return the plan, and the request of each of its chunks; nothing can be added afterwards.
-
-        `constrained`: some of the requests may have a grammar.
-        """
-        chunks, requests = self.singles, self.singles_requests
-        chunks += self._drafted
-        chunks += self._longer
-        requests += self._drafted_requests
-        requests += self._longer_requests
-        masks = _masks(chunks, requests) if constrained else []
-        return StepPlan(self.step, freed_rows, self._row_starts, chunks, masks=masks), requests
-
-
-def _joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
-    """Return the new blocks of each group, where there are any."""
-    if not first or not second:
-        return first or second
-    return [blocks + more for blocks, more in zip(first, second, strict=True)]
-
-
-def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMask]:
-    return [
-        TokenMask(chunk.row, request.take_mask())
-        for chunk, request in zip(chunks, requests, strict=True)
-        if chunk.samples and request.is_constrained
-    ]
-
-
-class StepInFlight(NamedTuple):
-    plan: StepPlan
-    requests: Sequence[Request]  # of each of its chunks
-    num_prompt_tokens: int
-    num_decodes: int  # requests that only draw
-
-
-class StepsInFlight:
-    """Steps that are planned and have no result yet, oldest first: results come in the order of plans."""
-
-    def __init__(self, max_num_tokens: int) -> None:
-        self.num_planned = 0  # ever; also the number of the next step
-        self._max_num_tokens = max_num_tokens
-        self._steps: deque[StepInFlight] = deque()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens that these steps compute."""
-        return sum(step.num_prompt_tokens for step in self._steps)
-
-    def draft(self) -> StepDraft:
-        return StepDraft(self.num_planned, self._max_num_tokens)
-
-    def enter(self, draft: StepDraft, freed_rows: list[int], *, constrained: bool) -> StepPlan:
-        """Make the draft a plan that is in flight. `constrained`: some of its requests may have a grammar."""
-        num_decodes = draft.num_decodes
-        plan, requests = draft.seal(freed_rows, constrained=constrained)
-        self._steps.append(StepInFlight(plan, requests, draft.num_prompt_tokens, num_decodes))
-        self.num_planned += 1
-        return plan
-
-    def take(self, result: StepResult) -> StepInFlight:
-        """Remove and return the oldest step, whose result this is. Raises `StepMismatch`."""
-        if self._steps:
-            step = self._steps.popleft()
-            if result.step == step.plan.step and len(result.chunks) == len(step.requests):
-                return step
-            expected = f"step {step.plan.step} with {len(step.requests)} chunks"
-        else:
-            expected = "none"
-        raise StepMismatch(f"got a result of step {result.step} with {len(result.chunks)} chunks, expected {expected}")
-
-    def forget(self) -> None:
-        """Drop all steps: no result will come."""
-        self._steps.clear()
 
 
 class RunningRequests:
@@ -254,7 +71,7 @@ class RunningRequests:
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
-        row_start, new_blocks = request.row_start(), _NO_BLOCKS
+        row_start, new_blocks = request.row_start(), NO_BLOCKS
         if self._memory.has_states:  # its own slots are new: nobody else reads them
             new_blocks = self._memory.extend_states(request, draft.end_of(request))
         draft.start(request, row_start, new_blocks)
@@ -287,7 +104,7 @@ class RunningRequests:
                 continue
             if start + 1 >= request.horizon:  # its last token is on the way, or one that its grammar must see first
                 continue
-            new_blocks = _NO_BLOCKS
+            new_blocks = NO_BLOCKS
             if start >= request.capacity:
                 new_blocks = self._grow(request, draft)
                 if not new_blocks:
@@ -311,7 +128,7 @@ class RunningRequests:
         decodes = draft.take_decodes()
         spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes))
         for chunk, request in decodes:
-            num_known, num_computed, new_blocks = len(request.token_ids), request.num_computed, _NO_BLOCKS
+            num_known, num_computed, new_blocks = len(request.token_ids), request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
             guesses = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else ()
             if num_known + len(guesses) > request.capacity:
@@ -329,7 +146,7 @@ class RunningRequests:
         for request in prefills:
             if not draft.budget:
                 break
-            new_blocks = _NO_BLOCKS
+            new_blocks = NO_BLOCKS
             if self._memory.has_states:
                 new_blocks = self._memory.extend_states(request, draft.end_of(request))
                 if not new_blocks:

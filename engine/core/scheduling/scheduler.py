@@ -11,7 +11,9 @@ until then.
     request_table   every request that is not over: how it comes, how it ends
     waiting         the queue, the ready queue, the backlog of prompt tokens
     admission       which waiting requests may start; KV that transfers and tiers load for them
-    running         running requests and their shares of a step; preemption; steps in flight
+    running         running requests and their shares of a step; preemption
+    drafting        guesses of their next tokens
+    step_draft      the step that is planned, steps in flight
 
 Blocks are owned by one of these, and come back with its event:
 
@@ -48,7 +50,8 @@ from ..tiers import KVTiers
 from .admission import Admission, KVLoading
 from .drafting import Drafting
 from .request_table import RequestTable
-from .running import RunningRequests, StepMismatch, StepsInFlight
+from .running import RunningRequests
+from .step_draft import StepMismatch, StepsInFlight
 from .waiting import PromptBacklog, WaitingQueue
 
 

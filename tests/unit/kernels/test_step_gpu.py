@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -321,12 +322,12 @@ def test_more_sequences_than_one_program_takes_are_stored(kernels: object, trito
 
 COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
     (
-        "_apply_writes",
+        "writes._apply_writes",
         {"memory": "*i32", "pieces": "*i64", "values": "*i32", "num_pieces": "*i32", "writers": "i32"},
         {"BLOCK": PIECE},
     ),
     (
-        "_store_tokens",
+        "draws._store_tokens",
         {
             **dict.fromkeys(("tokens", "computed", "rows", "samples", "seq_lens", "pages", "turn"), "*i32"),
             **dict.fromkeys(("drawn", "index", "entries"), "*i64"),
@@ -335,7 +336,7 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
         {"AGAIN": True, "BLOCK": PIECE},
     ),
     (
-        "_place_drafts",
+        "draws._place_drafts",
         {
             **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
             **dict.fromkeys(("draw_rows", "draw_positions"), "*i32"),
@@ -344,7 +345,7 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
         {"BLOCK": 128},
     ),
     (
-        "_accept_tokens",
+        "draws._accept_tokens",
         {
             **dict.fromkeys(("tokens", "computed", "rows", "query_start", "pages", "turn"), "*i32"),
             **dict.fromkeys(("num_seqs", "max_drafts", "tokens_stride", "num_pages", "page_stride"), "i32"),
@@ -353,7 +354,7 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
         {"NOT_ACCEPTED": REJECTED, "BLOCK": PIECE},
     ),
     (
-        "_chunk_inputs",
+        "inputs._chunk_inputs",
         {
             **dict.fromkeys(("tokens", "blocks", "computed", "rows", "query_start", "token_ids"), "*i32"),
             **dict.fromkeys(("positions", "slots", "last_tokens"), "*i64"),
@@ -369,9 +370,9 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
 @pytest.mark.parametrize(("name", "signature", "constexprs"), COMPILED, ids=[case[0] for case in COMPILED])
 def test_the_kernels_compile_for_an_h200(name: str, signature: dict[str, str], constexprs: dict[str, object]) -> None:
     pytest.importorskip("triton")
-    from baton.kernels.step import gpu
-
-    compile_for_h200(getattr(gpu, name), signature, constexprs, num_warps=4)
+    module, _, kernel = name.partition(".")
+    gpu = importlib.import_module(f"baton.kernels.step.gpu.{module}")
+    compile_for_h200(getattr(gpu, kernel), signature, constexprs, num_warps=4)
 
 
 @pytest.mark.gpu

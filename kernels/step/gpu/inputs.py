@@ -1,0 +1,252 @@
+"""The inputs of a step, from the tables of its rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..buffers import StepBatch, StepBuffers, StepTables
+from .owners import BLOCK, owners
+
+
+def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    num_seqs = len(inputs.seq_lens)
+    _decode_inputs[(triton.cdiv(num_seqs, BLOCK),)](
+        tables.tokens,
+        tables.blocks,
+        tables.computed,
+        batch.rows,
+        *_fields(inputs),
+        num_seqs,
+        tables.tokens.stride(0),
+        tables.blocks.stride(1),
+        tables.blocks.stride(0),
+        inputs.slots.stride(0),
+        tables.block_size,
+        GROUPS=len(tables.blocks),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
+    num_seqs, num_tokens = len(inputs.seq_lens), len(inputs.token_ids)
+    token_programs = triton.cdiv(num_tokens, BLOCK)
+    _chunk_inputs[(token_programs + triton.cdiv(num_seqs, BLOCK),)](
+        tables.tokens,
+        tables.blocks,
+        tables.computed,
+        batch.rows,
+        batch.query_start,
+        *_fields(inputs),
+        num_tokens,
+        num_seqs,
+        token_programs,
+        tables.tokens.stride(0),
+        tables.blocks.stride(1),
+        tables.blocks.stride(0),
+        inputs.slots.stride(0),
+        tables.block_size,
+        GROUPS=len(tables.blocks),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def decode_states(
+    table: Tensor, computed: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor
+) -> None:
+    num_seqs = len(batch.rows)
+    _decode_states[(triton.cdiv(num_seqs, BLOCK),)](
+        table,
+        computed,
+        batch.rows,
+        sources,
+        targets,
+        num_seqs,
+        table.stride(0),
+        entry_tokens,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def _fields(inputs: StepBuffers) -> tuple[Tensor, ...]:
+    return (
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slots,
+        inputs.seq_lens,
+        inputs.table_rows,
+        inputs.last_tokens,
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decode_inputs(
+    tokens,
+    blocks,
+    computed,
+    rows,
+    token_ids,
+    positions,
+    slots,
+    seq_lens,
+    table_rows,
+    last_tokens,
+    num_seqs,
+    tokens_stride,
+    blocks_stride,
+    group_stride,
+    slots_stride,
+    block_size: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seqs < num_seqs
+    row = tl.load(rows + seqs, mask=mask, other=-1)
+    real = mask & (row >= 0)
+    start = tl.load(computed + tl.maximum(row, 0), mask=real, other=0)
+    _fill_tokens(
+        tokens,
+        blocks,
+        token_ids,
+        positions,
+        slots,
+        seqs,
+        row,
+        start,
+        real,
+        mask,
+        tokens_stride,
+        blocks_stride,
+        group_stride,
+        slots_stride,
+        block_size,
+        GROUPS,
+    )
+    tl.store(seq_lens + seqs, tl.where(real, start + 1, 0), mask=mask)
+    tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
+    tl.store(last_tokens + seqs, seqs.to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decode_states(
+    table,
+    computed,
+    rows,
+    sources,
+    targets,
+    num_seqs,
+    table_stride,
+    entry_tokens: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seqs < num_seqs
+    row = tl.load(rows + seqs, mask=mask, other=-1)
+    real = row >= 0
+    start = tl.load(computed + tl.maximum(row, 0), mask=real, other=0)
+    entries = table + tl.maximum(row, 0).to(tl.int64) * table_stride
+    source = tl.load(entries + (start - 1) // entry_tokens, mask=real & (start > 0), other=-1)
+    tl.store(sources + seqs, source, mask=mask)
+    target = tl.load(entries + start // entry_tokens, mask=real, other=-1)
+    tl.store(targets + seqs, target, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "token_programs"])
+def _chunk_inputs(
+    tokens,
+    blocks,
+    computed,
+    rows,
+    query_start,
+    token_ids,
+    positions,
+    slots,
+    seq_lens,
+    table_rows,
+    last_tokens,
+    num_tokens,
+    num_seqs,
+    token_programs,
+    tokens_stride,
+    blocks_stride,
+    group_stride,
+    slots_stride,
+    block_size: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill tokens in the first programs, sequences in the others."""
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * BLOCK + tl.arange(0, BLOCK)
+        mask = token < num_tokens
+        real = token < tl.load(query_start + num_seqs)
+        first = owners(token, query_start, num_seqs, BLOCK)
+        row = tl.load(rows + first)
+        start = tl.load(computed + tl.maximum(row, 0), mask=row >= 0, other=0)
+        position = start + token - tl.load(query_start + first)
+        _fill_tokens(
+            tokens,
+            blocks,
+            token_ids,
+            positions,
+            slots,
+            token,
+            row,
+            position,
+            real & mask,
+            mask,
+            tokens_stride,
+            blocks_stride,
+            group_stride,
+            slots_stride,
+            block_size,
+            GROUPS,
+        )
+    else:
+        seqs = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
+        mask = seqs < num_seqs
+        row = tl.load(rows + seqs, mask=mask, other=-1)
+        begin = tl.load(query_start + seqs, mask=mask, other=0)
+        end = tl.load(query_start + seqs + 1, mask=mask, other=0)
+        start = tl.load(computed + tl.maximum(row, 0), mask=row >= 0, other=0)
+        tl.store(seq_lens + seqs, tl.where(row >= 0, start + end - begin, 0), mask=mask)
+        tl.store(table_rows + seqs, tl.maximum(row, 0), mask=mask)
+        tl.store(last_tokens + seqs, tl.where(row >= 0, end - 1, 0).to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _fill_tokens(
+    tokens,
+    blocks,
+    token_ids,
+    positions,
+    slots,
+    index,
+    row,
+    position,
+    real,
+    mask,
+    tokens_stride,
+    blocks_stride,
+    group_stride,
+    slots_stride,
+    block_size: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Fill token `index` of the step with number `position` of `row` where it is `real`, and with padding elsewhere."""
+    row = tl.maximum(row, 0).to(tl.int64)
+    position = tl.where(real, position, 0).to(tl.int64)
+    token_id = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
+    tl.store(token_ids + index, token_id, mask=mask)
+    tl.store(positions + index, position, mask=mask)
+    for group in tl.static_range(GROUPS):
+        table = blocks + group * group_stride + row * blocks_stride
+        block = tl.load(table + position // block_size, mask=real, other=0)
+        slot = block.to(tl.int64) * block_size + position % block_size
+        tl.store(slots + group * slots_stride + index, tl.where(real, slot, -1), mask=mask)
