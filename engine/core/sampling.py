@@ -228,10 +228,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_plain(self) -> bool:
-        """True where tokens follow from temperature, top-k, top-p and min-p, and no log probabilities are asked for."""
+        """True where draws depend on temperature, top-k, top-p and min-p, and on nothing else beside the logits."""
         changes = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids, self.structured_outputs)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return not any(changes) and penalties == (1.0, 0.0, 0.0) and not self.min_tokens and self.logprobs is None
+        return not any(changes) and penalties == (1.0, 0.0, 0.0) and not self.min_tokens
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises `InvalidSamplingParams` for a token id that the model does not have, or more alternatives than it."""

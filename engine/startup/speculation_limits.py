@@ -22,7 +22,7 @@ def _refusal(model: ModelConfig, config: EngineConfig, device: str) -> str | Non
     if model.has_states:
         return f"{model.architecture} keeps recurrent states, which a rejected draft would have changed"
     if device == "cuda":
-        return "on a GPU, captured steps have one token a request; device must be 'cpu'"
+        return "steps with drafts have not been tried on a GPU; device must be 'cpu'"
     if config.data_parallel_size > 1:
         return f"data_parallel_size is {config.data_parallel_size}, and ranks do not agree about drafts yet"
     return None

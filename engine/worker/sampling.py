@@ -25,6 +25,10 @@ class StepLogits(Protocol):
         """Return the logits `[len(numbers), vocab_size]` of some of the step's draws, given by number."""
         ...
 
+    def drawn(self, numbers: list[int]) -> Tensor:
+        """Return the tokens `[len(numbers)]` int64 that were drawn; of draws behind a wrong draft any token."""
+        ...
+
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, `[R, hidden_size] -> [R, vocab_size]`."""
         ...
@@ -98,9 +102,8 @@ class LogitsProcessors:
     def _of_sampled(self, draws: Draws, logits: StepLogits, counts: dict[int, int]) -> LogprobColumns:
         """Compute those of all draws of the chunks in `counts`; of a rejected draw they mean nothing."""
         numbers = [number for number, chunk in enumerate(draws.chunks) if chunk in counts]
-        asked = draws.pick(numbers)
-        tokens = self._tokens[logits.indices(asked.rows), logits.indices(asked.positions)].long()
-        return LogprobColumns.of(logits.logits_of(numbers), tokens, max(counts.values())).map(logits.to_host)
+        columns = LogprobColumns.of(logits.logits_of(numbers), logits.drawn(numbers), max(counts.values()))
+        return columns.map(logits.to_host)
 
     def _of_prompts(self, batch: Batch, logits: StepLogits, hidden: Tensor) -> dict[int, LogprobColumns]:
         """Compute by chunk those of the prompt tokens that follow each of its tokens."""

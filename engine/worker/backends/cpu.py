@@ -82,6 +82,7 @@ class CpuStep:
         self._slots, self._wanted = inputs.slots.numpy(), inputs.wanted.numpy()
         self._seq_lens, self._table_rows = inputs.seq_lens.numpy(), inputs.table_rows.numpy()
         self._logits: Tensor | None = None  # of the step's draws, in order
+        self._drawn: NDArray[np.int64] = np.zeros(0, np.int64)  # their tokens
         self._workspace = Workspace()
         self._unrecordable: set[bool] = set()  # whether decodes, whether mixes of any larger size
 
@@ -130,7 +131,7 @@ class CpuStep:
             behind = np.array(batch.ends)[chunks] - draws.positions
             hidden = hidden[torch.from_numpy(np.cumsum(batch.num_wanted)[chunks] - 1 - behind)]
         self._logits = self._parts.model.logits(hidden)
-        drawn = sample(self._logits, self._parts.processors.of_draws(draws)).numpy()
+        drawn = self._drawn = sample(self._logits, self._parts.processors.of_draws(draws)).numpy()
         if batch.guesses:
             drawn = self._reject(batch, drawn)
         self._parts.outputs.tokens.numpy()[draws.entries] = drawn
@@ -153,6 +154,10 @@ class CpuStep:
     def logits_of(self, numbers: list[int]) -> Tensor:
         assert self._logits is not None
         return self._logits[torch.tensor(numbers)]
+
+    def drawn(self, numbers: list[int]) -> Tensor:
+        # Of a row that drew none, token 0 is what its row has.
+        return torch.from_numpy(np.maximum(self._drawn[numbers], 0))
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self._parts.model.logits(hidden)

@@ -82,6 +82,9 @@ class CudaStep:
         shape = (parts.limits.max_num_draws, parts.vocab_size)
         # Of each sequence of the step; with drafts, of each token.
         self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)
+        num_drawn = parts.limits.max_num_draws if parts.limits.max_drafts else 0
+        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # of each token, with drafts
+        self._has_drafts = False  # the newest step
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         return None
@@ -113,7 +116,8 @@ class CudaStep:
         hidden = parts.model.forward(inputs.token_ids, inputs.caches, None, ranks)
         logits = self.logits[: shape.num_tokens]
         parts.model.logits(hidden, out=logits)
-        drawn = sample_rows(logits, tables.sampling.tensor, places.rows, places.positions)
+        drawn = self._drawn[: shape.num_tokens]
+        drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
         return hidden
 
@@ -127,6 +131,7 @@ class CudaStep:
 
     def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
         """Draw those rows again whose logits are edited before: their tokens replace those that `run` stored."""
+        self._has_drafts = shape.max_drafts > 0
         draws, processors = batch.draws, self._parts.processors
         numbers = processors.edited(draws)
         if not numbers:
@@ -137,9 +142,18 @@ class CudaStep:
         drawn = sample(self.logits[entries], processors.of_draws(edited))
         batch_rows, buffers = tables.batch(shape.num_seqs), self._buffers(shape)
         replace_tokens(drawn, index, entries, tables.step, batch_rows, buffers, ring)
+        if self._has_drafts:
+            self._drawn[entries] = drawn
 
     def logits_of(self, numbers: list[int]) -> Tensor:
         return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).entries)]
+
+    def drawn(self, numbers: list[int]) -> Tensor:
+        draws, tables = self._parts.current.batch.draws.pick(numbers), self._parts.tables
+        if self._has_drafts:
+            return self._drawn[self.indices(draws.entries)].clamp(min=0)
+        rows = self.indices(draws.rows)
+        return tables.tokens.tensor[rows, tables.computed.tensor[0, rows].long()].long()
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self._parts.model.logits(hidden)
