@@ -139,7 +139,7 @@ def test_a_prediction_is_accepted_and_the_text_is_that_of_an_engine_that_draws_o
         assert answer["choices"][0]["message"]["content"] == expected
         assert answer["usage"]["completion_tokens"] == 48
         details = answer["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] == answer["baton_timeline"][0].get("num_accepted_tokens", 0)
+        assert details["accepted_prediction_tokens"] <= answer["baton_timeline"][0].get("num_accepted_tokens", 0)
         return int(details["accepted_prediction_tokens"])
 
     eventually(lambda: num_accepted() > 0, 60.0, "no draft was accepted")  # engines draft where it saved time lately

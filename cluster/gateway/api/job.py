@@ -110,7 +110,7 @@ class GenerationJob:
     shows_prompt_logprobs: bool = False
     scores_only: bool = False
     returns_token_ids: bool = False
-    prediction: list[int] | None = None  # where there is one, usage says how much of it was right
+    has_prediction: bool = False  # usage says how much of it was right
     parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
     response_echo: ResponseEcho | None = None
@@ -130,7 +130,7 @@ class GenerationJob:
             prepared.shows_prompt_logprobs,
             prepared.scores_only,
             prepared.returns_token_ids,
-            prepared.prediction,
+            prepared.prediction is not None,
             config,
             tokenizer.special_ids_of(config.marks),
             prepared.response_echo,

@@ -35,7 +35,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Drafts that were checked for a request with a `prediction`."""
+    """Drafts out of the request's `prediction`."""
 
     accepted_prediction_tokens: int  # in the answer
     rejected_prediction_tokens: int  # not in the answer, and not in `completion_tokens`
@@ -81,7 +81,7 @@ class UsageCounter:
         self._prompt_tokens = sum(map(len, job.prompts))
         self._cached_tokens = 0
         self._completion_tokens = 0
-        self._num_predicted = None if job.prediction is None else len(job.prediction) * len(job.sequences)
+        self._has_prediction = job.has_prediction
         self._drafts = NO_DRAFTS
         self._timelines: dict[int, TimelineReport] = {}  # by choice
 
@@ -101,9 +101,10 @@ class UsageCounter:
             total_tokens=self._prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
         )
-        if self._num_predicted is not None:  # drafts of other texts may be accepted as well
-            accepted = min(self._drafts.num_accepted_tokens, self._num_predicted)
-            usage.completion_tokens_details = CompletionTokensDetails(accepted, self._drafts.num_rejected_tokens)
+        if self._has_prediction:
+            usage.completion_tokens_details = CompletionTokensDetails(
+                self._drafts.num_accepted_predicted_tokens, self._drafts.num_rejected_predicted_tokens
+            )
         return usage
 
     def timelines(self) -> list[TimelineReport] | UnsetType:

@@ -19,7 +19,6 @@ import msgspec
 
 from baton.engine.core.messages import EngineOutput
 from baton.engine.core.sampling import SEED_BITS
-from baton.engine.core.speculation.stats import DraftCounts
 
 from ..errors import ApiError, bad_request
 from .detokenize import ChoiceDelta, ChoicePosition
@@ -120,10 +119,8 @@ def _part(output: EngineOutput, at: int) -> EngineOutput:
     """Return one token of an output. Fields of a first or last output go with the first or last token."""
     logprobs = None if output.logprobs is None else output.logprobs.part(at, at + 1)
     part = msgspec.structs.replace(output, token_ids=output.token_ids[at : at + 1], logprobs=logprobs)
-    if output.drafts is not None:  # a token that was a draft counts as one when it is sent, and the step with the first
-        is_accepted = at < output.drafts.num_accepted_tokens
-        step = (output.drafts.num_drafts, output.drafts.num_draft_tokens) if at == 0 else (0, 0)
-        part = msgspec.structs.replace(part, drafts=DraftCounts(*step, int(is_accepted)))
+    if output.drafts is not None:
+        part = msgspec.structs.replace(part, drafts=output.drafts.of_token(at))
     if at > 0:
         part = msgspec.structs.replace(part, num_cached_tokens=0, prompt_logprobs=None)
     if at < len(output.token_ids) - 1:

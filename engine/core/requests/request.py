@@ -250,13 +250,13 @@ class Request:
         self.num_tokens += num_drafts
         self.num_unsettled_drafts += num_drafts
 
-    def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
+    def settle_drafts(self, num_drafts: int, num_accepted: int, *, are_predicted: bool) -> None:
         """Take back the drafts of a step that were not accepted. Its row, if it still has one, has done so already."""
         self.num_unsettled_drafts -= num_drafts
         self.num_tokens -= num_drafts - num_accepted
         if self.row != NO_ROW:
             self.num_computed -= num_drafts - num_accepted
-        self.drafts = DraftCounts(1, num_drafts, num_accepted)
+        self.drafts = DraftCounts.of_step(num_drafts, num_accepted, are_predicted=are_predicted)
 
     def begin(self, token_id: int) -> None:
         """Go on from the first token, which another engine has drawn."""

@@ -16,7 +16,9 @@ from ..requests.request import Request
 from ..speculation.config import SpeculativeConfig, make_drafter
 from ..speculation.drafter import Drafter
 from ..speculation.length import DraftLengths
+from ..speculation.predicted_text import PredictedText
 from ..speculation.stats import SpeculationCounter, SpeculationStats
+from ..step import Chunk
 
 
 def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
@@ -41,6 +43,7 @@ class Drafting:
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # tokens that the drafter knows, of requests that it knows
+        self._predicted: dict[Request, PredictedText] = {}  # of requests that the drafter knows
         self._num_accepted = 0  # in the step that is being settled
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int, *, may_start: bool) -> bool:
@@ -81,18 +84,30 @@ class Drafting:
             message = request.message
             output = known[request.num_prompt :]
             prediction = message.prediction_token_ids
+            if prediction:
+                self._predicted[request] = PredictedText(prediction)
             self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt, prediction)
         elif num_told < len(known):
             self._drafter.extend(request.request_id, known[num_told:])
         self._num_told[request] = len(known)
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Take in how many of a request's drafts were accepted."""
-        request.settle_drafts(num_drafts, num_accepted)
+    def settled(self, request: Request, chunk: Chunk, num_accepted: int) -> None:
+        """Take in how many of a chunk's drafts were accepted, before the request has their tokens."""
+        num_drafts = chunk.num_drafts
+        request.settle_drafts(num_drafts, num_accepted, are_predicted=self._are_predicted(request, chunk))
         self._counter.settled(num_drafts, num_accepted)
         self._num_accepted += num_accepted
         if self._lengths is not None:
             self._lengths.settled(request.request_id, num_drafts, num_accepted)
+
+    def _are_predicted(self, request: Request, chunk: Chunk) -> bool:
+        """Return whether a chunk's guesses stand in the request's prediction, behind the same token of the answer."""
+        text = self._predicted.get(request)
+        if text is None:
+            return False
+        first = chunk.start + chunk.num_drafts + 1 - len(chunk.drafts)  # the index of the first guess
+        before = request.token_ids[max(request.num_prompt, first - 1) : first]
+        return text.contains((*before, *chunk.drafts))
 
     def observe(self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float) -> None:
         """Take in the time of a step, once its requests are settled: what decoded in it, and what else it read."""
@@ -112,6 +127,7 @@ class Drafting:
         if request in self._num_told:
             self._tell(request)
             del self._num_told[request]
+            self._predicted.pop(request, None)
             self._drafter.end(request.request_id)
         elif len(request.token_ids) > request.num_prompt:
             self._drafter.learn(request.token_ids[request.num_prompt :], request.message.cache_salt)

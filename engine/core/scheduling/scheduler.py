@@ -218,7 +218,7 @@ class Scheduler:
         """Append drawn tokens to their request, up to the one that ends it, and answer it. Returns their number."""
         token_ids, known, reason = drawn.token_ids, request.token_ids, None
         if chunk.num_drafts and self.drafting is not None:
-            self.drafting.settled(request, chunk.num_drafts, len(token_ids) - 1)
+            self.drafting.settled(request, chunk, len(token_ids) - 1)
         num_before = len(known)
         for token_id in token_ids:
             if token_id == NO_TOKEN:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import msgspec
 
 
@@ -30,23 +32,39 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0  # times that it had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0  # those of the draft tokens that stand in the request's prediction
+    num_accepted_predicted_tokens: int = 0
 
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(
-            self.num_drafts + other.num_drafts,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-        )
+    @classmethod
+    def of_step(cls, num_drafts: int, num_accepted: int, *, are_predicted: bool) -> DraftCounts:
+        predicted = (num_drafts, num_accepted) if are_predicted else (0, 0)
+        return cls(1, num_drafts, num_accepted, *predicted)
 
     @property
-    def num_rejected_tokens(self) -> int:
-        return self.num_draft_tokens - self.num_accepted_tokens
+    def num_rejected_predicted_tokens(self) -> int:
+        return self.num_predicted_tokens - self.num_accepted_predicted_tokens
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
     def within(self, num_tokens: int) -> DraftCounts:
         """Return the counts of a step of which the answer keeps the first `num_tokens` tokens only."""
         if self.num_accepted_tokens <= num_tokens:
             return self
-        return DraftCounts(self.num_drafts, self.num_draft_tokens, num_tokens)
+        accepted_predicted = min(num_tokens, self.num_accepted_predicted_tokens)
+        return DraftCounts(
+            self.num_drafts, self.num_draft_tokens, num_tokens, self.num_predicted_tokens, accepted_predicted
+        )
+
+    def of_token(self, index: int) -> DraftCounts:
+        """Return the share of a step's token in its counts: they add up to those of the tokens up to it."""
+        accepted = int(index < self.num_accepted_tokens)
+        accepted_predicted = int(index < self.num_accepted_predicted_tokens)
+        if index > 0:
+            return DraftCounts(0, 0, accepted, 0, accepted_predicted)
+        return DraftCounts(
+            self.num_drafts, self.num_draft_tokens, accepted, self.num_predicted_tokens, accepted_predicted
+        )
 
 
 NO_DRAFTS = DraftCounts()
