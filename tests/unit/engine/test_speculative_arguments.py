@@ -115,7 +115,7 @@ def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Pa
     read(tmp_path, "qwen3", "Qwen3ForCausalLM")
     args: dict[str, Any] = {"model": str(tmp_path), "fleets": UNIFIED}
     args["engine"] = {"speculative_config": NGRAM, "device": "cuda"}
-    with pytest.raises(InvalidSpec, match="unified: speculative_config: must be left out: .* on a GPU"):
+    with pytest.raises(InvalidSpec, match=r"unified: speculative_config: must be left out: .* on a GPU"):
         check_model(load_spec(args))
     args["engine"] = {"speculative_config": NGRAM, "device": "cpu"}
     check_model(load_spec(args))
