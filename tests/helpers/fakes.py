@@ -103,6 +103,7 @@ class CountingEngine:
                 "experts": None,
                 "tiers": None,
                 "step_times": StepTimes(),
+                "speculation": None,
             }
         )
 
