@@ -133,7 +133,7 @@ class CudaStartup:
             [] if eager else sizes,
             functools.partial(peak_bytes, device=self._stream.device),
             limits,
-            eager_decodes=[size for size in sizes if size.is_decode] if eager else [],
+            eager_decodes=[size for size in sizes if size.is_decode or size.max_drafts] if eager else [],
         ).run()
 
     def _runner(

@@ -99,8 +99,9 @@ class ProfileRun:
         *,
         eager_decodes: Sequence[StepShape] = (),
     ) -> None:
-        """`captured`: the sizes that will be captured, largest first; `eager_decodes`: the sizes of decodes by which
-        kernels are chosen where nothing is captured. `peak_bytes(work)` does work and returns the memory it took.
+        """`captured`: the sizes that will be captured, largest first; `eager_decodes`: the sizes of decodes, with
+        drafts and without, by which kernels are chosen where nothing is captured. `peak_bytes(work)` does work and
+        returns the memory it took.
         """
         self._make_runner = make_runner
         self._captured = captured
