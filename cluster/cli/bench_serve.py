@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 from rich.progress import Progress
 
-from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts
+from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts, SpeculationStats
 from baton.engine.text import Tokenizer, TokenizerError
 
 from .http_client import ModelList
@@ -256,14 +256,15 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
 def _acceptance(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
     """Return what became of drafts, under `vllm bench serve`'s names; nothing where no engine has guessed."""
     drafts = sum((answer.drafts for answer in answers), NO_DRAFTS)
-    if not drafts.num_drafts:
+    counted = SpeculationStats(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
+    if not counted.num_drafts:
         return {}
     return {
-        "spec_decode_num_drafts": drafts.num_drafts,
-        "spec_decode_draft_tokens": drafts.num_draft_tokens,
-        "spec_decode_accepted_tokens": drafts.num_accepted_tokens,
-        "spec_decode_acceptance_rate": 100 * drafts.num_accepted_tokens / drafts.num_draft_tokens,
-        "spec_decode_acceptance_length": 1 + drafts.num_accepted_tokens / drafts.num_drafts,
+        "spec_decode_num_drafts": counted.num_drafts,
+        "spec_decode_draft_tokens": counted.num_draft_tokens,
+        "spec_decode_accepted_tokens": counted.num_accepted_tokens,
+        "spec_decode_acceptance_rate": 100 * counted.acceptance_rate,
+        "spec_decode_acceptance_length": counted.mean_length,
     }
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cluster.gateway.routing.ranks import spell_ranks
+from baton.engine.core.speculation.stats import SpeculationStats
 
 from .cli_common import fail, stdout_console
 
@@ -113,10 +114,10 @@ def _speed_table(ranks: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _speculation(rank: dict[str, Any]) -> dict[str, Any]:
-    """Return what an engine has counted of its drafts; nothing of one that has checked none."""
-    counted = (rank["stats"] or {}).get("speculation") or {}
-    return counted if counted.get("num_drafts") else {}
+def _speculation(rank: dict[str, Any]) -> SpeculationStats | None:
+    """Return what an engine has counted of its drafts; None of one that has checked none."""
+    counted = msgspec.convert((rank["stats"] or {}).get("speculation") or {}, SpeculationStats)
+    return counted if counted.num_drafts else None
 
 
 def _speculation_table(ranks: list[dict[str, Any]]) -> Table:
@@ -126,9 +127,8 @@ def _speculation_table(ranks: list[dict[str, Any]]) -> Table:
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
     for rank in ranks:
         if counted := _speculation(rank):
-            drafts, accepted = counted["num_draft_tokens"], counted["num_accepted_tokens"]
-            drawn = 1 + accepted / counted["num_drafts"]
-            table.add_row(rank["engine_id"], f"{drafts:,}", f"{accepted / drafts:.0%}", f"{drawn:.1f}")
+            drafts, drawn = f"{counted.num_draft_tokens:,}", f"{counted.mean_length:.1f}"
+            table.add_row(rank["engine_id"], drafts, f"{counted.acceptance_rate:.0%}", drawn)
     return table
 
 

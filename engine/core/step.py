@@ -52,6 +52,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     drafts: tuple[int, ...] = ()  # guesses of the row's tokens, the last of them for index `start + num_drafts`
 
     @property
+    def first_guess(self) -> int:
+        """The index in the row of the first of its `drafts`."""
+        return self.start + self.num_drafts + 1 - len(self.drafts)
+
+    @property
     def num_draws(self) -> int:
         """Tokens that are drawn: behind the last token, and behind the one before each draft."""
         return self.num_drafts + 1 if self.samples else 0

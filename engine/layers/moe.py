@@ -27,8 +27,8 @@ class MoE(FeedForward):
 
     In the checkpoint `gate`, `experts` (see `layers.plain_experts`), and `shared_experts` where there are any, or what
     `names` calls them. With `gated_expert` there is one of these, `shared_expert`, whose output is multiplied by
-    sigmoid(x @ shared_expert_gate). `shared` is a block to use for them, and
-    `router` one to use for `gate`. With a `latent_size`, experts compute fc2_latent_proj(experts(fc1_latent_proj(x))).
+    sigmoid(x @ shared_expert_gate). `shared` is a block to use for them, and `router` one to use for `gate`. With a
+    `latent_size`, experts compute fc2_latent_proj(experts(fc1_latent_proj(x))).
     """
 
     def __init__(

@@ -30,22 +30,19 @@ from .tables import RowTables, TableWrites
 
 
 class Guesses(NamedTuple):
-    """Guesses of the tokens of one chunk's row."""
+    """Guesses of the tokens of one chunk's row, of which some are the chunk's drafts."""
 
     chunk: int
     first: int  # the index in the row of the first
     token_ids: Sequence[int]
-
-    @classmethod
-    def of(cls, index: int, chunk: Chunk) -> Guesses:
-        return cls(index, chunk.start + chunk.num_drafts + 1 - len(chunk.drafts), chunk.drafts)
+    num_drafts: int
 
 
 class Draws(NamedTuple):
     """The tokens that a step draws, one entry each."""
 
     chunks: list[int]
-    entries: list[int]  # in a page of the outputs, where each chunk has 1 + `num_drafts`, whether it samples or not
+    entries: list[int]  # in a page of the outputs, where each chunk has one for each draw, and one if it has none
     rows: list[int]
     positions: list[int]  # tokens of the row that precede it
 
@@ -64,8 +61,7 @@ class Batch:
     ends: list[int]  # `starts` + `lens`
     samples: list[bool]  # a token is drawn behind the chunk, and behind the token before each draft
     scored: list[int]  # indices of the chunks whose tokens get prompt logprobs
-    num_drafts: list[int]  # the last so many tokens of a chunk are guesses
-    guesses: list[Guesses]  # where there are any
+    guesses: list[Guesses]  # of the chunks that end in drafts
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], starts: list[int] | None = None) -> Batch:
@@ -79,20 +75,26 @@ class Batch:
             ends=[start + length for start, length in zip(starts, lens, strict=True)],
             samples=[chunk.samples for chunk in chunks],
             scored=[i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs],
-            num_drafts=[chunk.num_drafts for chunk in chunks],
-            guesses=[Guesses.of(i, chunk) for i, chunk in enumerate(chunks) if chunk.num_drafts],
+            guesses=[
+                Guesses(i, chunk.first_guess, chunk.drafts, chunk.num_drafts)
+                for i, chunk in enumerate(chunks)
+                if chunk.num_drafts
+            ],
         )
 
     @cached_property
     def num_draws(self) -> list[int]:
         """Tokens that are drawn for each chunk."""
-        if not self.guesses:
-            return [int(samples) for samples in self.samples]
-        return [1 + drafts if samples else 0 for samples, drafts in zip(self.samples, self.num_drafts, strict=True)]
+        counts = [int(samples) for samples in self.samples]
+        for guesses in self.guesses:
+            counts[guesses.chunk] += guesses.num_drafts
+        return counts
 
     @cached_property
     def num_wanted(self) -> list[int]:
         """Tokens of each chunk whose hidden states are needed: those that are scored, else those drawn from."""
+        if not self.scored:
+            return self.num_draws
         counts = list(self.num_draws)
         for index in self.scored:
             counts[index] = self.lens[index]
@@ -110,8 +112,8 @@ class Batch:
             drawing = self.drawing
             return Draws(drawing, drawing, [self.rows[i] for i in drawing], [self.ends[i] for i in drawing])
         chunks = [i for i, count in enumerate(self.num_draws) for _ in range(count)]
-        offsets = [offset for i in self.drawing for offset in range(-self.num_drafts[i], 1)]  # from the last draw
-        last_entries = [i + drafts for i, drafts in enumerate(accumulate(self.num_drafts))]
+        offsets = [offset for count in self.num_draws for offset in range(1 - count, 1)]  # from the chunk's last draw
+        last_entries = [end - 1 for end in accumulate(max(count, 1) for count in self.num_draws)]
         return Draws(
             chunks,
             [last_entries[i] + offset for i, offset in zip(chunks, offsets, strict=True)],
@@ -146,7 +148,7 @@ class Batch:
             max_seq_len=max(self.ends),
             num_kv_tokens=sum(self.ends[num_decodes:]),
             num_wanted=None if num_wanted == num_tokens else num_wanted,
-            max_drafts=max(self.num_drafts),
+            max_drafts=max((guesses.num_drafts for guesses in self.guesses), default=0),
         )
 
 

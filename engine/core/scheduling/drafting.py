@@ -105,7 +105,7 @@ class Drafting:
         text = self._predicted.get(request)
         if text is None:
             return False
-        first = chunk.start + chunk.num_drafts + 1 - len(chunk.drafts)  # the index of the first guess
+        first = chunk.first_guess
         before = request.token_ids[max(request.num_prompt, first - 1) : first]
         return text.contains((*before, *chunk.drafts))
 

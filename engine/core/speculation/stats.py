@@ -52,18 +52,16 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
         if self.num_accepted_tokens <= num_tokens:
             return self
         accepted_predicted = min(num_tokens, self.num_accepted_predicted_tokens)
-        return DraftCounts(
-            self.num_drafts, self.num_draft_tokens, num_tokens, self.num_predicted_tokens, accepted_predicted
-        )
+        return self._with_accepted(num_tokens, accepted_predicted)
 
     def of_token(self, index: int) -> DraftCounts:
         """Return the share of a step's token in its counts: they add up to those of the tokens up to it."""
-        accepted = int(index < self.num_accepted_tokens)
-        accepted_predicted = int(index < self.num_accepted_predicted_tokens)
-        if index > 0:
-            return DraftCounts(0, 0, accepted, 0, accepted_predicted)
-        return DraftCounts(
-            self.num_drafts, self.num_draft_tokens, accepted, self.num_predicted_tokens, accepted_predicted
+        rest = self if index == 0 else NO_DRAFTS
+        return rest._with_accepted(index < self.num_accepted_tokens, index < self.num_accepted_predicted_tokens)
+
+    def _with_accepted(self, num_tokens: int, num_predicted: int) -> DraftCounts:
+        return msgspec.structs.replace(
+            self, num_accepted_tokens=int(num_tokens), num_accepted_predicted_tokens=int(num_predicted)
         )
 
 

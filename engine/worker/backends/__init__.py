@@ -154,10 +154,6 @@ class CapturedSteps:
         tokens, wanted = zip(*rows, strict=True)
         return RankRows(tokens, wanted)
 
-    def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
-        """Return where each chunk begins, where that is known: the plan has the most it may be. Else None."""
-        ...
-
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor | None:
         """Return the hidden states of the wanted tokens, if they are kept.
 

@@ -142,8 +142,8 @@ class CpuStep:
         """Mark the draws behind wrong drafts, and take their tokens back from what is computed."""
         drawn = drawn.copy()
         ends = list(accumulate(batch.num_draws))
-        for chunk, _, _ in batch.guesses:
-            row, end, num_drafts = batch.rows[chunk], batch.ends[chunk], batch.num_drafts[chunk]
+        for chunk, _, _, num_drafts in batch.guesses:
+            row, end = batch.rows[chunk], batch.ends[chunk]
             draws = drawn[ends[chunk] - num_drafts - 1 : ends[chunk]]
             wrong = draws[:-1] != self._tokens[row, end - num_drafts : end]
             num_right = int(wrong.argmax()) if wrong.any() else num_drafts
@@ -204,7 +204,7 @@ class CpuStep:
 
     def _place(self, batch: Batch, guesses: Guesses) -> None:
         """Write a chunk's drafts into its row: those guesses that are for the tokens it runs."""
-        row, end, num_drafts = batch.rows[guesses.chunk], batch.ends[guesses.chunk], batch.num_drafts[guesses.chunk]
+        row, end, num_drafts = batch.rows[guesses.chunk], batch.ends[guesses.chunk], guesses.num_drafts
         first = end - num_drafts - guesses.first
         self._tokens[row, end - num_drafts : end] = guesses.token_ids[first : first + num_drafts]
 

@@ -253,9 +253,8 @@ class FakeRunner:
         if chunk.num_drafts:
             assert chunk.samples
             assert end - chunk.num_drafts == len(row.tokens), "drafts of tokens that are drawn already"
-        first_guess = chunk.start + chunk.num_drafts + 1 - len(chunk.drafts)
         for position in range(end - chunk.num_drafts, end):
-            row.append(chunk.drafts[position - first_guess])
+            row.append(chunk.drafts[position - chunk.first_guess])
         for position in range(start, end):
             for memory, table in zip(self.memories, row.tables, strict=False):
                 memory.write(table, position, row.kv[position])

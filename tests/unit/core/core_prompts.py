@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams, StructuredOutputsParams
 
 from .core_harness import VOCAB_SIZE
@@ -31,3 +32,17 @@ def samplings(draw: st.DrawFn, *, can_have_grammar: bool = True) -> SamplingPara
         stop_token_ids=draw(st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=4)),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
+
+
+def crowd() -> list[EngineRequest]:
+    """More requests than few blocks hold, of two priorities, whose prompts share beginnings."""
+    return [
+        EngineRequest(
+            request_id=f"r{index}",
+            prompt_token_ids=STEMS[index % 3][: 5 + index],
+            sampling=SamplingParams(max_tokens=20 + index, prompt_logprobs=0 if index % 4 == 0 else None),
+            priority=index % 2,
+            seed=index,
+        )
+        for index in range(16)
+    ]

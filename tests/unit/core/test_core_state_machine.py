@@ -7,13 +7,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from baton.engine.core.messages import EngineRequest, FinishReason
-from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.messages import FinishReason
 
 from .core_grammars import FakeGrammars
 from .core_harness import Harness, config
 from .core_machine import EngineMachine
-from .core_prompts import STEMS
+from .core_prompts import crowd
 
 
 class OneGroupMachine(EngineMachine):
@@ -62,18 +61,7 @@ TestEngine.settings = settings(
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(depth: int, lazy: bool) -> None:
     engine = Harness(config(depth=depth, num_blocks=14, max_num_batched_tokens=12), lazy=lazy)
-    engine.add(
-        *(
-            EngineRequest(
-                request_id=f"r{index}",
-                prompt_token_ids=STEMS[index % 3][: 5 + index],
-                sampling=SamplingParams(max_tokens=20 + index, prompt_logprobs=0 if index % 4 == 0 else None),
-                priority=index % 2,
-                seed=index,
-            )
-            for index in range(16)
-        )
-    )
+    engine.add(*crowd())
     engine.run_to_the_end()
     assert engine.core.stats().num_preemptions > 0
     assert engine.core.stats().prefix_cache_hits > 0
