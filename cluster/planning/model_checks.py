@@ -39,7 +39,7 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
         window_caches=not config.disable_hybrid_kv_cache_manager,
     )
     check_division(model, config)
-    check_speculation(model, config, config.device)
+    check_speculation(model, config)
     return model
 
 

@@ -40,7 +40,6 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
             from .load import load_member
 
             device = device_for(config, member)
-            check_speculation(model_config, config, device.type)
         membership = RankGroup(
             member,
             config.expert_spread,
@@ -77,7 +76,7 @@ def _read_model_config(config: EngineConfig) -> ModelConfig:
         window_caches=not config.disable_hybrid_kv_cache_manager,
     )
     check_division(model_config, config)
-    check_speculation(model_config, config, config.device)
+    check_speculation(model_config, config)
     return model_config
 
 

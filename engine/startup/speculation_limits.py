@@ -6,23 +6,18 @@ from ..config import EngineConfig, InvalidEngineConfig
 from ..hf_config.model_config import ModelConfig
 
 
-def check_speculation(model: ModelConfig, config: EngineConfig, device: str) -> None:
-    """Raise `InvalidEngineConfig` where this engine cannot check drafts.
-
-    `device` is "cpu" or "cuda"; "auto" where it is not known yet.
-    """
+def check_speculation(model: ModelConfig, config: EngineConfig) -> None:
+    """Raise `InvalidEngineConfig` where this engine cannot check drafts."""
     if config.speculative_config is None:
         return
-    reason = _refusal(model, config, device)
+    reason = _refusal(model, config)
     if reason is not None:
         raise InvalidEngineConfig("speculative_config", f"must be left out: {reason}")
 
 
-def _refusal(model: ModelConfig, config: EngineConfig, device: str) -> str | None:
+def _refusal(model: ModelConfig, config: EngineConfig) -> str | None:
     if model.has_states:
         return f"{model.architecture} keeps recurrent states, which a rejected draft would have changed"
-    if device == "cuda":
-        return "steps with drafts have not been tried on a GPU; device must be 'cpu'"
     if config.data_parallel_size > 1:
         return f"data_parallel_size is {config.data_parallel_size}, and ranks do not agree about drafts yet"
     return None

@@ -117,6 +117,9 @@ class CudaShapes:
         for size in reversed(self._decodes):
             yield self._decode(size)
         for context in self._contexts:
+            for seqs, tokens in self._drafted:
+                if seqs == 1:
+                    yield self._with_drafts(seqs, tokens, context)
             yield self._one_decode(context)
 
     def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
@@ -126,7 +129,7 @@ class CudaShapes:
         if all(size.num_seqs == size.num_tokens for size in sizes):
             return self.decode(num_seqs, alone)
         if all(size.num_wanted == size.num_tokens for size in sizes):
-            return self.drafted(num_seqs, num_tokens)
+            return self.drafted(num_seqs, num_tokens, alone)
         return self.chunks(num_seqs, num_tokens)
 
     def num_wanted(self, size: StepSize) -> int:
@@ -141,11 +144,14 @@ class CudaShapes:
         context = at_least(self._contexts, alone) if size == 1 else None
         return self._decode(size) if context is None else self._one_decode(context)
 
-    def drafted(self, num_seqs: int, num_tokens: int) -> StepShape | None:
-        """Return the size for decodes with drafts; None if nothing so large is captured."""
+    def drafted(self, num_seqs: int, num_tokens: int, alone: int) -> StepShape | None:
+        """Return the size for decodes with drafts; None if nothing so large is captured. `alone`: see `fitting`."""
         fitting = (size for size in self._drafted if size[0] >= num_seqs and size[1] >= num_tokens)
         size = next(fitting, None)
-        return None if size is None else self._with_drafts(*size)
+        if size is None:
+            return None
+        context = at_least(self._contexts, alone) if size[0] == 1 else None
+        return self._with_drafts(*size, context)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """Return the size for any chunks; None if nothing so large is captured."""
@@ -159,9 +165,10 @@ class CudaShapes:
     def _decode(self, num_seqs: int) -> StepShape:
         return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
 
-    def _with_drafts(self, num_seqs: int, num_tokens: int) -> StepShape:
+    def _with_drafts(self, num_seqs: int, num_tokens: int, context: int | None = None) -> StepShape:
+        """Return the size for drafted sequences; where it is one short sequence, for at most `context` tokens."""
         longest = 1 + self._max_drafts
-        return StepShape(num_seqs, num_tokens, 0, longest, self._max_model_len, max_drafts=self._max_drafts)
+        return StepShape(num_seqs, num_tokens, 0, longest, context or self._max_model_len, max_drafts=self._max_drafts)
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
         longest = min(num_tokens, self._max_model_len)

@@ -44,10 +44,16 @@ LARGE_STEPS = {
     "0.6b decode 1 x 1k": (QWEN3_06B, [(1, 1024)]),
     "0.6b decode 256 x 1k": (QWEN3_06B, [(1, 1024)] * 256),
     "8b decode 1 x 1k": (QWEN3_8B, [(1, 1024)]),
+    "8b drafts, 4 tokens of 1 x 1k": (QWEN3_8B, [(4, 1024)]),
     "8b decode 1 x 32k": (QWEN3_8B, [(1, 32768)]),
     "8b decode 64 x 4k": (QWEN3_8B, [(1, 4096)] * 64),
     "8b decode 256 x 1k": (QWEN3_8B, [(1, 1024)] * 256),
     "8b decode 64 of 64 to 8k": (QWEN3_8B, [(1, 64 + 128 * index) for index in range(64)]),
+    **{
+        f"{name} {kind}64 x 1k": (model, [(queries, 1024)] * 64)
+        for name, model in (("0.6b", QWEN3_06B), ("8b", QWEN3_8B), ("30b", QWEN3_30B))
+        for kind, queries in (("decode ", 1), ("drafts, 4 tokens of ", 4))
+    },
     "8b prefill 1 x 8k": (QWEN3_8B, [(8192, 8192)]),
     "8b prefill 4 x 4k": (QWEN3_8B, [(4096, 4096)] * 4),
     "8b prefill 16 x 1k": (QWEN3_8B, [(1024, 1024)] * 16),
@@ -56,7 +62,13 @@ LARGE_STEPS = {
     "30b decode 1 x 32k": (QWEN3_30B, [(1, 32768)]),
     "30b decode 64 x 4k": (QWEN3_30B, [(1, 4096)] * 64),
 }
-IN_8_BITS = ("8b decode 64 x 4k", "8b decode 256 x 1k", "8b prefill 1 x 8k")  # measured with such a cache as well
+IN_8_BITS = (
+    "8b decode 64 x 1k",
+    "8b drafts, 4 tokens of 64 x 1k",
+    "8b decode 64 x 4k",
+    "8b decode 256 x 1k",
+    "8b prefill 1 x 8k",
+)  # measured with such a cache as well
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:

@@ -23,6 +23,8 @@ SMALL_STEPS = {
 LARGE_STEPS = {
     "decode 1 x 1k": [(1, 1024)],
     "decode 1 x 32k": [(1, 32768)],
+    "decode 64 x 1k": [(1, 1024)] * 64,
+    "drafts, 4 tokens of 64 x 1k": [(4, 1024)] * 64,
     "decode 64 x 4k": [(1, 4096)] * 64,
     "decode 256 x 1k": [(1, 1024)] * 256,
     "decode 64 of 64 to 8k": [(1, 64 + 128 * index) for index in range(64)],

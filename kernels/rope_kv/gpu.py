@@ -164,8 +164,8 @@ def rope_and_cache_kernel(
                 heads = (group - q_groups - kv_groups) * KV_HEADS + tl.arange(0, KV_HEADS)
                 pdl.wait_for_previous()
                 half: tl.constexpr = HALF if 2 * HALF < VALUE_DIM else VALUE_DIM // 2
-                parts = _load(v + token * v_stride, heads, NUM_KV_HEADS, VALUE_DIM, half)
-                _store(place + to_value, head_stride, heads, NUM_KV_HEADS, parts, v_scale, VALUE_DIM, half)
+                values = _load(v + token * v_stride, heads, NUM_KV_HEADS, VALUE_DIM, half)
+                _store(place + to_value, head_stride, heads, NUM_KV_HEADS, values, v_scale, VALUE_DIM, half)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Paged attention on a GPU: which kernel serves which sequences of a step.
 
-one short decode        decode_short
+one short decode        decode_short, which serves the only sequence of a step with a few queries, too
 decodes                 decode_hopper (16-bit cache), decode_fp8_hopper (E4M3 cache), decode (any device and type)
 prefill, few tokens     prefill_split_kv
 prefill, many tokens    prefill_hopper, prefill_tiles (any device and type)
@@ -35,10 +35,11 @@ def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int 
     heads = {"num_heads": num_heads, "num_kv_heads": kv.shape[1], "head_dim": head_dim}
     value_dim = kv_rows(kv, head_dim).value_dim
     first_prefill = batch.num_decodes
-    decode: DecodePlan | ShortPlan | None = None
-    if first_prefill > 0:
-        decode = plan_short(batch, **heads, value_dim=value_dim)
-        if decode is None and is_hopper(kv.device) and value_dim == head_dim:
+    decode: DecodePlan | ShortPlan | None = plan_short(batch, **heads, value_dim=value_dim)
+    if decode is not None and first_prefill == 0:
+        return dataclasses.replace(batch, prepared=AttentionPlans(decode, prefill=None))
+    if decode is None and first_prefill > 0:
+        if is_hopper(kv.device) and value_dim == head_dim:
             for kernel in (decode_hopper, decode_fp8_hopper):
                 decode = decode or kernel.plan_tma_decode(batch, kv, num_heads)
         decode = decode or plan_decode(batch, **heads, value_dim=value_dim)

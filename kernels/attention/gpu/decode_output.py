@@ -110,20 +110,37 @@ def _combine_if_last(seq_begin, all_units, share, target, output, value_scale, s
 
 
 @triton.jit
-def write_rows(total, weight, top, place, sinks, v_scale, head, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Write the GROUP query heads of a KV head of one sequence; zeros where there was no key."""
+def write_rows(
+    total,
+    weight,
+    top,
+    place,
+    sinks,
+    v_scale,
+    head,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    query_stride=0,
+    QUERIES: tl.constexpr = 1,
+):
+    """Write the GROUP query heads of a KV head, of one query after the other; zeros where there was no key.
+
+    `place`: of the first query's first head; those of the next query lie `query_stride` elements behind.
+    """
     row = tl.arange(0, total.shape[0])
     dim = tl.arange(0, total.shape[1])
+    is_real = row < QUERIES * GROUP
     if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=0.0) * LOG2_E
+        sink = tl.load(sinks + head * GROUP + row % GROUP, mask=is_real, other=0.0) * LOG2_E
         new_top = tl.maximum(top, sink)
         weight = weight * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
         total *= tl.exp2(top - new_top)[:, None]
     result = total / tl.where(weight == 0, 1.0, weight)[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale)
-    mask = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(place + row[:, None] * DIM + dim[None, :], result.to(place.dtype.element_ty), mask=mask)
+    mask = is_real[:, None] & (dim < DIM)[None, :]
+    rows = row // GROUP * query_stride + row % GROUP * DIM
+    tl.store(place + rows[:, None] + dim[None, :], result.to(place.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -78,15 +78,23 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ShortPlan:
-    """The only decode of a step, of a short sequence: where the parts of its result lie until they are added up."""
+    """The only decode of a step, of a short sequence: where the parts of its result lie until they are added up.
 
-    sums: Tensor  # [splits, num_heads, head_dim] float32: weighted sums of values
-    tops: Tensor  # [2, splits, num_heads] float32: their top scores, their sums of weights
+    Or the only sequence of a step, with a few queries.
+    """
+
+    sums: Tensor  # [splits, queries, num_heads, head_dim] float32: weighted sums of values
+    tops: Tensor  # [2, splits, queries, num_heads] float32: their top scores, their sums of weights
 
     @property
     def splits(self) -> int:
         """The largest number of splits of the keys."""
         return self.sums.shape[0]
+
+    @property
+    def queries(self) -> int:
+        """The largest number of queries."""
+        return self.sums.shape[1]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
-"""Decode attention of one short sequence: a decode step of a lightly loaded engine.
+"""Decode attention of one short sequence, with drafts or without: a decode step of a lightly loaded engine.
 
-Nothing here is slow but waiting: for the query, which the kernel before writes, and for lengths, block ids and keys,
-each of which says where the next lies. Only the query and the newest key and value come from this step, so all else is
-read while the kernels before still run:
+Nothing here is slow but waiting: for the queries, which the kernel before writes, and for lengths, block ids and keys,
+each of which says where the next lies. Only the queries and their own keys and values come from this step, so all else
+is read while the kernels before still run:
 
-    program (split, head)   lengths ── block ids ── keys, values ──┐ wait ── query, newest key ── weights ── sums
+    program (split, head)   lengths ── block ids ── keys, values ──┐ wait ── queries, new keys ── weights ── sums
     kernel before           ...... norm, rotation, KV write ───────┘
 
-A program has KEYS keys of one KV head, whole in its registers, and no loop. A sequence that is longer has several
-programs a head, whose parts a second kernel adds up, a program for each query head: that is faster than a last program
-that finds out that it is the last. The grid is that of the longest sequence that is short; programs without a key that
-the query sees leave at once.
+A program has KEYS keys of one KV head, whole in its registers, and no loop; the new ones are all in the last program's.
+The rows of its products are the query heads that read the KV head, of one query after the other. A sequence that is
+longer has several programs a head, whose parts a second kernel adds up, a program for each head of a query: that is
+faster than a last program that finds out that it is the last. The grid is that of the longest sequence that is short;
+programs without a key that a query sees leave at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from ..rule import AttentionRule
 from .decode_output import capped, write_rows
 from .decode_plan import ShortPlan, first_visible
 
-ROWS = 16  # of a matrix product: query heads that read one KV head, at most
+MIN_ROWS = 16  # of a matrix product
+MOST_ROWS = 32  # query heads that read one KV head, of all queries: a program's sums lie in its registers
+NEW_KEYS = 16  # room for those of several queries: what a product needs
 KEYS = 128  # of a program
 MOST_DIMS = 256  # of a head: a program's keys and values lie in its registers
 WARPS = 4  # for heads of up to 128 dimensions
@@ -38,15 +41,21 @@ WARPS = 4  # for heads of up to 128 dimensions
 def plan_short(
     batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> ShortPlan | None:
-    """Return the plan of a step whose only decode is one short sequence, else None. Looks at shapes only."""
-    if batch.num_decodes != 1 or batch.max_seq_len > SHORT_CONTEXTS[-1] or num_heads // num_kv_heads > ROWS:
+    """Return the plan of a step whose only decode, or only sequence with a few queries, is short; else None.
+
+    Looks at shapes only.
+    """
+    queries = 1 if batch.num_decodes else batch.num_tokens
+    if batch.num_decodes > 1 or (queries > 1 and batch.num_seqs > 1):
         return None
-    if head_dim > MOST_DIMS:
+    if batch.max_seq_len > SHORT_CONTEXTS[-1] or queries > NEW_KEYS or head_dim > MOST_DIMS:
+        return None
+    if not 0 < queries * (num_heads // num_kv_heads) <= (MIN_ROWS if head_dim > 128 else MOST_ROWS):
         return None
     device, splits = batch.seq_lens.device, max(1, triton.cdiv(batch.max_seq_len, KEYS))
     return ShortPlan(
-        sums=torch.empty((splits, num_heads, value_dim), dtype=torch.float32, device=device),
-        tops=torch.empty((2, splits, num_heads), dtype=torch.float32, device=device),
+        sums=torch.empty((splits, queries, num_heads, value_dim), dtype=torch.float32, device=device),
+        tops=torch.empty((2, splits, queries, num_heads), dtype=torch.float32, device=device),
     )
 
 
@@ -60,9 +69,10 @@ def short_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Write the first row of `out`. See `baton.kernels.attention.paged_attention`."""
+    """Write the first rows of `out`: one for each query. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
-    num_kv_heads, splits = kv.shape[1], plan.splits
+    num_kv_heads, splits, queries = kv.shape[1], plan.splits, plan.queries
+    group = num_heads // num_kv_heads
     rows = kv_rows(kv, dim)
     padded_value_dim = triton.next_power_of_2(rows.value_dim)
     attend_split[(splits * num_kv_heads,)](
@@ -73,17 +83,21 @@ def short_decode(
         plan.sums,
         plan.tops,
         batch.seq_lens,
+        batch.query_start,
         batch.block_tables,
         batch.table_rows,
         layer,
         *(rule.scale, rule.limit, rule.cap),
         splits,
+        q.stride(0),
         *kv.stride()[:3],
         rows.to_value,
         batch.block_tables.stride(0),
         HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        ROWS=ROWS,
+        GROUP=group,
+        QUERIES=queries,
+        NEW=1 if queries == 1 else NEW_KEYS,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(queries * group)),
         DIM=dim,
         PADDED_DIM=triton.next_power_of_2(dim),
         VALUE_DIM=rows.value_dim,
@@ -96,15 +110,17 @@ def short_decode(
         **launch_options(),
     )
     if splits > 1:
-        add_splits[(num_heads,)](
+        add_splits[(queries * num_heads,)](
             out,
             *(rule.sinks, rule.v_scale),
             plan.sums,
             plan.tops,
             batch.seq_lens,
+            batch.query_start,
             rule.limit,
             splits,
             num_heads,
+            QUERIES=queries,
             DIM=rows.value_dim,
             PADDED_DIM=padded_value_dim,
             KEYS=KEYS,
@@ -121,15 +137,16 @@ def warps_for(dim: int) -> int:
 
 @triton.jit(do_not_specialize=["layer", "window", "num_splits", "table_width"])
 def attend_split(
-    q,  # [1, HEADS * GROUP, DIM]
+    q,  # [QUERIES, HEADS * GROUP, DIM]
     kv,
-    out,  # [1, HEADS * GROUP, VALUE_DIM]
+    out,  # [QUERIES, HEADS * GROUP, VALUE_DIM]
     sinks,
     k_scale,
     v_scale,
     sums,
     tops,
     seq_lens,
+    query_start,
     block_tables,
     table_rows,
     layer,
@@ -137,6 +154,7 @@ def attend_split(
     window,
     soft_cap,
     num_splits,
+    q_token_stride,
     kv_block_stride,
     kv_head_stride,
     kv_layer_stride,
@@ -144,6 +162,8 @@ def attend_split(
     table_width,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,  # at most
+    NEW: tl.constexpr,  # room for their keys
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -154,70 +174,84 @@ def attend_split(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend KEYS keys of the sequence, for one KV head and the GROUP query heads that read it."""
+    """Attend KEYS keys of the sequence, for one KV head and the GROUP query heads of each query that read it."""
     let_next_start()
     head = tl.program_id(0) % HEADS
     split = tl.program_id(0) // HEADS
     seq_len = tl.load(seq_lens)
+    first_new = seq_len - _num_queries(seq_len, query_start, QUERIES)
     table = block_tables
     if table_rows is not None:
         table += tl.load(table_rows).to(tl.int64) * table_width
     key = split * KEYS + tl.arange(0, KEYS)
     # whatever the length is: asked for before that is there. Ids behind the sequence's end are not used.
     block = tl.load(table + key // BLOCK_SIZE, mask=key < table_width * BLOCK_SIZE, other=0).to(tl.int64)
-    first_split, splits = _splits_of(seq_len, window, KEYS)
+    first_split, splits = _splits_of(seq_len, first_new, window, KEYS)
     if (split < first_split) | (split >= splits):
         return
-    newest = seq_len - 1
-    is_old = (key >= first_visible(seq_len, window)) & (key < newest)
+    is_old = (key >= first_visible(first_new + 1, window)) & (key < first_new)
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, PADDED_DIM)
+    dim = tl.arange(0, PADDED_DIM)[None, :]
     kv_base = kv + head * kv_head_stride.to(tl.int64) + layer * kv_layer_stride.to(tl.int64)
-    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
     places = kv_base + (block * kv_block_stride + key % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
     mask = is_old[:, None]
     if DIM != PADDED_DIM:
-        mask = mask & (dim < DIM)[None, :]
-    k = tl.load(places + dim[None, :], mask=mask, other=0.0)
+        mask = mask & (dim < DIM)
+    k = tl.load(places + dim, mask=mask, other=0.0)
     value_mask = is_old[:, None]
     if VALUE_DIM != PADDED_VALUE_DIM:
-        value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
-    v = tl.load(places + to_value + value_dim[None, :], mask=value_mask, other=0.0)
-    has_newest = (split == splits - 1) & (seq_len > 0)
-    newest_block = tl.load(table + newest // BLOCK_SIZE, mask=has_newest, other=0).to(tl.int64)
-    newest_place = kv_base + newest_block * kv_block_stride + newest % BLOCK_SIZE * TOKEN_STRIDE
-    head_dims = (head * GROUP + row)[:, None] * DIM + dim[None, :]
-    is_real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+        value_mask = value_mask & (value_dim < VALUE_DIM)
+    v = tl.load(places + to_value + value_dim, mask=value_mask, other=0.0)
+    new = first_new + tl.arange(0, NEW)
+    is_new = new < tl.where(split == splits - 1, seq_len, 0)
+    new_block = tl.load(table + new // BLOCK_SIZE, mask=is_new, other=0).to(tl.int64)
+    new_places = kv_base + (new_block * kv_block_stride + new % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
+    rows = row // GROUP * q_token_stride + (head * GROUP + row % GROUP) * DIM
+    is_real = row < QUERIES * GROUP
+    position = first_new + row // GROUP
     wait_for_previous()
 
     if k_scale is not None:
         scale *= tl.load(k_scale)
-    query = tl.load(q + head_dims, mask=is_real, other=0.0)
-    newest_mask = dim < tl.where(has_newest, DIM, 0)
-    new_k = tl.load(newest_place + dim, mask=newest_mask, other=0.0).to(tl.float32)
-    newest_value_mask = value_dim < tl.where(has_newest, VALUE_DIM, 0)
-    new_v = tl.load(newest_place + to_value + value_dim, mask=newest_value_mask, other=0.0).to(tl.float32)
+    query = tl.load(q + rows[:, None] + dim, mask=is_real[:, None] & (dim < DIM), other=0.0)
+    new_k = tl.load(new_places + dim, mask=is_new[:, None] & (dim < DIM), other=0.0)
+    new_v = tl.load(new_places + to_value + value_dim, mask=is_new[:, None] & (value_dim < VALUE_DIM), other=0.0)
     scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
-    new_score = tl.sum(query.to(tl.float32) * new_k[None, :], 1) * scale
+    if NEW == 1:
+        new_scores = tl.sum(query.to(tl.float32) * new_k.to(tl.float32), 1, keep_dims=True) * scale
+    else:
+        new_scores = tl.dot(query, new_k.to(query.dtype).T, input_precision="ieee") * scale
     if HAS_CAP:
         scores = capped(scores, soft_cap)
-        new_score = capped(new_score, soft_cap)
-    scores = tl.where(is_old[None, :], scores * LOG2_E, float("-inf"))
-    new_score = tl.where(has_newest, new_score * LOG2_E, float("-inf"))
-    top = tl.maximum(tl.maximum(tl.max(scores, 1), new_score), LOWEST)
+        new_scores = capped(new_scores, soft_cap)
+    is_seen, new_is_seen = is_old[None, :], is_new[None, :]
+    if QUERIES > 1:
+        first_key = first_visible(position + 1, window)[:, None]
+        is_query = (position < seq_len)[:, None]
+        is_seen = is_seen & is_query & (key[None, :] >= first_key)
+        new_is_seen = new_is_seen & is_query & (new[None, :] >= first_key) & (new[None, :] <= position[:, None])
+    scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
+    new_scores = tl.where(new_is_seen, new_scores * LOG2_E, float("-inf"))
+    top = tl.maximum(tl.maximum(tl.max(scores, 1), tl.max(new_scores, 1)), LOWEST)
     weights = tl.exp2(scores - top[:, None])
-    new_weight = tl.exp2(new_score - top)
-    weight = tl.sum(weights, 1) + new_weight
+    new_weights = tl.exp2(new_scores - top[:, None])
+    weight = tl.sum(weights, 1) + tl.sum(new_weights, 1)
     total = tl.dot(weights.to(query.dtype), v.to(query.dtype), input_precision="ieee")
-    total += new_weight[:, None] * new_v[None, :]
-    if splits - first_split == 1:
-        write_rows(total, weight, top, out + head * (GROUP * VALUE_DIM), sinks, v_scale, head, GROUP, VALUE_DIM)
+    if NEW == 1:
+        total += new_weights * new_v.to(tl.float32)
     else:
-        part = (split * HEADS + head) * GROUP + row
-        is_value = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
-        tl.store(sums + part[:, None] * VALUE_DIM + value_dim[None, :], total, mask=is_value)
-        tl.store(tops + part, top, mask=row < GROUP)
-        tl.store(tops + num_splits * HEADS * GROUP + part, weight, mask=row < GROUP)
+        total = tl.dot(new_weights.to(query.dtype), new_v.to(query.dtype), total, input_precision="ieee")
+    if splits - first_split == 1:
+        place = out + head * (GROUP * VALUE_DIM)
+        stride = HEADS * GROUP * VALUE_DIM
+        write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, VALUE_DIM, stride, QUERIES)
+    else:
+        part = ((split * QUERIES + row // GROUP) * HEADS + head) * GROUP + row % GROUP
+        is_value = is_real[:, None] & (value_dim < VALUE_DIM)
+        tl.store(sums + part[:, None] * VALUE_DIM + value_dim, total, mask=is_value)
+        tl.store(tops + part, top, mask=is_real)
+        tl.store(tops + num_splits * (QUERIES * HEADS * GROUP) + part, weight, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["window", "num_splits", "num_heads"])
@@ -228,35 +262,51 @@ def add_splits(
     sums,
     tops,
     seq_lens,
+    query_start,
     window,
     num_splits,
     num_heads,
+    QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
-    """Combine the splits of one query head of a sequence."""
+    """Combine the splits of one head of a query."""
     let_next_start()
-    head = tl.program_id(0)
-    first_split, splits = _splits_of(tl.load(seq_lens), window, KEYS)
+    row = tl.program_id(0)
+    seq_len = tl.load(seq_lens)
+    first_new = seq_len - _num_queries(seq_len, query_start, QUERIES)
+    first_split, splits = _splits_of(seq_len, first_new, window, KEYS)
     split = tl.arange(0, MOST_SPLITS)
     dim = tl.arange(0, PADDED_DIM)[None, :]
     is_there = (split >= first_split) & (split < splits)
-    part = split * num_heads + head
+    num_rows = QUERIES * num_heads
+    part = split * num_rows + row
     wait_for_previous()
     if splits - first_split > 1:
         tops_here = tl.load(tops + part, mask=is_there, other=LOWEST)
-        weights = tl.load(tops + num_splits * num_heads + part, mask=is_there, other=0.0)
+        weights = tl.load(tops + num_splits * num_rows + part, mask=is_there, other=0.0)
         values = tl.load(sums + part[:, None] * DIM + dim, mask=is_there[:, None] & (dim < DIM), other=0.0)
         total, weight, top = sum_parts(values, weights, tops_here)
         only = tl.zeros([1], tl.float32)
-        write_rows(total[None, :], weight + only, top + only, out + head * DIM, sinks, v_scale, head, 1, DIM)
+        place = out + row * DIM
+        write_rows(total[None, :], weight + only, top + only, place, sinks, v_scale, row % num_heads, 1, DIM)
 
 
 @triton.jit
-def _splits_of(seq_len, window, KEYS: tl.constexpr):
-    """Return the first split with a key that the newest token sees, and the end of those; one also where there is no
-    key.
+def _num_queries(seq_len, query_start, QUERIES: tl.constexpr):
+    """Return how many of a sequence's tokens are in this step; 0 for one of padding."""
+    count = 1
+    if QUERIES > 1:
+        count = tl.load(query_start + 1) - tl.load(query_start)
+    return tl.minimum(count, seq_len)
+
+
+@triton.jit
+def _splits_of(seq_len, first_new, window, KEYS: tl.constexpr):
+    """Return the first split with a key that a query sees, and the end of those; one also where there is no key.
+
+    `first_new`: the position of the first query.
     """
-    return first_visible(seq_len, window) // KEYS, tl.maximum(tl.cdiv(seq_len, KEYS), 1)
+    return first_visible(first_new + 1, window) // KEYS, tl.maximum(tl.cdiv(seq_len, KEYS), 1)

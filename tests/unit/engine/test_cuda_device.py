@@ -15,12 +15,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.engine import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.startup import build
+
+from ...helpers.drafters import KnowingDrafter
 
 pytestmark = pytest.mark.gpu
 
+VOCAB_SIZE = 4096
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 4096,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 3,
@@ -69,6 +75,7 @@ EVERYTHING: dict[str, Any] = {
     "min_tokens": 8,
     "stop_token_ids": [7],
 }
+TRUNCATED: dict[str, Any] = {"temperature": 1.5, "top_k": 200, "top_p": 0.95, "min_p": 0.001}
 
 
 @pytest.fixture
@@ -96,13 +103,17 @@ def tokens(llm: LLM, lens: list[int], max_tokens: int = 40, **controls: Any) -> 
 
 
 def answers(llm: LLM, lens: list[int], max_tokens: int = 40, **controls: Any) -> list[CompletionOutput]:
-    rng = random.Random(str(lens))
-    prompts = [[rng.randrange(3, CONFIG["vocab_size"]) for _ in range(length)] for length in lens]  # type: ignore[call-overload]
+    prompts = prompts_of(lens)
     params = [
         SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=i, detokenize=False, **controls)
         for i in range(len(lens))
     ]
     return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def prompts_of(lens: list[int]) -> list[list[int]]:
+    rng = random.Random(str(lens))
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lens]
 
 
 def agreed(one: CompletionOutput, other: CompletionOutput) -> int:
@@ -133,6 +144,42 @@ def test_one_step_in_flight_or_two_captured_or_not_the_tokens_are_the_same(
     eager = answers(make(tmp_path, config, enforce_eager=True), LENS, logprobs=0, **controls)
     same = sum(agreed(a, b) for a, b in zip(eager, expected, strict=True))
     assert same > 0.6 * sum(len(answer.token_ids) for answer in expected)
+
+
+@pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("controls", [{"temperature": 0.0}, PLAIN, TRUNCATED], ids=["greedy", "plain", "truncated"])
+def test_drafts_change_nothing_but_the_steps(
+    make: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    controls: dict[str, Any],
+    errors: float,
+) -> None:
+    """As above: kernels for other numbers of tokens add up in another order."""
+    expected = answers(make(tmp_path), LENS, logprobs=0, **controls)
+    whole = {
+        tuple(prompt): [*prompt, *answer.token_ids] for prompt, answer in zip(prompts_of(LENS), expected, strict=True)
+    }
+
+    def drafting(config: SpeculativeConfig, device: str) -> Drafting:
+        drafter = KnowingDrafter(lambda _, prompt: whole[tuple(prompt)], errors, VOCAB_SIZE, may_differ=True)
+        return Drafting(drafter, config.num_speculative_tokens, adapts=False, only_plain=device == "cuda")
+
+    monkeypatch.setattr(build, "make_drafting", drafting)
+    llm = make(tmp_path, speculative_config={"method": "suffix", "num_speculative_tokens": 3})
+    runner: Any = llm.engine.core.runner
+    results = []
+    for lens in (LENS, LENS[:1]):
+        eager = runner.captured.num_eager
+        results.append(answers(llm, lens, logprobs=0, **controls))
+        assert runner.captured.num_eager - eager <= 2  # the prompts
+    same = sum(agreed(a, b) for a, b in zip(results[0], expected, strict=True))
+    assert same > 0.6 * sum(len(answer.token_ids) for answer in expected)
+    stats = llm.engine.core.stats()
+    assert stats.num_late_compilations == 0
+    assert stats.speculation is not None
+    assert stats.speculation.num_draft_tokens > 100
+    assert abs(stats.speculation.acceptance_rate - (1 - errors) ** 1.5) < 0.25
 
 
 def test_grammars_hold_and_change_nobody_elses_tokens(make: Callable[..., LLM], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,19 @@ def test_sizes_hold_two_four_or_all_tokens_of_each_sequence() -> None:
         (4, 20),
     ]
     shapes = CudaShapes(LIMITS, max_tokens=32)
-    assert shapes.drafted(3, 9) == shapes.drafted(3, 15)
-    assert shapes.drafted(8, 41) is None
+    assert shapes.drafted(3, 9, alone=0) == shapes.drafted(3, 15, alone=0)
+    assert shapes.drafted(8, 41, alone=0) is None
+
+
+def test_one_short_sequence_with_drafts_has_sizes_of_its_own() -> None:
+    shapes = CudaShapes(replace(LIMITS, max_model_len=8192), max_tokens=32)
+    bounds = [getattr(shapes.drafted(1, 3, alone=length), "max_seq_len", None) for length in (1000, 1024, 1025, 5000)]
+    assert bounds == [1024, 1024, 4096, 8192]
+    captured = list(shapes.in_capture_order())
+    assert len(set(captured)) == len(captured)
+    assert {shapes.drafted(1, tokens, alone=length) for tokens in (2, 4, 5) for length in (9, 2000, 5000)} <= set(
+        captured
+    )
 
 
 def test_padding_of_every_size_with_drafts_runs(engines: Engines) -> None:

@@ -34,17 +34,21 @@ def attend(q: Tensor, sequences: PagedSequences, batch: AttentionBatch, layers: 
     batch = prepare(batch, sequences.kv, num_heads=q.shape[1], head_dim=q.shape[2])
     plan = prepared(batch).decode
     assert isinstance(plan, ShortPlan)
+    assert (prepared(batch).prefill is None) == (batch.num_decodes == batch.num_tokens or not batch.num_decodes)
     plan.sums.fill_(float("nan"))
     plan.tops.fill_(float("nan"))
     rule = AttentionRule(q.shape[2] ** -0.5, **options)
     for _ in range(layers):
-        out = torch.full((*q.shape[:2], plan.sums.shape[2]), float("nan"), dtype=q.dtype, device=q.device)
+        out = torch.full((*q.shape[:2], plan.sums.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
         paged_attention(q, sequences.kv, LAYER, batch, rule, out=out)
     return out
 
 
 def check(q: Tensor, sequences: PagedSequences, batch: AttentionBatch | None = None, **options: Any) -> None:
-    result = attend(q, sequences, batch or longest(sequences), **options)
+    check_rows(attend(q, sequences, batch or longest(sequences), **options), q, sequences, **options)
+
+
+def check_rows(result: Tensor, q: Tensor, sequences: PagedSequences, **options: Any) -> None:
     clean, rule = without_poison(sequences.kv), AttentionRule(q.shape[2] ** -0.5, **options)
     exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
     same = reference.paged_attention(q, clean, LAYER, sequences.batch, rule)
@@ -123,7 +127,73 @@ def test_values_may_have_another_width_than_keys(
     check(queries(sequences, 4, head_dim=head_dim), sequences, window=120)
 
 
-@pytest.mark.parametrize(("seq_lens", "num_heads"), [([LONGEST + 1], 4), ([5, 5], 4), ([5], 34)])
+def few_queries(device: torch.device, query_len: int, seq_len: int, **sizes: Any) -> PagedSequences:
+    """One sequence whose last tokens are all in this step: known to be few, not how many."""
+    sequences = paged_sequences([query_len], [seq_len], **sizes)
+    return PagedSequences(sequences.kv.to(device), on_device(sequences.batch, device), sequences.query_lens)
+
+
+@pytest.mark.parametrize("seq_len", [4, short.KEYS - 1, short.KEYS, short.KEYS + 2, 2 * short.KEYS + 3, 700])
+@pytest.mark.parametrize("query_len", [2, 3, 4])
+def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(
+    triton_device: torch.device, query_len: int, seq_len: int
+) -> None:
+    sequences = few_queries(triton_device, query_len, seq_len)
+    check(queries(sequences, 4), sequences)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 16, short.KEYS, 1000])
+def test_a_window_begins_elsewhere_for_each_query(triton_device: torch.device, window: int) -> None:
+    sequences = few_queries(triton_device, 4, 2 * short.KEYS + 2)
+    check(queries(sequences, 4), sequences, window=window)
+
+
+@pytest.mark.parametrize("options", ["soft_cap", "sinks", "scales"])
+def test_rules_hold_for_each_query(triton_device: torch.device, options: str) -> None:
+    sequences = few_queries(triton_device, 3, short.KEYS + 1)
+    rules: dict[str, dict[str, Any]] = {
+        "soft_cap": {"soft_cap": 5.0},
+        "sinks": {"sinks": torch.tensor([0.5, -3.0, 4.0, 100.0], device=triton_device)},
+        "scales": {
+            "k_scale": torch.tensor(0.25, device=triton_device),
+            "v_scale": torch.tensor([3.0], device=triton_device),
+        },
+    }
+    check(queries(sequences, 4), sequences, **rules[options])
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 192, "value_dim": 128}, {"head_dim": 48, "value_dim": 32}])
+def test_a_few_queries_may_have_values_of_another_width(triton_device: torch.device, sizes: dict[str, int]) -> None:
+    sequences = few_queries(triton_device, 3, short.KEYS + 5, **sizes)
+    check(queries(sequences, 4, head_dim=sizes["head_dim"]), sequences)
+
+
+@pytest.mark.parametrize(("query_len", "seq_len"), [(1, 300), (2, 300), (3, short.KEYS + 1), (0, 0)])
+def test_a_step_may_have_fewer_queries_than_room(triton_device: torch.device, query_len: int, seq_len: int) -> None:
+    sequences = few_queries(triton_device, 4, max(seq_len, 4))
+    q = queries(sequences, 4)
+    starts = torch.tensor([0, query_len], dtype=torch.int32, device=triton_device)
+    lens = torch.tensor([seq_len], dtype=torch.int32, device=triton_device)
+    padded = dataclasses.replace(longest(sequences), query_start=starts, seq_lens=lens)
+    result = attend(q, sequences, padded)
+    assert not result[query_len:].any()
+    if query_len:
+        alone = few_queries(triton_device, query_len, seq_len)
+        batch = dataclasses.replace(alone.batch, block_tables=sequences.batch.block_tables)
+        check_rows(result[:query_len], q[:query_len], dataclasses.replace(sequences, batch=batch))
+
+
+@pytest.mark.parametrize(("query_len", "num_heads", "head_dim"), [(17, 1, 64), (9, 4, 64), (5, 4, 256)])
+def test_more_queries_than_a_program_has_room_for_are_prefill(
+    triton_device: torch.device, query_len: int, num_heads: int, head_dim: int
+) -> None:
+    sequences = few_queries(triton_device, query_len, 300, num_kv_heads=1, head_dim=head_dim)
+    plans = prepared(prepare(sequences.batch, sequences.kv, num_heads=num_heads))
+    assert plans.decode is None
+    assert plans.prefill is not None
+
+
+@pytest.mark.parametrize(("seq_lens", "num_heads"), [([LONGEST + 1], 4), ([5, 5], 4), ([5], 66)])
 def test_other_steps_are_served_by_shares(triton_device: torch.device, seq_lens: list[int], num_heads: int) -> None:
     sequences = decodes(triton_device, seq_lens)
     assert isinstance(prepared(prepare(sequences.batch, sequences.kv, num_heads=num_heads)).decode, DecodePlan)
@@ -131,19 +201,25 @@ def test_other_steps_are_served_by_shares(triton_device: torch.device, seq_lens:
 
 SIGNATURE = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
-    **dict.fromkeys(("seq_lens", "block_tables", "table_rows"), "*i32"),
+    **dict.fromkeys(("seq_lens", "query_start", "block_tables", "table_rows"), "*i32"),
     **dict.fromkeys(("sums", "tops"), "*fp32"),
     **dict.fromkeys(("layer", "window", "num_splits", "table_width"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-    **{f"{name}_stride": "i32:16" for name in ("kv_block", "kv_head", "kv_layer")},
+    **{f"{name}_stride": "i32:16" for name in ("q_token", "kv_block", "kv_head", "kv_layer")},
     "to_value": "i32:16",
 }
 
 
-@pytest.mark.parametrize(("dim", "heads", "has_cap"), [(128, 8, False), (256, 4, True)])
-def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device(dim: int, heads: int, has_cap: bool) -> None:
+@pytest.mark.parametrize(
+    ("dim", "heads", "queries", "has_cap"),
+    [(128, 8, 1, False), (256, 4, 1, True), (128, 8, 4, False), (128, 8, 8, False)],
+)
+def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device(
+    dim: int, heads: int, queries: int, has_cap: bool
+) -> None:
     threads = 32 * short.warps_for(dim)
-    constants = {"sinks": None, "k_scale": None, "v_scale": None, "HEADS": heads, "GROUP": 4, "ROWS": short.ROWS}
+    constants = {"sinks": None, "k_scale": None, "v_scale": None, "HEADS": heads, "GROUP": 4}
+    constants |= {"QUERIES": queries, "NEW": 1 if queries == 1 else short.NEW_KEYS, "ROWS": max(16, 4 * queries)}
     constants |= {"DIM": dim, "PADDED_DIM": dim, "VALUE_DIM": dim, "PADDED_VALUE_DIM": dim, "TOKEN_STRIDE": dim}
     constants |= {"KEYS": short.KEYS, "BLOCK_SIZE": 16, "HAS_CAP": has_cap}
     compiled = compile_for_h200(short.attend_split, SIGNATURE, constants, num_warps=threads // 32)

@@ -11,7 +11,7 @@ from baton.kernels.gated_delta import StateBatch, gated_delta, reference
 
 from ...helpers.aot import Compiled, compile_for_h200
 from .delta_cases import SCALE, SMALL, Heads, delta_step
-from .kernel_checks import assert_as_accurate
+from .kernel_checks import assert_as_accurate, tf32x3_slack
 from .state_cases import assert_graph_serves_other_slots
 
 triton = pytest.importorskip("triton")
@@ -158,7 +158,9 @@ def test_whole_or_in_pieces_or_token_by_token(triton_device: torch.device) -> No
             inputs = (step.q[tokens], step.k[tokens], step.v[tokens], step.gate.sliced(tokens))
             parts.append(gpu.gated_delta(*inputs, state, batch, scale=SCALE))
             first += length
-        assert_as_accurate(torch.cat(parts), exact, step.run(reference.gated_delta)[0], slack=8.0)
+        assert_as_accurate(
+            torch.cat(parts), exact, step.run(reference.gated_delta)[0], slack=8.0 * tf32x3_slack(step.q)
+        )
         torch.testing.assert_close(state[slot].double(), exact_state[slot], atol=1e-4, rtol=1e-4)
 
 
@@ -212,7 +214,7 @@ def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
 @pytest.mark.slow
 def test_so_is_what_they_know_with_decays_a_dimension() -> None:
     words = {"GROUP": 1, "LEVELS": 6}
-    made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=128, **words)
+    made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=192, **words)
     assert made.ptx.count("wgmma.mma_async") < 100  # its levels are a loop
 
 

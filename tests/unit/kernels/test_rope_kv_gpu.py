@@ -263,7 +263,8 @@ def test_slots_past_4_gib_are_found() -> None:
     kv = torch.empty((far + len(inputs.kv), *inputs.kv.shape[1:]), dtype=torch.bfloat16, device="cuda")
     kv[far:] = float("nan")
     batch = replace(inputs.batch, slots=inputs.batch.slots + far * BLOCK_SIZE)
-    q, k, v = inputs.qkv.clone().split([4, 2, 2], dim=1)
-    gpu.rope_and_cache(q, k, v, inputs.cos_sin, kv, LAYER, batch, **inputs.options)
+    gpu.rope_and_cache(
+        *replace(inputs, qkv=inputs.qkv.clone()).parts(), inputs.cos_sin, kv, LAYER, batch, **inputs.options
+    )
     near = inputs.run(gpu.rope_and_cache)
     assert torch.equal(kv[far:].nan_to_num(7.0), near.kv.nan_to_num(7.0))
