@@ -35,7 +35,7 @@ def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int 
     heads = {"num_heads": num_heads, "num_kv_heads": kv.shape[1], "head_dim": head_dim}
     value_dim = kv_rows(kv, head_dim).value_dim
     first_prefill = batch.num_decodes
-    decode: DecodePlan | ShortPlan | None = plan_short(batch, **heads, value_dim=value_dim)
+    decode: DecodePlan | ShortPlan | None = plan_short(batch, kv, **heads, value_dim=value_dim)
     if decode is not None and first_prefill == 0:
         return dataclasses.replace(batch, prepared=AttentionPlans(decode, prefill=None))
     if decode is None and first_prefill > 0:

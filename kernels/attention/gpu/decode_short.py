@@ -34,12 +34,12 @@ MIN_ROWS = 16  # of a matrix product
 MOST_ROWS = 32  # query heads that read one KV head, of all queries: a program's sums lie in its registers
 NEW_KEYS = 16  # room for those of several queries: what a product needs
 KEYS = 128  # of a program
-MOST_DIMS = 256  # of a head: a program's keys and values lie in its registers
+MOST_BYTES = 512  # of a key: a program's keys and values lie in its registers
 WARPS = 4  # for heads of up to 128 dimensions
 
 
 def plan_short(
-    batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
+    batch: AttentionBatch, kv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> ShortPlan | None:
     """Return the plan of a step whose only decode, or only sequence with a few queries, is short; else None.
 
@@ -48,7 +48,7 @@ def plan_short(
     queries = 1 if batch.num_decodes else batch.num_tokens
     if batch.num_decodes > 1 or (queries > 1 and batch.num_seqs > 1):
         return None
-    if batch.max_seq_len > SHORT_CONTEXTS[-1] or queries > NEW_KEYS or head_dim > MOST_DIMS:
+    if batch.max_seq_len > SHORT_CONTEXTS[-1] or queries > NEW_KEYS or head_dim * kv.itemsize > MOST_BYTES:
         return None
     if not 0 < queries * (num_heads // num_kv_heads) <= (MIN_ROWS if head_dim > 128 else MOST_ROWS):
         return None

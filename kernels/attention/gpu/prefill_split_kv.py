@@ -164,9 +164,9 @@ def attend_key_split(
     row = tl.arange(0, ROWS)
     row_token, row_head = row // PACK, first_head + row % PACK
     dim = tl.arange(0, PADDED_DIM)
-    mask = (row_token < count)[:, None] & (dim < DIM)[None, :]
+    is_real = (row_token < count)[:, None] & (dim < DIM)[None, :]
     source = row_places(q, token + row_token, row_head, q_token_stride, q_head_stride, PADDED_DIM)
-    query = tl.load(source, mask=mask, other=0.0)
+    query = tl.load(source, mask=is_real, other=0.0)
     score_unit, cap_scale = units_of_stored(score_unit, cap_scale, k_scale, HAS_CAP)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -112,7 +112,8 @@ def answers(llm: LLM, lens: list[int], max_tokens: int = 40, **controls: Any) ->
 
 
 def prompts_of(lens: list[int]) -> list[list[int]]:
-    rng = random.Random(str(lens))
+    """Return a random prompt of each length; the first ones do not depend on how many follow."""
+    rng = random.Random(lens[0])
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lens]
 
 
