@@ -1,9 +1,11 @@
 """Paged attention on a GPU: which kernel serves which sequences of a step.
 
-one short decode        decode_short, which serves the only sequence of a step with a few queries, too
+one short decode        decode_short
 decodes                 decode_hopper (16-bit cache), decode_fp8_hopper (E4M3 cache), decode (any device and type)
 prefill, few tokens     prefill_split_kv
 prefill, many tokens    prefill_hopper, prefill_tiles (any device and type)
+
+A step without decodes whose sequences have a few queries each, such as drafts, is served by the kernels for decodes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from baton.kernels.query_tiles import PrefillPlan, plan_prefill
 
 from ..rule import AttentionRule
 from . import decode_fp8_hopper, decode_hopper, prefill_hopper
-from .decode import paged_decode, plan_decode
+from .decode import has_few_queries, paged_decode, plan_decode
 from .decode_plan import AttentionPlans, DecodePlan, ShortPlan, prepared
 from .decode_short import plan_short, short_decode
 from .prefill_split_kv import plan_split_prefill, prefill_split_kv
@@ -36,13 +38,13 @@ def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int 
     value_dim = kv_rows(kv, head_dim).value_dim
     first_prefill = batch.num_decodes
     decode: DecodePlan | ShortPlan | None = plan_short(batch, kv, **heads, value_dim=value_dim)
-    if decode is not None and first_prefill == 0:
-        return dataclasses.replace(batch, prepared=AttentionPlans(decode, prefill=None))
-    if decode is None and first_prefill > 0:
+    if decode is None and (first_prefill > 0 or has_few_queries(batch, num_heads // kv.shape[1])):
         if is_hopper(kv.device) and value_dim == head_dim:
             for kernel in (decode_hopper, decode_fp8_hopper):
                 decode = decode or kernel.plan_tma_decode(batch, kv, num_heads)
         decode = decode or plan_decode(batch, **heads, value_dim=value_dim)
+    if decode is not None and first_prefill == 0:
+        return dataclasses.replace(batch, prepared=AttentionPlans(decode, prefill=None))
     prefill = None
     if first_prefill < batch.num_tokens:
         prefill = plan_split_prefill(batch, first_prefill, **heads, value_dim=value_dim)

@@ -1,8 +1,10 @@
 """Decode attention for any GPU, head size and cache type: sequences with one query token each, over their pages.
 
-A memory-bound kernel: every key and value is read once, and the work lies in keeping enough reads in flight.
+Or with a few: the last known token of a sequence, and drafts behind it. A memory-bound kernel either way: every key and
+value is read once, and the work lies in keeping enough reads in flight.
 
-* The query heads that read the same KV head are the rows of one small matrix product (padded to the 16 that it needs).
+* The query heads that read the same KV head, of one query after the other, are the rows of one small matrix product
+  (padded to the 16 that it needs).
 * Programs have equal shares of the keys of the whole step (`decode_plan.py`). In its share a program goes from sequence
   to sequence, and in a sequence from unit to unit; the reads of the next units are under way all the time.
 * A short step is a chain of waits for memory: share, page, key. So a program asks for its first pages while the kernel
@@ -45,6 +47,7 @@ from .decode_plan import (
 )
 
 MIN_ROWS = 16  # of a matrix product
+MOST_ROWS = 32  # of queries of one sequence: more belong into tiles of their own
 LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
 ELEMENTS_AT_ONCE = 2048  # of the partial sums, when they are put together: they have registers to share with the loop
 
@@ -68,14 +71,21 @@ DEFAULT_OF_WIDEST_HEADS = {**DEFAULT_OF_WIDE_HEADS, "programs": 1, "num_warps": 
 def plan_decode(
     batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> DecodePlan:
-    """Return the plan for the first `batch.num_decodes` sequences. Looks at shapes only: safe inside a
-    captured graph.
+    """Return the plan for the first `batch.num_decodes` sequences; where there are none, for all, with a few queries
+    each. Looks at shapes only: safe inside a captured graph.
     """
-    group = num_heads // num_kv_heads
-    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=batch.num_decodes)
+    group, num_seqs = num_heads // num_kv_heads, batch.num_decodes or batch.num_seqs
+    key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=num_seqs)
     default = default_options(head_dim)
     options = tuned.config("attention", batch.seq_lens.device, key, default)
     return decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, value_dim=value_dim)
+
+
+def has_few_queries(batch: AttentionBatch, group: int) -> bool:
+    """Return true if the sequences of a step have few enough queries, of `group` heads for each KV head, for the rows
+    of a product.
+    """
+    return not batch.num_decodes and 1 < batch.max_query_len <= MOST_ROWS // group
 
 
 def default_options(head_dim: int) -> dict[str, int]:
@@ -101,17 +111,19 @@ def decode_plan(
     """Return the plan for given options, which have the keys of `DEFAULT`."""
     device = batch.seq_lens.device
     num_shares = shares_that_fill(device, num_kv_heads, options["programs"])
+    queries = 1 if batch.num_decodes else batch.max_query_len
     return DecodePlan(
-        seq_lens=batch.seq_lens[: batch.num_decodes],
+        seq_lens=batch.seq_lens[: batch.num_decodes or batch.num_seqs],
         num_kv_heads=num_kv_heads,
         num_shares=num_shares,
         unit_tokens=options["unit_tokens"],
         min_units=options["min_units"],
         early_units=options["early_units"],
-        apart=bool(options["apart"]) and batch.num_decodes <= MOST_SEQS,
+        apart=bool(options["apart"]) and queries == 1 and batch.num_decodes <= MOST_SEQS,
         options={name: options[name] for name in ("num_warps", "num_stages")},
-        sums=torch.empty((num_shares, 2, num_heads, value_dim), dtype=torch.float32, device=device),
-        tops=torch.empty((2, num_shares, 2, num_heads), dtype=torch.float32, device=device),
+        sums=torch.empty((num_shares, 2, queries * num_heads, value_dim), dtype=torch.float32, device=device),
+        tops=torch.empty((2, num_shares, 2, queries * num_heads), dtype=torch.float32, device=device),
+        queries=queries,
     )
 
 
@@ -125,12 +137,13 @@ def paged_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Write the first `batch.num_decodes` rows of `out`. See `baton.kernels.attention.paged_attention`."""
+    """Write the rows of `out` that the plan is for. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
     shares = plan.shares(rule.limit)
     group = num_heads // plan.num_kv_heads
     rows = kv_rows(kv, dim)
-    padded_group, padded_value_dim = triton.next_power_of_2(group), triton.next_power_of_2(rows.value_dim)
+    padded_rows = triton.next_power_of_2(plan.queries * group)
+    padded_value_dim = triton.next_power_of_2(rows.value_dim)
     attend_share[(shares.num_shares * plan.num_kv_heads,)](
         q,
         kv,
@@ -141,19 +154,21 @@ def paged_decode(
         plan.sums,
         plan.tops,
         batch.seq_lens,
+        batch.query_start,
         batch.block_tables,
         batch.table_rows,
         layer,
-        *(rule.scale, rule.limit, rule.cap),
-        shares.num_shares,
+        *(rule.scale, plan.reach(rule.limit), rule.cap),
+        *(shares.num_shares, plan.num_seqs, batch.num_tokens),
         q.stride(0),
         *kv.stride()[:3],
         rows.to_value,
         batch.block_tables.stride(0),
         HEADS=plan.num_kv_heads,
         GROUP=group,
-        PADDED_GROUP=padded_group,
-        ROWS=max(MIN_ROWS, padded_group),
+        QUERIES=plan.queries,
+        PADDED_ROWS=padded_rows,
+        ROWS=max(MIN_ROWS, padded_rows),
         DIM=dim,
         PADDED_DIM=triton.next_power_of_2(dim),
         VALUE_DIM=rows.value_dim,
@@ -161,7 +176,7 @@ def paged_decode(
         TOKEN_STRIDE=rows.token_stride,
         UNIT=shares.unit_tokens,
         EARLY_UNITS=plan.early_units,
-        PARTS=max(1, ELEMENTS_AT_ONCE // (padded_group * padded_value_dim)),
+        PARTS=max(1, ELEMENTS_AT_ONCE // (padded_rows * padded_value_dim)),
         APART=plan.apart,
         BLOCK_SIZE=kv.shape[4],
         HAS_CAP=rule.has_cap,
@@ -172,7 +187,7 @@ def paged_decode(
         add_parts(out[: batch.num_decodes], plan, shares, rule)
 
 
-@triton.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "window", "num_shares", "num_seqs", "num_tokens", "table_stride"])
 def attend_share(
     q,
     kv,
@@ -185,13 +200,16 @@ def attend_share(
     sums,
     tops,
     seq_lens,
+    query_start,
     block_tables,
     table_rows,
     layer,
     scale,
-    window,
+    window,  # of all queries of a sequence: that of one, and the queries behind it
     soft_cap,
     num_shares,
+    num_seqs,
+    num_tokens,
     q_token_stride,
     kv_block_stride,
     kv_head_stride,
@@ -200,7 +218,8 @@ def attend_share(
     table_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a sequence, at most
+    PADDED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -214,7 +233,7 @@ def attend_share(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend one share of the keys, for one KV head and the GROUP query heads that read it."""
+    """Attend one share of the keys, for one KV head and the GROUP heads of each query that read it."""
     let_next_start()
     head = tl.program_id(0) % HEADS
     share = tl.program_id(0) // HEADS
@@ -233,16 +252,19 @@ def attend_share(
     wait_for_previous()
 
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, PADDED_DIM)
-    head_dims = (head * GROUP + row)[:, None] * DIM + dim[None, :]
-    is_real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    rows: tl.constexpr = QUERIES * GROUP
+    head_dims = ((head * GROUP + row % GROUP) * DIM + row // GROUP * q_token_stride)[:, None] + dim
     value_dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-    is_value = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)
+    is_value = (row < rows)[:, None] & (value_dim < VALUE_DIM)
+    out_stride: tl.constexpr = HEADS * GROUP * VALUE_DIM
     if k_scale is not None:
         scale *= tl.load(k_scale)
     left = count
     while left > 0:
-        query = tl.load(q + seq.to(tl.int64) * q_token_stride + head_dims, mask=is_real, other=0.0)
+        first_token, num_queries = _queries_of(seq, query_start, QUERIES)
+        is_real = (row < num_queries * GROUP)[:, None] & (dim < DIM)
+        query = tl.load(q + first_token.to(tl.int64) * q_token_stride + head_dims, mask=is_real, other=0.0)
         all_units = units_of(seq_len, window, UNIT)
         units = tl.minimum(all_units - unit, left)
         begin, end = _keys_of(seq_len, window, unit, units, UNIT)
@@ -250,13 +272,15 @@ def attend_share(
             query,
             kv_base,
             table,
-            first_visible(seq_len, window),
+            seq_len - num_queries + row // GROUP,
+            window - (QUERIES - 1),
             begin,
             end,
             kv_block_stride,
             to_value,
             scale,
             soft_cap,
+            QUERIES=QUERIES,
             ROWS=ROWS,
             DIM=DIM,
             PADDED_DIM=PADDED_DIM,
@@ -267,14 +291,14 @@ def attend_share(
             BLOCK_SIZE=BLOCK_SIZE,
             HAS_CAP=HAS_CAP,
         )
-        place = out + (seq.to(tl.int64) * HEADS + head) * (GROUP * VALUE_DIM)
+        place = out + first_token.to(tl.int64) * out_stride + head * (GROUP * VALUE_DIM)
         if units == all_units:
-            write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, VALUE_DIM)
+            write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, VALUE_DIM, out_stride, num_queries)
         else:
-            part = (part_number(share, unit == 0) * HEADS + head) * GROUP
+            part = (part_number(share, unit == 0) * HEADS + head) * rows
             tl.store(sums + (part + row)[:, None] * VALUE_DIM + value_dim, total, mask=is_value)
-            tl.store(tops + part + row, top, mask=row < GROUP)
-            tl.store(tops + num_shares * 2 * HEADS * GROUP + part + row, weight, mask=row < GROUP)
+            tl.store(tops + part + row, top, mask=row < rows)
+            tl.store(tops + num_shares * 2 * HEADS * rows + part + row, weight, mask=row < rows)
             if not APART:
                 seq_begin = share * per_share + (count - left) - unit
                 first_share = seq_begin // per_share
@@ -291,9 +315,11 @@ def attend_share(
                         sinks,
                         v_scale,
                         head,
+                        num_queries,
                         HEADS=HEADS,
                         GROUP=GROUP,
-                        PADDED_GROUP=PADDED_GROUP,
+                        QUERIES=QUERIES,
+                        PADDED_ROWS=PADDED_ROWS,
                         DIM=VALUE_DIM,
                         PADDED_DIM=PADDED_VALUE_DIM,
                         PARTS=PARTS,
@@ -302,6 +328,24 @@ def attend_share(
         unit = 0
         left -= units
         seq_len, table = _sequence(seq, left > 0, seq_lens, block_tables, table_rows, table_stride)
+    if QUERIES > 1:  # tokens behind the last sequence
+        token = tl.load(query_start + num_seqs).to(tl.int64) + share
+        while token < num_tokens:
+            place = out + token * out_stride + head * (GROUP * VALUE_DIM)
+            nothing = tl.zeros([ROWS, PADDED_VALUE_DIM], out.dtype.element_ty)
+            tl.store(place + row[:, None] * VALUE_DIM + value_dim, nothing, mask=is_value & (row < GROUP)[:, None])
+            token += num_shares
+
+
+@triton.jit
+def _queries_of(seq, query_start, QUERIES: tl.constexpr):
+    """Return the first token of a sequence, and the number of its tokens in this step."""
+    first_token = seq
+    count = 1
+    if QUERIES > 1:
+        first_token = tl.load(query_start + seq)
+        count = tl.load(query_start + seq + 1) - first_token
+    return first_token, count
 
 
 @triton.jit
@@ -340,13 +384,15 @@ def _attend_keys(
     query,
     kv_base,
     table,
-    first_key,
+    position,  # [ROWS] of each row's query
+    window,
     begin,
     end,
     kv_block_stride,
     to_value,
     scale,
     soft_cap,
+    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -357,15 +403,17 @@ def _attend_keys(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend keys begin:end except those before `first_key`: weighted sums of values, sums of weights, top scores."""
+    """Attend those of the keys begin:end that each query sees: weighted sums of values, sums of weights, top scores."""
     dim = tl.arange(0, PADDED_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
     total = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], LOWEST, tl.float32)
+    first_key = first_visible(position + 1, window)
+    oldest_key = tl.min(first_key, 0)
     for start in tl.range(begin, end, UNIT):
         key = start + tl.arange(0, UNIT)
-        visible = (key >= first_key) & (key < end)
+        visible = (key >= oldest_key) & (key < end)
         place = kv_base + _places(key, visible, table, kv_block_stride, BLOCK_SIZE, TOKEN_STRIDE)
         mask = visible[:, None]
         if DIM != PADDED_DIM:
@@ -377,7 +425,10 @@ def _attend_keys(
         scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
         if HAS_CAP:
             scores = capped(scores, soft_cap)
-        scores = tl.where(visible[None, :], scores * LOG2_E, float("-inf"))
+        seen = visible[None, :]
+        if QUERIES > 1:
+            seen = seen & (key[None, :] <= position[:, None]) & (key[None, :] >= first_key[:, None])
+        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)

@@ -115,26 +115,29 @@ def combine_parts(
     sinks,
     v_scale,
     head,
+    num_queries,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Combine the parts of a sequence that begins in `first_share` and ends in `last_share`, and write the result."""
-    row = tl.arange(0, PADDED_GROUP)[None, :]
+    rows: tl.constexpr = QUERIES * GROUP
+    row = tl.arange(0, PADDED_ROWS)[None, :]
     dim = tl.arange(0, PADDED_DIM)[None, None, :]
-    total = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    weight = tl.zeros([PADDED_GROUP], tl.float32)
-    top = tl.full([PADDED_GROUP], LOWEST, tl.float32)
+    total = tl.zeros([PADDED_ROWS, PADDED_DIM], tl.float32)
+    weight = tl.zeros([PADDED_ROWS], tl.float32)
+    top = tl.full([PADDED_ROWS], LOWEST, tl.float32)
     for base in tl.range(first_share, last_share + 1, PARTS, num_stages=3):
         share = base + tl.arange(0, PARTS)[:, None]
-        part = (part_number(share, share == first_share) * HEADS + head) * GROUP + row
-        is_real = (share <= last_share) & (row < GROUP)
+        part = (part_number(share, share == first_share) * HEADS + head) * rows + row
+        is_real = (share <= last_share) & (row < rows)
         # past the first cache: other multiprocessors wrote these
         tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(tops + num_shares * 2 * HEADS * GROUP + part, mask=is_real, other=0.0, cache_modifier=".cg")
+        weights = tl.load(tops + num_shares * 2 * HEADS * rows + part, mask=is_real, other=0.0, cache_modifier=".cg")
         values = tl.load(
             sums + part[:, :, None] * DIM + dim,
             mask=is_real[:, :, None] & (dim < DIM),
@@ -142,4 +145,4 @@ def combine_parts(
             cache_modifier=".cg",
         )
         total, weight, top = merge_parts(total, weight, top, values, weights, tops_here)
-    write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM)
+    write_rows(total, weight, top, place, sinks, v_scale, head, GROUP, DIM, HEADS * GROUP * DIM, num_queries)

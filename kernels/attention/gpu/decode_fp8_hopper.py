@@ -28,7 +28,7 @@ from baton.kernels.split_kv import LOWEST
 
 from ..rule import AttentionRule
 from . import decode_tma
-from .decode_output import DecodeOutput, DecodeParts, finish
+from .decode_output import DecodeOutput, DecodeParts, clear_padding, finish
 from .decode_plan import SHARE_WORDS, DecodePlan
 from .decode_tma import (
     KEYS,
@@ -37,6 +37,7 @@ from .decode_tma import (
     OF_VALUES,
     DecodeShape,
     Fitting,
+    Fittings,
     KVCache,
     Queries,
     RightOperands,
@@ -46,18 +47,22 @@ from .decode_tma import (
     load_pages,
     load_query,
     part_in_share,
+    seen_keys,
     visible_scores,
 )
 
 TOP_WEIGHT = gl.constexpr(14.0)  # of a key with the top score, in units of log 2; float16 ends below 16
 HALVES = gl.constexpr(2)  # of a unit, each with products of its own
 UNIT = gl.constexpr(HALVES.value * KEYS.value)  # keys
-FITTINGS = {64: Fitting(2, 3, 128), 128: Fitting(2, 3, 128)}  # by dimensions of a head
-BOXES = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in FITTINGS}  # a swizzle spans a key
+FITTINGS = Fittings(
+    few_rows={64: Fitting(2, 3, 128), 128: Fitting(2, 3, 128)},
+    many_rows={64: Fitting(2, 3, 128), 128: Fitting(1, 6, 255)},
+)
+BOXES = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in FITTINGS.few_rows}  # a swizzle spans a key
 
 
 def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
-    """Return the plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel
+    """Return the plan for the sequences of `decode.plan_decode`; None where the cache is not one that this kernel
     reads.
     """
     return decode_tma.plan_tma_decode(batch, kv, num_heads, (torch.float8_e4m3fn,), UNIT.value, FITTINGS)
@@ -80,7 +85,7 @@ def tma_decode(
 ) -> None:
     """Decode as `decode.paged_decode` does, for what `plan_tma_decode` and `serves` take."""
     dim, scales = q.shape[2], {"k_scale": rule.k_scale, "v_scale": rule.v_scale}
-    decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS[dim], BOXES[dim], out=out, **scales)
+    decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS, BOXES[dim], out=out, **scales)
 
 
 @gluon.jit
@@ -102,8 +107,10 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
     while left > 0:
         part = part_in_share(seq, unit, left, sequences, shape)
         seq_len = part.seq_len
-        first_key = sequences.first_key(seq_len)
-        factor = gl.expand_dims(_put_query(queries, seq, share.head, query_memory, shape) * scale, 0)  # [1, ROWS]
+        first_token, num_queries = sequences.queries(seq, shape)
+        seen = seen_keys(sequences, seq_len, num_queries, shape)
+        divisor = _put_query(queries, first_token, num_queries, share.head, query_memory, shape)
+        factor = gl.expand_dims(divisor * scale, 0)  # [1, ROWS]
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
         weights = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a half has its own sum
         sums = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)
@@ -117,7 +124,7 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
             highest = gl.full([KEYS, shape.ROWS], LOWEST, gl.float32, shape.MMA)
             for half in gl.static_range(HALVES):
                 score = products[half] * factor
-                score = visible_scores(score, scoring.soft_cap, first_key, seq_len, begin + half * KEYS, shape)
+                score = visible_scores(score, scoring.soft_cap, seen, begin + half * KEYS, shape)
                 scores = scores + (score,)
                 highest = gl.maximum(highest, score)
             new_top = gl.maximum(top, gl.max(highest, 0) - TOP_WEIGHT)
@@ -152,16 +159,17 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
             found = Partial(gl.convert_layout(joined, shape.MMA), gl.sum(weights, 0), top)
         else:
             found = Partial(sums, gl.sum(weights, 0), top)
-        finish(found, seq, unit, part, count - left, share, output, value_scale, shape)
+        finish(found, first_token, num_queries, unit, part, count - left, share, output, value_scale, shape)
         seq += 1
         unit = 0
         left -= part.units
+    clear_padding(sequences, share, output, shape)
 
 
 @gluon.jit
-def _put_query(queries, seq, head, query_memory, shape):
+def _put_query(queries, first_token, num_queries, head, query_memory, shape):
     """Store the heads that read a KV head as a right operand, and return the divisor of each [ROWS]."""
-    query = load_query(queries, seq, head, shape).to(gl.float32)
+    query = load_query(queries, first_token, num_queries, head, shape).to(gl.float32)
     largest = gl.max(gl.abs(query), 1)
     unit = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)  # no mantissa: a power of two
     unit = gl.where(unit > 0, unit, 1.0)
@@ -218,7 +226,7 @@ def _without_tail(value, num_keys):
     return value
 
 
-@gluon.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
+@gluon.jit(do_not_specialize=["layer", "window", "num_shares", "num_seqs", "num_tokens", "table_stride"])
 def attend_share(
     q,
     pages,
@@ -229,6 +237,7 @@ def attend_share(
     sums,
     tops,
     seq_lens,
+    query_start,
     block_tables,
     table_rows,
     layer,
@@ -237,12 +246,15 @@ def attend_share(
     soft_cap,
     num_layers,
     num_shares,
+    num_seqs,
+    num_tokens,
     q_token_stride,
     table_stride,
     k_scale,
     v_scale,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
     PAGE: gl.constexpr,
@@ -250,7 +262,7 @@ def attend_share(
     APART: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """Attend one share of the keys, for one KV head and the GROUP query heads that read it.
+    """Attend one share of the keys, for one KV head and the GROUP heads of each query that read it.
 
     `pages` has boxes [page, DIM] of kv seen as rows of one head's dims.
     """
@@ -262,11 +274,11 @@ def attend_share(
     keys = new_ring(pages.dtype, STAGES, UNIT, DIM, 1, BOX_8)
     values = new_ring(pages.dtype, STAGES, UNIT, DIM, 1, BOX_8)
     hopper.fence_async_shared()
-    shape = DecodeShape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
+    shape = DecodeShape(HEADS, GROUP, QUERIES, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
     share = Share(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
-    sequences = Sequences(seq_lens, block_tables, table_rows, table_stride, window)
+    sequences = Sequences(seq_lens, query_start, num_seqs, block_tables, table_rows, table_stride, window)
     cache = KVCache(pages, layer, num_layers)
-    output = DecodeOutput(out, sinks, DecodeParts(sums, tops, arrivals, num_shares))
+    output = DecodeOutput(out, sinks, DecodeParts(sums, tops, arrivals, num_shares), num_tokens)
     queries, scoring = Queries(q, q_token_stride), Scoring(scale, soft_cap, k_scale, v_scale)
     gl.warp_specialize(
         [

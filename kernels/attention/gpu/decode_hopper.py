@@ -19,7 +19,7 @@ from baton.kernels.split_kv import LOWEST
 
 from ..rule import AttentionRule
 from . import decode_tma
-from .decode_output import DecodeOutput, DecodeParts, finish
+from .decode_output import DecodeOutput, DecodeParts, clear_padding, finish
 from .decode_plan import SHARE_WORDS, DecodePlan
 from .decode_tma import (
     KEYS,
@@ -28,6 +28,7 @@ from .decode_tma import (
     OF_VALUES,
     DecodeShape,
     Fitting,
+    Fittings,
     KVCache,
     Queries,
     RightOperands,
@@ -37,15 +38,19 @@ from .decode_tma import (
     load_pages,
     load_query,
     part_in_share,
+    seen_keys,
     visible_scores,
 )
 
 UNIT = KEYS  # keys
-FITTINGS = {64: Fitting(2, 6, 128), 128: Fitting(2, 3, 128), 256: Fitting(1, 3, 255)}  # by dimensions of a head
+FITTINGS = Fittings(
+    few_rows={64: Fitting(2, 6, 128), 128: Fitting(2, 3, 128), 256: Fitting(1, 3, 255)},
+    many_rows={64: Fitting(2, 6, 128), 128: Fitting(1, 6, 255)},
+)
 
 
 def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
-    """Return the plan for the first `batch.num_decodes` sequences; None where the cache is not one that this kernel
+    """Return the plan for the sequences of `decode.plan_decode`; None where the cache is not one that this kernel
     reads.
     """
     return decode_tma.plan_tma_decode(batch, kv, num_heads, IN_16_BITS, UNIT.value, FITTINGS)
@@ -67,8 +72,7 @@ def tma_decode(
     out: Tensor,
 ) -> None:
     """Decode as `decode.paged_decode` does, for what `plan_tma_decode` and `serves` take."""
-    fitting = FITTINGS[q.shape[2]]
-    decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, fitting, BOX.value, out=out)
+    decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS, BOX.value, out=out)
 
 
 @gluon.jit
@@ -82,8 +86,11 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
     while left > 0:
         part = part_in_share(seq, unit, left, sequences, shape)
         seq_len = part.seq_len
-        first_key = sequences.first_key(seq_len)
-        query_memory.store(load_query(queries, seq, share.head, shape))  # all warps are done with the one before
+        first_token, num_queries = sequences.queries(seq, shape)
+        seen = seen_keys(sequences, seq_len, num_queries, shape)
+        query_memory.store(
+            load_query(queries, first_token, num_queries, share.head, shape)
+        )  # all warps are done with the one before
         hopper.fence_async_shared()
         barrier()
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
@@ -97,7 +104,7 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
             scores = hopper.warpgroup_mma(keys.tile(n), query, scores, use_acc=False, is_async=True)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * scoring.scale
             keys.release(n)
-            scores = visible_scores(scores, scoring.soft_cap, first_key, seq_len, begin, shape)
+            scores = visible_scores(scores, scoring.soft_cap, seen, begin, shape)
             new_top = gl.maximum(top, gl.max(scores, 0))
             probabilities = gl.exp2(scores - gl.expand_dims(new_top, 0))
             shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
@@ -115,13 +122,14 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
             top = new_top
             n += 1
         found = Partial(sums, gl.sum(weights, 0), top)
-        finish(found, seq, unit, part, count - left, share, output, None, shape)
+        finish(found, first_token, num_queries, unit, part, count - left, share, output, None, shape)
         seq += 1
         unit = 0
         left -= part.units
+    clear_padding(sequences, share, output, shape)
 
 
-@gluon.jit(do_not_specialize=["layer", "window", "num_shares", "table_stride"])
+@gluon.jit(do_not_specialize=["layer", "window", "num_shares", "num_seqs", "num_tokens", "table_stride"])
 def attend_share(
     q,
     pages,
@@ -132,6 +140,7 @@ def attend_share(
     sums,
     tops,
     seq_lens,
+    query_start,
     block_tables,
     table_rows,
     layer,
@@ -140,10 +149,13 @@ def attend_share(
     soft_cap,
     num_layers,
     num_shares,
+    num_seqs,
+    num_tokens,
     q_token_stride,
     table_stride,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
     ROWS: gl.constexpr,
     DIM: gl.constexpr,
     PAGE: gl.constexpr,
@@ -151,7 +163,7 @@ def attend_share(
     APART: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """Attend one share of the keys, for one KV head and the GROUP query heads that read it.
+    """Attend one share of the keys, for one KV head and the GROUP heads of each query that read it.
 
     `pages` has boxes [page, slab] of kv seen as rows of one head's dims.
     """
@@ -162,11 +174,11 @@ def attend_share(
     keys = new_ring(pages.dtype, STAGES, UNIT, DIM, 1)
     values = new_ring(pages.dtype, STAGES, UNIT, DIM, 1)
     hopper.fence_async_shared()
-    shape = DecodeShape(HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
+    shape = DecodeShape(HEADS, GROUP, QUERIES, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
     share = Share(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
-    sequences = Sequences(seq_lens, block_tables, table_rows, table_stride, window)
+    sequences = Sequences(seq_lens, query_start, num_seqs, block_tables, table_rows, table_stride, window)
     cache = KVCache(pages, layer, num_layers)
-    output = DecodeOutput(out, sinks, DecodeParts(sums, tops, arrivals, num_shares))
+    output = DecodeOutput(out, sinks, DecodeParts(sums, tops, arrivals, num_shares), num_tokens)
     queries, scoring = Queries(q, q_token_stride), Scoring(scale, soft_cap, None, None)
     gl.warp_specialize(
         [

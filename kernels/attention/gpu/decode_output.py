@@ -42,71 +42,92 @@ class DecodeOutput:
     out: gl.tensor
     sinks: Value  # pointer, or None
     parts: DecodeParts
+    num_tokens: gl.tensor
 
 
 @gluon.jit
-def finish(found, seq, unit, part, passed, share, output, value_scale, shape):
-    """Write or store what `found` holds of sequence `seq`: its `part`, from `unit` on, behind `passed` units of others.
+def finish(found, first_token, num_queries, unit, part, passed, share, output, value_scale, shape):
+    """Write or store what `found` holds of a sequence: its `part`, from `unit` on, behind `passed` units of others.
 
-    `value_scale`: the factor of values, or None.
+    Its queries are `num_queries` tokens from `first_token` on. `value_scale`: the factor of values, or None.
     """
-    target = output.out + (seq.to(gl.int64) * shape.HEADS + share.head) * (shape.GROUP * shape.DIM)
+    target = _target(first_token, share.head, output, shape)
     if part.units == part.all_units:
-        _write(found, target, output.sinks, value_scale, share.head, shape)
+        _write(found, target, num_queries, output.sinks, value_scale, share.head, shape)
     else:
         number = gl.program_id(0) // shape.HEADS
         _store_part(found, output.parts, number, unit == 0, share.head, shape)
         if not shape.APART:
             seq_begin = number * share.units_per_share() + passed - unit
-            _combine_if_last(seq_begin, part.all_units, share, target, output, value_scale, shape)
+            _combine_if_last(seq_begin, part.all_units, share, target, num_queries, output, value_scale, shape)
 
 
 @gluon.jit
-def _write(found, target, sinks, value_scale, head, shape):
-    """Write the query heads of a KV head of one sequence; zeros where there was no key."""
+def clear_padding(sequences, share, output, shape):
+    """Write zeros for the tokens behind the last sequence: each share's program for some of them."""
+    if shape.QUERIES > 1:
+        first = gl.load(sequences.query_start + sequences.num_seqs) + gl.program_id(0) // shape.HEADS
+        row = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, shape.MMA))
+        nothing = Partial(gl.zeros([shape.DIM, shape.ROWS], gl.float32, shape.MMA), row, row)
+        for token in range(first, output.num_tokens, output.parts.num_shares):
+            _write(nothing, _target(token, share.head, output, shape), 1, None, None, share.head, shape)
+
+
+@gluon.jit
+def _target(token, head, output, shape):
+    """Return a pointer to the first result of a token's heads that read a KV head."""
+    return output.out + (token.to(gl.int64) * shape.HEADS + head) * (shape.GROUP * shape.DIM)
+
+
+@gluon.jit
+def _write(found, target, num_queries, sinks, value_scale, head, shape):
+    """Write the heads that read a KV head, of `num_queries` queries; zeros where there was no key."""
     sums, weight, top = found.sums, found.weight, found.top
     row = columns(shape.ROWS, shape.MMA)
+    is_real = row < num_queries * shape.GROUP
     if sinks is not None:
-        sink = gl.load(sinks + head * shape.GROUP + row, mask=row < shape.GROUP, other=0.0) * LOG2_E
+        sink = gl.load(sinks + head * shape.GROUP + row % shape.GROUP, mask=is_real, other=0.0) * LOG2_E
         new_top = gl.maximum(top, sink)
         weight = weight * gl.exp2(top - new_top) + gl.exp2(sink - new_top)
         sums = sums * gl.expand_dims(gl.exp2(top - new_top), 0)
     result = sums / gl.expand_dims(gl.where(weight == 0, 1.0, weight), 0)
     if value_scale is not None:
         result = result * value_scale
+    if shape.QUERIES > 1:
+        row = row // shape.GROUP * (shape.HEADS * shape.GROUP) + row % shape.GROUP
     place = target + gl.expand_dims(row * shape.DIM, 0) + dims(shape.DIM, shape.MMA)
-    gl.store(place, result.to(target.dtype.element_ty), mask=gl.expand_dims(row < shape.GROUP, 0))
+    gl.store(place, result.to(target.dtype.element_ty), mask=gl.expand_dims(is_real, 0))
 
 
 @gluon.jit
 def _places_of_part(parts, share, begins, head, LAYOUT: gl.constexpr, shape):
     """Return pointers to the part of `share`: as the fields of `Partial`."""
     row, dim = columns(shape.ROWS, LAYOUT), dims(shape.DIM, LAYOUT)
-    part = (part_number(share, begins) * shape.HEADS + head) * shape.GROUP + row
+    part = (part_number(share, begins) * shape.HEADS + head) * shape.REAL_ROWS + row
     place = parts.sums + gl.expand_dims(part * shape.DIM, 0) + dim
-    return Partial(place, parts.tops + parts.num_shares * (2 * shape.HEADS * shape.GROUP) + part, parts.tops + part)
+    return Partial(place, parts.tops + parts.num_shares * (2 * shape.HEADS * shape.REAL_ROWS) + part, parts.tops + part)
 
 
 @gluon.jit
 def _store_part(found, parts, share, begins, head, shape):
     places = _places_of_part(parts, share, begins, head, shape.MMA, shape)
-    is_real = columns(shape.ROWS, shape.MMA) < shape.GROUP
+    is_real = columns(shape.ROWS, shape.MMA) < shape.REAL_ROWS
     gl.store(places.sums, found.sums, mask=gl.expand_dims(is_real, 0))
     gl.store(places.top, found.top, mask=is_real)
     gl.store(places.weight, found.weight, mask=is_real)
 
 
 @gluon.jit
-def _combine_if_last(seq_begin, all_units, share, target, output, value_scale, shape):
+def _combine_if_last(seq_begin, all_units, share, target, num_queries, output, value_scale, shape):
     """Write a sequence whose `all_units` units begin at `seq_begin`, if all its other parts have been stored."""
     parts = output.parts
     per_share = share.units_per_share()
     first_share, last_share = seq_begin // per_share, (seq_begin + all_units - 1) // per_share
     arrival = parts.arrivals + first_share * shape.HEADS + share.head
     if is_last_to_arrive(arrival, last_share - first_share):
-        stored = StoredParts(parts, share.head, first_share, last_share, shape.GROUP)
+        stored = StoredParts(parts, share.head, first_share, last_share, shape.REAL_ROWS)
         merged = merge_stored(stored, _places_of_part, shape, shape.DIM, PARTS_AT_ONCE, shape.MMA)
-        _write(merged, target, output.sinks, value_scale, share.head, shape)
+        _write(merged, target, num_queries, output.sinks, value_scale, share.head, shape)
 
 
 @triton.jit
@@ -121,7 +142,7 @@ def write_rows(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     query_stride=0,
-    QUERIES: tl.constexpr = 1,
+    num_queries=1,
 ):
     """Write the GROUP query heads of a KV head, of one query after the other; zeros where there was no key.
 
@@ -129,7 +150,7 @@ def write_rows(
     """
     row = tl.arange(0, total.shape[0])
     dim = tl.arange(0, total.shape[1])
-    is_real = row < QUERIES * GROUP
+    is_real = row < num_queries * GROUP
     if sinks is not None:
         sink = tl.load(sinks + head * GROUP + row % GROUP, mask=is_real, other=0.0) * LOG2_E
         new_top = tl.maximum(top, sink)

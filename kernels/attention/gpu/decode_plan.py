@@ -25,6 +25,8 @@ from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.launch import multiprocessors
 from baton.kernels.query_tiles import PrefillPlan
 
+from ..rule import UNLIMITED
+
 # int32 words of a share
 SHARE_WORDS = tl.constexpr(4)
 FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE = (tl.constexpr(word) for word in range(SHARE_WORDS.value))
@@ -46,9 +48,12 @@ class Shares:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The decodes of one step. Layers with the same window have the same shares, made when the first of them asks."""
+    """The decodes of one step, or all its sequences where each has a few queries.
 
-    seq_lens: Tensor  # [num_decodes] int32
+    Layers with the same window have the same shares, made when the first of them asks.
+    """
+
+    seq_lens: Tensor  # [num_seqs] int32
     num_kv_heads: int
     num_shares: int
     unit_tokens: int
@@ -57,17 +62,26 @@ class DecodePlan:
     apart: bool  # whether a kernel of its own puts parts together
     options: dict[str, int]  # of the launch of `decode`'s kernel
     # of two parts a share: 0 of the sequence that began in a share before, 1 of the one that goes on in the next
-    sums: Tensor  # [num_shares, 2, num_heads, head_dim] float32: weighted sums of values
-    tops: Tensor  # [2, num_shares, 2, num_heads] float32: their top scores, their sums of weights
+    sums: Tensor  # [num_shares, 2, queries * num_heads, head_dim] float32: weighted sums of values
+    tops: Tensor  # [2, num_shares, 2, queries * num_heads] float32: their top scores, their sums of weights
+    queries: int = 1  # of a sequence, at most
     uses_tma: bool = False  # whether warps of their own fetch pages: `decode_tma`
     by_window: dict[int, Shares] = field(default_factory=dict)
 
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    def reach(self, window: int) -> int:
+        """Return how many of the newest keys of a sequence one of its queries sees. `window`: `AttentionRule.limit`."""
+        return min(window + self.queries - 1, UNLIMITED)
+
     def shares(self, window: int) -> Shares:
-        """Return the shares of the newest `window` keys of each sequence: see `AttentionRule.limit`."""
+        """Return the shares of the keys that each sequence's queries see in a window: see `AttentionRule.limit`."""
         if window not in self.by_window:
             self.by_window[window] = plan_shares(
                 self.seq_lens,
-                window=window,
+                window=self.reach(window),
                 unit_tokens=self.unit_tokens,
                 min_units=self.min_units,
                 num_shares=self.num_shares,

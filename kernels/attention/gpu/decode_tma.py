@@ -10,8 +10,8 @@ Work is partitioned and parts are combined as in `decode`, whose plan serves her
 nearly all of its time in memory and TMA: a large batch runs at the device's power limit, so whatever the other units do
 not use makes everything faster.
 
-Only the newest key and value of a sequence are this step's. So pages are loaded while the kernels before this one still
-run: a loader warp waits for those when it comes to the last unit of a sequence.
+Only the newest keys and values of a sequence, as many as it has queries, are this step's. So pages are loaded while the
+kernels before this one still run: a loader warp waits for those when it comes to a unit with such a key.
 
 Annotations are read by Triton: this module evaluates them.
 """
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,13 +34,13 @@ from baton.kernels.pdl import launch_options, wait_for_previous
 from baton.kernels.split_kv import LOG2_E
 
 from ..rule import AttentionRule
-from .decode import DEFAULT, decode_plan
+from .decode import DEFAULT, MOST_ROWS, decode_plan
 from .decode_combine import add_parts
 from .decode_output import capped
 from .decode_plan import FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE, DecodePlan, first_visible, units_of
 
 KEYS = gl.constexpr(64)  # the rows of one product of a warp group
-MOST_ROWS = 16  # query heads that read one KV head
+FEW_ROWS = 16  # of products: what two programs of wide heads have registers for
 FEW_SEQS = 4  # up to so many sequences a kernel of its own puts parts together
 LOADER_REGISTERS = gl.constexpr(40)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)  # the halves of a block
@@ -47,11 +48,25 @@ OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)  # the halves of a block
 
 @dataclasses.dataclass(frozen=True)
 class Fitting:
-    """The number of programs and the depth of the rings that fit a multiprocessor, for a head size."""
+    """The number of programs and the depth of the rings that fit a multiprocessor."""
 
     programs: int  # at a time
     stages: int  # units in a ring
     registers: int  # of a thread at the start
+
+
+@dataclasses.dataclass(frozen=True)
+class Fittings:
+    """What fits a multiprocessor, by dimensions of a head."""
+
+    few_rows: Mapping[int, Fitting]  # query heads that read one KV head, of all queries of a sequence
+    many_rows: Mapping[int, Fitting]
+
+    def of(self, dim: int, rows: int) -> Fitting | None:
+        """Return what fits for so many rows; None where nothing does."""
+        if rows > MOST_ROWS:
+            return None
+        return (self.few_rows if rows <= FEW_ROWS else self.many_rows).get(dim)
 
 
 def plan_tma_decode(
@@ -60,18 +75,19 @@ def plan_tma_decode(
     num_heads: int,
     dtypes: tuple[torch.dtype, ...],
     unit_tokens: int,
-    fittings: Mapping[int, Fitting],
+    fittings: Fittings,
 ) -> DecodePlan | None:
-    """Return the plan for the first `batch.num_decodes` sequences; None where the cache is none of `dtypes` in pages
-    that the copy engine reads, with heads of a size in `fittings`.
+    """Return the plan for the sequences of `decode.plan_decode`; None where the cache is none of `dtypes` in pages
+    that the copy engine reads, or none of `fittings` is for its heads.
 
     Its options serve `decode` as well, for queries that do not suit the kernel. Looks at shapes only.
     """
     num_kv_heads, dim = kv.shape[1], kv.shape[5]
-    if dim not in fittings or num_heads // num_kv_heads > MOST_ROWS or not cache_fits_boxes(kv, dtypes):
+    queries = 1 if batch.num_decodes else batch.max_query_len
+    fitting = fittings.of(dim, num_heads // num_kv_heads * queries)
+    if fitting is None or not cache_fits_boxes(kv, dtypes):
         return None
-    programs = fittings[dim].programs
-    options = {**DEFAULT, "unit_tokens": unit_tokens, "programs": programs, "min_units": 1, "early_units": 0}
+    options = {**DEFAULT, "unit_tokens": unit_tokens, "programs": fitting.programs, "min_units": 1, "early_units": 0}
     options["apart"] = int(batch.num_decodes <= FEW_SEQS)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "value_dim": dim}
     return dataclasses.replace(decode_plan(batch, options, **heads), uses_tma=True)
@@ -85,7 +101,7 @@ def launch(
     batch: AttentionBatch,
     plan: DecodePlan,
     rule: AttentionRule,
-    fitting: Fitting,
+    fittings: Fittings,
     box: gl.NVMMASharedLayout,
     *,
     out: Tensor,
@@ -95,6 +111,8 @@ def launch(
     num_heads, dim = q.shape[1:]
     _, num_kv_heads, num_layers, _, block_size, _ = kv.shape
     shares, group = plan.shares(rule.limit), num_heads // num_kv_heads
+    fitting = fittings.of(dim, plan.queries * group)
+    assert fitting is not None, "the plan was made for another kernel"
     columns = box.swizzle_byte_width // kv.itemsize
     attend_share[(shares.num_shares * num_kv_heads,)](
         q,
@@ -106,15 +124,18 @@ def launch(
         plan.sums,
         plan.tops,
         batch.seq_lens,
+        batch.query_start,
         batch.block_tables,
         batch.table_rows,
         layer,
-        *(rule.scale, rule.limit, rule.cap),
-        *(num_layers, shares.num_shares, q.stride(0), batch.block_tables.stride(0)),
+        *(rule.scale, plan.reach(rule.limit), rule.cap),
+        *(num_layers, shares.num_shares, plan.num_seqs, batch.num_tokens),
+        *(q.stride(0), batch.block_tables.stride(0)),
         **scales,
         HEADS=num_kv_heads,
         GROUP=group,
-        ROWS=8 if group <= 8 else MOST_ROWS,
+        QUERIES=plan.queries,
+        ROWS=max(8, triton.next_power_of_2(plan.queries * group)),
         DIM=dim,
         PAGE=block_size,
         STAGES=fitting.stages,
@@ -134,6 +155,8 @@ class DecodeShape:
 
     HEADS: gl.constexpr  # of keys and values
     GROUP: gl.constexpr  # query heads that read one of them
+    QUERIES: gl.constexpr  # of a sequence, at most
+    REAL_ROWS: gl.constexpr  # the GROUP heads of each query
     ROWS: gl.constexpr  # as many, and padding
     DIM: gl.constexpr
     PAGE: gl.constexpr
@@ -143,9 +166,11 @@ class DecodeShape:
     MMA: gl.constexpr  # how the products' results lie in registers
 
     @gluon.constexpr_function
-    def __init__(self, HEADS, GROUP, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP):
+    def __init__(self, HEADS, GROUP, QUERIES, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP):
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
+        self.QUERIES = gl.constexpr(QUERIES)
+        self.REAL_ROWS = gl.constexpr(QUERIES * GROUP)
         self.ROWS = gl.constexpr(ROWS)
         self.DIM = gl.constexpr(DIM)
         self.PAGE = gl.constexpr(PAGE)
@@ -183,13 +208,15 @@ class Share:
 
 @record
 class Sequences:
-    """The decodes of the step: pointers to their lengths and blocks, and the window of the layer."""
+    """The sequences of the step: pointers to their lengths, first tokens and blocks, and the window of the layer."""
 
     seq_lens: gl.tensor
+    query_start: gl.tensor  # not read where each has one query
+    num_seqs: gl.tensor
     block_tables: gl.tensor
     table_rows: Value  # or None: sequence i has row i
     table_stride: gl.tensor
-    window: gl.tensor
+    window: gl.tensor  # of all queries of a sequence: that of one, and the queries behind it
 
     @gluon.jit
     def table(self, seq):
@@ -200,9 +227,14 @@ class Sequences:
         return self.block_tables + row.to(gl.int64) * self.table_stride
 
     @gluon.jit
-    def first_key(self, seq_len):
-        """Return the first key that the newest token of a sequence of this length sees."""
-        return first_visible(seq_len, self.window)
+    def queries(self, seq, shape):
+        """Return the first token of a sequence, and the number of its tokens in this step."""
+        first_token = seq
+        count = 1
+        if shape.QUERIES > 1:
+            first_token = gl.load(self.query_start + seq)
+            count = gl.load(self.query_start + seq + 1) - first_token
+        return first_token, count
 
 
 @record
@@ -230,6 +262,16 @@ class Scoring:
     soft_cap: gl.tensor
     k_scale: Value  # pointer, or None
     v_scale: Value  # pointer, or None
+
+
+@record
+class SeenKeys:
+    """The keys of a sequence that each of its queries sees."""
+
+    first: gl.tensor  # [ROWS]
+    end: gl.tensor  # [ROWS]
+    by_all: gl.tensor  # the first key that all queries see
+    end_of_all: gl.tensor
 
 
 @record
@@ -282,8 +324,8 @@ def load_pages(share, sequences, cache, ring, HALF: gl.constexpr, shape):
                 exists = page + i < num_pages
                 block = gl.load(table + page + i, mask=exists, other=0)
                 places = places + (gl.where(exists, block * block_rows + row, cache.pages.shape[0]),)
-            if unit + index == part.all_units - 1:
-                wait_for_previous()  # the newest key and value are this step's
+            if (part.first + index + 1) * shape.UNIT > part.seq_len - shape.QUERIES:
+                wait_for_previous()  # the newest keys and values are this step's
             ring.await_free(n)
             ring.expect(n)
             for i in gl.static_range(PAGES):
@@ -297,24 +339,44 @@ def load_pages(share, sequences, cache, ring, HALF: gl.constexpr, shape):
 
 
 @gluon.jit
-def load_query(queries, seq, head, shape):
-    """Load the heads [ROWS, DIM] that read a KV head; zeros for padding."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.DIM, shape.DIM // 8], [4, 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, shape.ROWS, gl.SliceLayout(1, LAYOUT)), 1)
-    dim = gl.expand_dims(gl.arange(0, shape.DIM, gl.SliceLayout(0, LAYOUT)), 0)
-    place = queries.q + seq.to(gl.int64) * queries.token_stride + (head * shape.GROUP + row) * shape.DIM + dim
-    return gl.load(place, mask=row < shape.GROUP, other=0.0)
+def seen_keys(sequences, seq_len, num_queries, shape):
+    """Return the keys that each query of a sequence sees."""
+    window = sequences.window - (shape.QUERIES - 1)
+    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.MMA))
+    end = seq_len + gl.zeros_like(row)
+    if shape.QUERIES > 1:
+        end = gl.minimum(seq_len - num_queries + row // shape.GROUP + 1, seq_len)
+    return SeenKeys(
+        first_visible(end, window), end, first_visible(seq_len, window), gl.minimum(seq_len - num_queries + 1, seq_len)
+    )
 
 
 @gluon.jit
-def visible_scores(scores, soft_cap, first_key, seq_len, begin, shape):
+def load_query(queries, first_token, num_queries, head, shape):
+    """Load the heads [ROWS, DIM] of each query that read a KV head; zeros for padding."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.DIM, shape.DIM // 8], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, shape.ROWS, gl.SliceLayout(1, LAYOUT)), 1)
+    dim = gl.expand_dims(gl.arange(0, shape.DIM, gl.SliceLayout(0, LAYOUT)), 0)
+    place = queries.q + first_token.to(gl.int64) * queries.token_stride
+    if shape.QUERIES > 1:
+        place = place + row // shape.GROUP * queries.token_stride
+        row_head = row % shape.GROUP
+    else:
+        row_head = row
+    place = place + (head * shape.GROUP + row_head) * shape.DIM + dim
+    return gl.load(place, mask=row < num_queries * shape.GROUP, other=0.0)
+
+
+@gluon.jit
+def visible_scores(scores, soft_cap, seen, begin, shape):
     """Return scores [KEYS, ROWS] of the keys from `begin` on, capped, in units of log 2; minus infinity for those
     unseen.
     """
     if shape.HAS_CAP:
         scores = capped(scores, soft_cap)
     scores = scores * LOG2_E
-    if (begin + KEYS > seq_len) | (begin < first_key):
-        key = begin + gl.arange(0, KEYS, gl.SliceLayout(1, shape.MMA))
-        scores = gl.where(gl.expand_dims((key < seq_len) & (key >= first_key), 1), scores, float("-inf"))
+    if (begin + KEYS > seen.end_of_all) | (begin < seen.by_all):
+        key = gl.expand_dims(begin + gl.arange(0, KEYS, gl.SliceLayout(1, shape.MMA)), 1)
+        is_seen = (key < gl.expand_dims(seen.end, 0)) & (key >= gl.expand_dims(seen.first, 0))
+        scores = gl.where(is_seen, scores, float("-inf"))
     return scores

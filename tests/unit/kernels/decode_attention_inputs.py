@@ -21,6 +21,34 @@ def decodes(device: torch.device, seq_lens: Sequence[int] = RAGGED, **shape: obj
     return PagedSequences(sequences.kv.to(device), on_device(sequences.batch, device), sequences.query_lens)
 
 
+def drafted(
+    device: torch.device,
+    query_lens: Sequence[int] = (3, 1, 4, 2, 4, 1),
+    seq_lens: Sequence[int] = RAGGED,
+    *,
+    most: int = 4,
+    padding: tuple[int, int] = (0, 0),
+    **shape: object,
+) -> PagedSequences:
+    """Sequences with up to `most` queries each, as a captured step has them: with `padding` sequences and tokens."""
+    sequences = paged_sequences(query_lens, seq_lens, **shape)  # type: ignore[arg-type]
+    batch = sequences.batch
+    more_seqs, more_tokens = padding
+    ends = batch.query_start[-1:].expand(more_seqs)
+    tables = torch.nn.functional.pad(batch.block_tables, (0, 0, 0, more_seqs))
+    batch = dataclasses.replace(
+        batch,
+        query_start=torch.cat([batch.query_start, ends]),
+        seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, more_seqs)),
+        block_tables=tables,
+        positions=torch.nn.functional.pad(batch.positions, (0, more_tokens)),
+        slots=torch.nn.functional.pad(batch.slots, (0, more_tokens), value=-1),
+        max_query_len=most,
+        num_decodes=0,
+    )
+    return PagedSequences(sequences.kv.to(device), on_device(batch, device), query_lens)
+
+
 def on_device(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return dataclasses.replace(batch, **{name: value.to(device) for name, value in tensors.items()})

@@ -13,14 +13,14 @@ from baton.kernels import tuned
 from baton.kernels.attention import AttentionRule, reference
 
 from ...helpers.aot import Compiled, compile_for_h200
-from .decode_attention_inputs import LAYER, decodes, on_device, queries
+from .decode_attention_inputs import LAYER, decodes, drafted, on_device, queries
 from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
 
 pytest.importorskip("triton")
 
 from baton.kernels.attention import tuning
 from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hopper, paged_attention, prepare
-from baton.kernels.attention.gpu.decode_plan import plan_shares
+from baton.kernels.attention.gpu.decode_plan import plan_shares, prepared
 from baton.kernels.attention.rule import UNLIMITED
 from baton.kernels.kv_rows import kv_rows
 
@@ -98,6 +98,56 @@ def test_values_may_have_another_width_than_keys(triton_device: torch.device, he
     sequences = decodes(triton_device, [70, 5], head_dim=head_dim, value_dim=value_dim)
     sinks = torch.tensor([0.5, -3.0, 4.0, 1.0], device=triton_device)
     check(queries(sequences, 4, head_dim=head_dim), sequences, 3, sinks=sinks, window=50)
+
+
+@pytest.mark.parametrize("num_shares", [None, 1, 2, 5, 9, 40])
+def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(triton_device: torch.device, num_shares: int | None) -> None:
+    sequences = drafted(triton_device)
+    check(queries(sequences, 4), sequences, num_shares)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 16, 20, 100])
+@pytest.mark.parametrize("num_shares", [1, 7])
+def test_a_window_begins_elsewhere_for_each_query(triton_device: torch.device, window: int, num_shares: int) -> None:
+    sequences = drafted(triton_device)
+    check(queries(sequences, 4), sequences, num_shares, window=window)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (8, 1), (10, 2)])
+@pytest.mark.parametrize("num_shares", [2, 9])
+def test_rules_hold_for_each_query_whatever_the_heads(
+    triton_device: torch.device, num_heads: int, num_kv_heads: int, num_shares: int
+) -> None:
+    sequences = drafted(triton_device, num_kv_heads=num_kv_heads)
+    sinks = torch.linspace(-3, 3, num_heads, device=triton_device)
+    check(queries(sequences, num_heads), sequences, num_shares, sinks=sinks, soft_cap=20.0)
+
+
+def test_a_few_queries_may_have_values_of_another_width(triton_device: torch.device) -> None:
+    sequences = drafted(triton_device, head_dim=48, value_dim=32)
+    check(queries(sequences, 4, head_dim=48), sequences, 5)
+
+
+@pytest.mark.parametrize("num_shares", [None, 1, 2, 9])
+def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(
+    triton_device: torch.device, num_shares: int | None
+) -> None:
+    sequences = drafted(triton_device, padding=(2, 9))
+    q, num_tokens = queries(sequences, 4), sum(sequences.query_lens)
+    result = attend(q, sequences, num_shares)
+    assert not result[num_tokens:].any()
+    alone = drafted(triton_device)
+    torch.testing.assert_close(result[:num_tokens], attend(q[:num_tokens], alone, num_shares), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("most", "num_heads"), [(5, 14), (33, 2)])
+def test_more_queries_than_a_product_has_rows_for_are_prefill(
+    triton_device: torch.device, most: int, num_heads: int
+) -> None:
+    sequences = drafted(triton_device, most=most)
+    plans = prepared(prepare(sequences.batch, sequences.kv, num_heads=num_heads))
+    assert plans.decode is None
+    assert plans.prefill is not None
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
@@ -237,11 +287,13 @@ SIGNATURE = {
     **dict.fromkeys(("words", "arrivals", "seq_lens", "block_tables", "table_rows"), "*i32"),
     **dict.fromkeys(("sums", "tops"), "*fp32"),
     **dict.fromkeys(("layer", "window", "num_shares", "table_stride"), "i32"),
+    "query_start": "*i32",
+    **dict.fromkeys(("num_seqs", "num_tokens"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     **{f"{name}_stride": "i32:16" for name in ("q_token", "kv_block", "kv_head", "kv_layer")},
     "to_value": "i32:16",
 }
-SHAPE = {"HEADS": 8, "ROWS": 16, "BLOCK_SIZE": 16}
+SHAPE = {"HEADS": 8, "BLOCK_SIZE": 16}
 
 
 def compile_decode(
@@ -251,6 +303,7 @@ def compile_decode(
     group: int = 4,
     dim: int = 128,
     value_dim: int | None = None,
+    num_queries: int = 1,
     spill_bytes: int = 0,
     **constexprs: object,
 ) -> Compiled:
@@ -269,8 +322,10 @@ def compile_decode(
             **values,
             **absent,
             "GROUP": group,
-            "PADDED_GROUP": group,
-            "PARTS": max(1, decode.ELEMENTS_AT_ONCE // (group * values["VALUE_DIM"])),
+            "QUERIES": num_queries,
+            "ROWS": max(16, group * num_queries),
+            "PADDED_ROWS": group * num_queries,
+            "PARTS": max(1, decode.ELEMENTS_AT_ONCE // (group * num_queries * values["VALUE_DIM"])),
             "UNIT": options["unit_tokens"],
             "EARLY_UNITS": options["early_units"],
             "APART": bool(options["apart"]),
@@ -306,9 +361,10 @@ def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, option
     assert (compiled.shared_bytes + 1024) * options["programs"] <= 228 * 1024
 
 
-def test_every_option_together_spills_nothing() -> None:
+@pytest.mark.parametrize("num_queries", [1, 4])
+def test_every_option_together_spills_nothing(num_queries: int) -> None:
     options = dict.fromkeys(("sinks", "k_scale", "v_scale"), "*fp32")
-    compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, HAS_CAP=True)
+    compile_decode({**SIGNATURE, **options, "kv": "*fp8e4nv"}, num_queries=num_queries, HAS_CAP=True)
 
 
 @pytest.mark.slow

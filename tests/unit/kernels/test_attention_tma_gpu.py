@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.kernels.attention import AttentionRule, reference
 
 from ...helpers.aot import Compiled, compile_for_h200
-from .decode_attention_inputs import LAYER, RAGGED, decodes, queries
+from .decode_attention_inputs import LAYER, RAGGED, decodes, drafted, queries
 from .kernel_checks import PagedSequences, assert_as_accurate, without_poison
 
 pytest.importorskip("triton")
@@ -83,9 +83,9 @@ def on_hopper(seq_lens: Sequence[int], **shape: Any) -> PagedSequences:
 BOXES = "swizzle_byte_width={}, element_bitwidth={}, rank=2, transposed=False, fp4_padded=False, cga_layout=[]"
 SIGNATURE = {
     **dict.fromkeys(("q", "out"), "*bf16"),
-    **dict.fromkeys(("words", "arrivals", "seq_lens", "block_tables", "table_rows"), "*i32"),
+    **dict.fromkeys(("words", "arrivals", "seq_lens", "query_start", "block_tables", "table_rows"), "*i32"),
     **dict.fromkeys(("sums", "tops"), "*fp32"),
-    **dict.fromkeys(("layer", "window", "num_layers", "num_shares", "table_stride"), "i32"),
+    **dict.fromkeys(("layer", "window", "num_layers", "num_shares", "num_seqs", "num_tokens", "table_stride"), "i32"),
     **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     "q_token_stride": "i32:16",
 }
@@ -98,18 +98,20 @@ def compile_fetched(
     *,
     dim: int = 128,
     group: int = 4,
+    num_queries: int = 1,
     spill_bytes: int = 0,
     **constexprs: object,
 ) -> Compiled:
     """With the arguments `more`, and without the optional ones that are not among them."""
-    fitting, is_narrow = kernel.FITTINGS[dim], kernel is decode_fp8_hopper
+    fitting, is_narrow = kernel.FITTINGS.of(dim, group * num_queries), kernel is decode_fp8_hopper
     box = f"fp8e4nv[16,{dim}],NVMMASharedLayout({BOXES.format(dim, 8)})"
     if not is_narrow:
         box = f"bf16[16,64],NVMMASharedLayout({BOXES.format(128, 16)})"
     optional = ("sinks", *SCALES) if is_narrow else ("sinks",)
     absent = {name: None for name in optional if name not in more}
     signature = {**SIGNATURE, "pages": f"tensordesc<{box}>", **more}
-    constants = {"HEADS": 8, "GROUP": group, "ROWS": 8 if group <= 8 else 16, "DIM": dim, "PAGE": 16}
+    rows = max(8, group * num_queries)
+    constants = {"HEADS": 8, "GROUP": group, "QUERIES": num_queries, "ROWS": rows, "DIM": dim, "PAGE": 16}
     constants |= {"STAGES": fitting.stages, "APART": False, "HAS_CAP": False, **absent, **constexprs}
     options = {"num_warps": 4, "maxnreg": fitting.registers, "max_spill_bytes": spill_bytes}
     return compile_for_h200(kernel.attend_share, signature, constants, **options)
@@ -117,15 +119,21 @@ def compile_fetched(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "dim", "group"),
+    ("kernel", "dim", "group", "num_queries"),
     [
-        *((decode_hopper, dim, group) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 16), (256, 2))),
-        *((decode_fp8_hopper, dim, group) for dim, group in ((64, 8), (64, 16), (128, 2), (128, 4), (128, 16))),
+        *((decode_hopper, dim, group, 1) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 16), (256, 2))),
+        *((decode_fp8_hopper, dim, group, 1) for dim, group in ((64, 8), (64, 16), (128, 2), (128, 4), (128, 16))),
+        *((decode_hopper, dim, group, 4) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 8), (256, 4))),
+        *((decode_fp8_hopper, dim, group, 4) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 8))),
     ],
 )
-def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(kernel: ModuleType, dim: int, group: int) -> None:
-    compiled = compile_fetched(kernel, SCALES if kernel is decode_fp8_hopper else {}, dim=dim, group=group)
-    fitting = kernel.FITTINGS[dim]
+def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(
+    kernel: ModuleType, dim: int, group: int, num_queries: int
+) -> None:
+    more = SCALES if kernel is decode_fp8_hopper else {}
+    few_spills = 64 if (kernel, dim, group * num_queries) == (decode_fp8_hopper, 128, 32) else 0
+    compiled = compile_fetched(kernel, more, dim=dim, group=group, num_queries=num_queries, spill_bytes=few_spills)
+    fitting = kernel.FITTINGS.of(dim, group * num_queries)
     assert compiled.wgmma
     assert "cp.async.bulk.tensor.2d" in compiled.ptx
     assert "mma.sync" not in compiled.ptx
@@ -139,6 +147,12 @@ def test_every_option_together_spills_nothing(apart: bool) -> None:
     compile_fetched(decode_hopper, {"sinks": "*fp32"}, HAS_CAP=True, APART=apart)
     compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, HAS_CAP=True, APART=apart)
     compile_fetched(decode_hopper, {}, dim=256, group=2, HAS_CAP=True, APART=apart)
+
+
+@pytest.mark.slow
+def test_every_option_together_spills_nothing_with_a_few_queries() -> None:
+    compile_fetched(decode_hopper, {"sinks": "*fp32"}, num_queries=4, HAS_CAP=True)
+    compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, num_queries=4, HAS_CAP=True)
 
 
 def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> None:
@@ -159,7 +173,7 @@ def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> N
         (4, {"dtype": torch.float32}),
         (4, {"head_dim": 80}),
         (4, {"head_dim": 64, "block_size": 128}),
-        (34, {"head_dim": 64}),
+        (66, {"head_dim": 64}),
     ],
     ids=str,
 )
@@ -249,8 +263,61 @@ def test_the_result_is_right_in_however_many_shares(
     check(asked(sequences, 32), sequences, num_shares)
 
 
+def drafted_on_hopper(**shape: Any) -> PagedSequences:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    options = {"query_lens": [4, 1, 3, 2, 4, 1, 4, 4, 3], "seq_lens": LONG, "num_kv_heads": 8, "head_dim": 128}
+    return drafted(torch.device("cuda"), **{**options, "dtype": WIDE, **shape})
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cache", "head_dim"), [(cache, dim) for cache in KERNELS for dim in KERNELS[cache].FITTINGS])
+@either_cache
+@pytest.mark.parametrize("num_shares", [None, 1, 2, 5, 9, 40])
+def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(cache: torch.dtype, num_shares: int | None) -> None:
+    sequences = drafted_on_hopper(dtype=cache)
+    check(asked(sequences, 32), sequences, num_shares)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("cache", "head_dim", "num_heads", "num_kv_heads"),
+    [
+        *((cache, dim, *pair) for cache in KERNELS for dim in (64, 128) for pair in ((16, 8), (32, 4), (15, 5))),
+        (WIDE, 256, 8, 2),
+    ],
+)
+def test_a_few_queries_of_heads_of_any_number_and_size(
+    cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
+) -> None:
+    sequences = drafted_on_hopper(dtype=cache, head_dim=head_dim, num_kv_heads=num_kv_heads)
+    check(asked(sequences, num_heads), sequences, 7)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("window", [1, 2, 3, 64, 100, 1000])
+@pytest.mark.parametrize("num_shares", [1, 7])
+def test_a_window_begins_elsewhere_for_each_query(cache: torch.dtype, window: int, num_shares: int) -> None:
+    sequences = drafted_on_hopper(dtype=cache)
+    sinks = torch.linspace(-3, 3, 32, device="cuda")
+    check(asked(sequences, 32), sequences, num_shares, window=window, sinks=sinks, soft_cap=20.0)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("num_shares", [None, 1, 9])
+def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(cache: torch.dtype, num_shares: int | None) -> None:
+    sequences = drafted_on_hopper(dtype=cache, padding=(3, 11))
+    num_tokens = sum(sequences.query_lens)
+    result = fetched(asked(sequences, 32), sequences, num_shares)
+    assert not result[num_tokens:].any()
+    assert not result.isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("cache", "head_dim"), [(cache, dim) for cache in KERNELS for dim in KERNELS[cache].FITTINGS.few_rows]
+)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), PAIRS)
 def test_heads_of_any_number_and_size(cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
     sequences = on_hopper(LONG, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache)
