@@ -134,6 +134,11 @@ class Batch:
         """The length of the step's only sequence; 0 where there are several."""
         return self.ends[0] if len(self.ends) == 1 else 0
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence has in the step."""
+        return max(self.lens, default=1)
+
     def exact_shape(self, num_wanted: int) -> StepShape:
         """Return the shape of the step without padding, in which so many tokens are wanted."""
         num_seqs, num_tokens = len(self.lens), self.size.num_tokens
@@ -144,7 +149,7 @@ class Batch:
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             num_decodes=num_decodes,
-            max_query_len=max(self.lens),
+            max_query_len=self.longest,
             max_seq_len=max(self.ends),
             num_kv_tokens=sum(self.ends[num_decodes:]),
             num_wanted=None if num_wanted == num_tokens else num_wanted,

@@ -5,10 +5,11 @@ A captured step has a fixed number of sequences and tokens. A smaller step is pa
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.kernels.attention import SHORT_CONTEXTS
 
@@ -61,6 +62,14 @@ class StepShape:
         return self.num_decodes == self.num_tokens
 
 
+class DraftedSize(NamedTuple):
+    """The size of a captured step of decodes with drafts."""
+
+    num_seqs: int
+    num_tokens: int
+    longest: int  # the most tokens of one sequence
+
+
 class Shapes(Protocol):
     """The captured sizes of one kind of device."""
 
@@ -73,10 +82,11 @@ class Shapes(Protocol):
         """Yield every captured size once."""
         ...
 
-    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
         """Return the smallest size that serves steps of all these sizes; None if none does.
 
-        `alone`: the length of this rank's sequence if it has only one, else 0.
+        `alone`: the length of this rank's sequence if it has only one, else 0. `longest`: the most tokens that one of
+        its sequences has in the step.
         """
         ...
 
@@ -112,24 +122,24 @@ class CudaShapes:
         mixes = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
         for seqs, tokens in sorted(mixes, key=lambda size: (size[1], size[0]), reverse=True):
             yield self._mix(seqs, tokens)
-        for seqs, tokens in reversed(self._drafted):
-            yield self._with_drafts(seqs, tokens)
+        for drafted in reversed(self._drafted):
+            yield self._with_drafts(drafted)
         for size in reversed(self._decodes):
             yield self._decode(size)
         for context in self._contexts:
-            for seqs, tokens in self._drafted:
-                if seqs == 1:
-                    yield self._with_drafts(seqs, tokens, context)
+            for drafted in self._drafted:
+                if drafted.num_seqs == 1:
+                    yield self._with_drafts(drafted, context)
             yield self._one_decode(context)
 
-    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
         if any(size.all_hidden for size in sizes):
             return None
         num_seqs, num_tokens = max(size.num_seqs for size in sizes), max(size.num_tokens for size in sizes)
         if all(size.num_seqs == size.num_tokens for size in sizes):
             return self.decode(num_seqs, alone)
         if all(size.num_wanted == size.num_tokens for size in sizes):
-            return self.drafted(num_seqs, num_tokens, alone)
+            return self.drafted(num_seqs, num_tokens, alone=alone, longest=longest)
         return self.chunks(num_seqs, num_tokens)
 
     def num_wanted(self, size: StepSize) -> int:
@@ -144,14 +154,14 @@ class CudaShapes:
         context = at_least(self._contexts, alone) if size == 1 else None
         return self._decode(size) if context is None else self._one_decode(context)
 
-    def drafted(self, num_seqs: int, num_tokens: int, alone: int) -> StepShape | None:
-        """Return the size for decodes with drafts; None if nothing so large is captured. `alone`: see `fitting`."""
-        fitting = (size for size in self._drafted if size[0] >= num_seqs and size[1] >= num_tokens)
-        size = next(fitting, None)
+    def drafted(self, num_seqs: int, num_tokens: int, *, alone: int, longest: int) -> StepShape | None:
+        """Return the size for decodes with drafts; None if nothing so large is captured. See `fitting`."""
+        wanted = (num_seqs, num_tokens, longest)
+        size = next((size for size in self._drafted if all(map(operator.ge, size, wanted))), None)
         if size is None:
             return None
-        context = at_least(self._contexts, alone) if size[0] == 1 else None
-        return self._with_drafts(*size, context)
+        context = at_least(self._contexts, alone) if size.num_seqs == 1 else None
+        return self._with_drafts(size, context)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
         """Return the size for any chunks; None if nothing so large is captured."""
@@ -165,9 +175,9 @@ class CudaShapes:
     def _decode(self, num_seqs: int) -> StepShape:
         return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
 
-    def _with_drafts(self, num_seqs: int, num_tokens: int, context: int | None = None) -> StepShape:
+    def _with_drafts(self, size: DraftedSize, context: int | None = None) -> StepShape:
         """Return the size for drafted sequences; where it is one short sequence, for at most `context` tokens."""
-        longest = 1 + self._max_drafts
+        num_seqs, num_tokens, longest = size
         return StepShape(num_seqs, num_tokens, 0, longest, context or self._max_model_len, max_drafts=self._max_drafts)
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
@@ -201,7 +211,7 @@ class CpuShapes:
         yield from map(self._with_drafts, self._drafted)
         yield from map(self._mix, self._tokens)
 
-    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
         if len(sizes) > 1:
             return None  # ranks that wait for each other within a step capture nothing
         (size,) = sizes
@@ -240,14 +250,20 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-def drafted_sizes(decodes: Sequence[int], limits: StepLimits) -> list[tuple[int, int]]:
-    """Return the captured numbers of sequences and tokens of decodes with drafts, ascending.
+def drafted_sizes(decodes: Sequence[int], limits: StepLimits) -> list[DraftedSize]:
+    """Return the captured sizes of decodes with drafts, ascending.
 
-    A sequence has 2, 4 or all of the tokens that it may have, on average.
+    Each sequence has at most 2 tokens, or 4, which attention serves as it does decodes; or as many as it may have, but
+    4 on average, or without a bound.
     """
-    each = sorted({min(count, 1 + limits.max_drafts) for count in (2, 4, 1 + limits.max_drafts)} - {1})
-    sizes = {(seqs, min(seqs * count, limits.max_num_draws)) for seqs in decodes for count in each}
-    return sorted(size for size in sizes if size[1] > size[0])
+    most = 1 + limits.max_drafts
+    each = {(count, count) for count in (2, 4, most) if count <= most} | {(4, most) for _ in range(most > 4)}
+    sizes = {
+        DraftedSize(seqs, min(seqs * average, limits.max_num_draws), longest)
+        for seqs in decodes
+        for average, longest in each
+    }
+    return sorted(size for size in sizes if size.num_tokens > size.num_seqs and size.longest > 1)
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:

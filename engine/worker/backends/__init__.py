@@ -134,19 +134,20 @@ class CapturedSteps:
             if (graph := self._step.capture(shape)) is not None:
                 self._graphs[shape] = graph
 
-    def fitting(self, sizes: Sequence[StepSize], alone: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
         """Return the smallest captured shape that serves the steps of all ranks; None if none does.
 
-        `alone`: the length of this rank's sequence if it has only one, else 0.
+        `alone`, `longest`: see `Shapes.fitting`.
         """
-        shape = self._shapes.fitting(sizes, alone)
+        shape = self._shapes.fitting(sizes, alone=alone, longest=longest)
         return shape if shape in self._graphs else None
 
     def rows_of_ranks(self, sizes: Sequence[StepSize]) -> RankRows:
         """Return the rows of each rank in a step that all run eagerly: padded where a captured size would serve one."""
         rows = []
         for size in sizes:
-            shape = self.fitting([size], 0)  # sequences of any length have as many rows
+            # Sequences of any length have as many rows.
+            shape = self.fitting([size], alone=0, longest=size.num_tokens - size.num_seqs + 1)
             if shape is None:
                 rows.append((size.num_tokens, self._shapes.num_wanted(size)))
             else:

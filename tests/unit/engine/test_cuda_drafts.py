@@ -118,32 +118,26 @@ def test_answers_are_those_of_an_engine_without_drafts(
         assert runner.captured.num_replays > runner.captured.num_eager
 
 
-def test_sizes_hold_two_four_or_all_tokens_of_each_sequence() -> None:
-    assert drafted_sizes([1, 2, 4], LIMITS) == [
-        (1, 2),
-        (1, 4),
-        (1, 5),
-        (2, 4),
-        (2, 8),
-        (2, 10),
-        (4, 8),
-        (4, 16),
-        (4, 20),
-    ]
-    shapes = CudaShapes(LIMITS, max_tokens=32)
-    assert shapes.drafted(3, 9, alone=0) == shapes.drafted(3, 15, alone=0)
-    assert shapes.drafted(8, 41, alone=0) is None
+def test_sequences_have_up_to_two_or_four_tokens_or_as_many_as_they_may() -> None:
+    few = replace(LIMITS, max_drafts=3)
+    assert drafted_sizes([1, 2], few) == [(1, 2, 2), (1, 4, 4), (2, 4, 2), (2, 8, 4)]
+    assert drafted_sizes([1, 2], replace(LIMITS, max_drafts=1)) == [(1, 2, 2), (2, 4, 2)]
+    assert drafted_sizes([2], replace(LIMITS, max_drafts=15)) == [(2, 4, 2), (2, 8, 4), (2, 8, 16), (2, 32, 16)]
+    shapes = CudaShapes(replace(LIMITS, max_drafts=15), max_tokens=32)
+    found = [shapes.drafted(3, 9, alone=0, longest=longest) for longest in (4, 5, 16)]
+    assert [(shape.num_tokens, shape.max_query_len) for shape in found if shape] == [(16, 4), (16, 16), (16, 16)]
+    assert shapes.drafted(3, 17, alone=0, longest=8) == shapes.drafted(4, 64, alone=0, longest=16)
+    assert shapes.drafted(8, 129, alone=0, longest=16) is None
 
 
 def test_one_short_sequence_with_drafts_has_sizes_of_its_own() -> None:
     shapes = CudaShapes(replace(LIMITS, max_model_len=8192), max_tokens=32)
-    bounds = [getattr(shapes.drafted(1, 3, alone=length), "max_seq_len", None) for length in (1000, 1024, 1025, 5000)]
-    assert bounds == [1024, 1024, 4096, 8192]
+    found = [shapes.drafted(1, 3, alone=length, longest=3) for length in (1000, 1024, 1025, 5000)]
+    assert [shape.max_seq_len for shape in found if shape] == [1024, 1024, 4096, 8192]
     captured = list(shapes.in_capture_order())
     assert len(set(captured)) == len(captured)
-    assert {shapes.drafted(1, tokens, alone=length) for tokens in (2, 4, 5) for length in (9, 2000, 5000)} <= set(
-        captured
-    )
+    lengths = [(tokens, length) for tokens in (2, 4, 5) for length in (9, 2000, 5000)]
+    assert {shapes.drafted(1, tokens, alone=length, longest=tokens) for tokens, length in lengths} <= set(captured)
 
 
 def test_padding_of_every_size_with_drafts_runs(engines: Engines) -> None:
