@@ -184,14 +184,17 @@ def test_a_step_may_have_fewer_queries_than_room(triton_device: torch.device, qu
         check_rows(result[:query_len], q[:query_len], dataclasses.replace(sequences, batch=batch))
 
 
-@pytest.mark.parametrize(("query_len", "num_heads", "head_dim"), [(17, 1, 64), (9, 4, 64), (5, 4, 256)])
-def test_more_queries_than_a_program_has_room_for_are_prefill(
-    triton_device: torch.device, query_len: int, num_heads: int, head_dim: int
+@pytest.mark.parametrize(
+    ("query_len", "num_heads", "head_dim", "plan"),
+    [(17, 1, 64, DecodePlan), (9, 4, 64, None), (33, 1, 64, None), (5, 4, 256, DecodePlan)],
+)
+def test_more_queries_than_a_program_has_room_for_go_to_other_kernels(
+    triton_device: torch.device, query_len: int, num_heads: int, head_dim: int, plan: type | None
 ) -> None:
-    sequences = few_queries(triton_device, query_len, 300, num_kv_heads=1, head_dim=head_dim)
+    sequences = few_queries(triton_device, query_len, 300, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16)
     plans = prepared(prepare(sequences.batch, sequences.kv, num_heads=num_heads))
-    assert plans.decode is None
-    assert plans.prefill is not None
+    assert isinstance(plans.decode, plan) if plan else plans.decode is None
+    assert (plans.prefill is None) == (plan is not None)
 
 
 @pytest.mark.parametrize(
