@@ -1,9 +1,10 @@
 """The processes of one engine group: a Ray actor in each bundle of its replica's placement group.
 
     1  assign_ranks   bundles are sorted by node before ranks are given out
-    2  open           rank 0 opens the rendezvous of all ranks, each leader the sockets that its followers connect to
-    3  start          followers, then leaders; done when every leader has its engine
-    4  wait_for_end   when one process ends, all are ended
+    2  fetch          the first rank of each node fetches what is not there of a model that is a name of the Hub
+    3  open           rank 0 opens the rendezvous of all ranks, each leader the sockets that its followers connect to
+    4  start          followers, then leaders; done when every leader has its engine
+    5  wait_for_end   when one process ends, all are ended
 
 rank = dp_rank x tp_size + tp_rank; the ranks with tp_rank 0 lead: they hold the engines that gateways talk to.
 Serve makes the placement group with the replica, which is in its first bundle (`FleetSpec.bundles_of`), and removes it.
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -77,9 +78,15 @@ class WorkerGroup:
         try:
             assignments = await self._assign_ranks()
             self.workers = [Worker(assignment, self._create(assignment)) for assignment in assignments]
+            folders = await self._fetch()
             endpoints = await self._all({worker: worker.actor.open.remote() for worker in self.workers})
             configs = rank_configs(assignments, endpoints, self._launch.tensor_parallel_size)
-            return await self._start(dict(zip(self.workers, configs, strict=True)))
+            return await self._start(
+                {
+                    worker: replace(config, model=folders[worker.assignment.node])
+                    for worker, config in zip(self.workers, configs, strict=True)
+                }
+            )
         except BaseException:
             self.kill()
             raise
@@ -147,6 +154,14 @@ class WorkerGroup:
             scheduling_strategy=strategy,
             max_concurrency=1000,
         ).remote(self._launch, assignment)
+
+    async def _fetch(self) -> dict[str, str]:
+        """Return the model's folder by node. However long a download takes, no rank waits for others in vain: none has
+        started.
+        """
+        first = [worker for worker in self.workers if worker.assignment.local_rank == 0]
+        folders = await self._all({worker: worker.actor.fetch.remote() for worker in first})
+        return {worker.assignment.node: folder for worker, folder in zip(first, folders, strict=True)}
 
     async def _start(self, configs: dict[Worker, RankConfig]) -> list[EngineRecord]:
         tp_size = self._launch.tensor_parallel_size

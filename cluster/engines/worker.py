@@ -42,8 +42,8 @@ OPENMP_SPINS = "20000"
 class EngineWorker:
     """One rank of a group until its process ends: it leads an engine and serves it, or follows.
 
-    `open` comes first, then `lead` or `follow`. `run` returns only when the rank has ended: a watcher keeps a reference
-    to an unanswered `run`, which Ray fails the moment the process dies.
+    `fetch` (on one rank of each machine) and `open` come first, then `lead` or `follow`. `run` returns only when the
+    rank has ended: a watcher keeps a reference to an unanswered `run`, which Ray fails the moment the process dies.
     """
 
     def __init__(self, launch: EngineLaunch, assignment: RankAssignment) -> None:
@@ -61,6 +61,15 @@ class EngineWorker:
         dp_rank = assignment.rank // launch.tensor_parallel_size
         self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
         self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
+
+    async def fetch(self) -> str:
+        """Return the model's folder on this machine, having fetched what is not here of a name of the Hub.
+
+        Raises `ModelNotFetched`.
+        """
+        from baton.engine.startup.fetch import fetch_models
+
+        return (await asyncio.to_thread(fetch_models, self._config)).model
 
     async def open(self) -> RankEndpoints:
         """Open the sockets of this rank to which others connect."""
@@ -138,6 +147,7 @@ class EngineWorker:
         return RankEndpoints(rendezvous, group, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
     def _member(self, config: RankConfig) -> Member:
+        self._config = self._config.model_copy(update={"model": config.model, "revision": None})
         if config.gpus:  # before CUDA starts in this process
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(config.gpus)
         return Member(
