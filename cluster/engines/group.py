@@ -35,6 +35,8 @@ from .worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
+FETCH_PROGRESS_S = 2.0  # between questions how far a download is
+
 
 class GroupCannotStart(RuntimeError):
     """One of the group's processes failed while it started."""
@@ -59,6 +61,7 @@ class WorkerGroup:
         """`bundle`: the resources that one rank takes from its bundle of `placement`."""
         self._launch, self._bundle, self._placement = launch, bundle, placement
         self.workers: list[Worker] = []
+        self.state = "starts its processes"  # what it does until it is ready, for people
         self.has_returned_requests = False  # or is about to have
 
     @property
@@ -160,8 +163,21 @@ class WorkerGroup:
         started.
         """
         first = [worker for worker in self.workers if worker.assignment.local_rank == 0]
-        folders = await self._all({worker: worker.actor.fetch.remote() for worker in first})
+        watch = asyncio.create_task(self._watch_fetch(first))
+        try:
+            folders = await self._all({worker: worker.actor.fetch.remote() for worker in first})
+        finally:
+            watch.cancel()
+        self.state = "loads the model"
         return {worker.assignment.node: folder for worker, folder in zip(first, folders, strict=True)}
+
+    async def _watch_fetch(self, workers: Sequence[Worker]) -> None:
+        """Keep `state` at the progress of downloads, until cancelled."""
+        while True:
+            with contextlib.suppress(ray.exceptions.RayError):  # `_all` raises it, too
+                told = await asyncio.gather(*(worker.actor.fetch_progress.remote() for worker in workers))
+                self.state = "; ".join(dict.fromkeys(filter(None, told))) or self.state
+            await asyncio.sleep(FETCH_PROGRESS_S)
 
     async def _start(self, configs: dict[Worker, RankConfig]) -> list[EngineRecord]:
         tp_size = self._launch.tensor_parallel_size

@@ -53,6 +53,7 @@ class EngineWorker:
         self._host = ray.util.get_node_ip_address()
         self._epoch = secrets.randbits(63)
         self._rendezvous: Rendezvous | None = None
+        self._fetch_progress = ""
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
         self._following: asyncio.Task[None] | None = None
@@ -69,7 +70,11 @@ class EngineWorker:
         """
         from baton.engine.startup.fetch import fetch_models
 
-        return (await asyncio.to_thread(fetch_models, self._config)).model
+        return (await asyncio.to_thread(fetch_models, self._config, self._note_fetch)).model
+
+    async def fetch_progress(self) -> str:
+        """Return how far the download of the model is; empty where none has been going on for long."""
+        return self._fetch_progress
 
     async def open(self) -> RankEndpoints:
         """Open the sockets of this rank to which others connect."""
@@ -123,6 +128,9 @@ class EngineWorker:
             await asyncio.to_thread(self._engine.close)
         if self._exporter is not None:
             await self._exporter.close()
+
+    def _note_fetch(self, progress: str) -> None:
+        self._fetch_progress = progress
 
     def _export_metrics(self) -> str:
         """Start to answer scrapes, and return the address."""

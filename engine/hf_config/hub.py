@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,9 +47,13 @@ TEXT_FILES = (
     "tiktoken.model",
     "*.tiktoken",
 )
+_NOT_READ = ("consolidated*", "*/*")  # the same weights under other names, and what lies in folders
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+Progress = Callable[[str], None]  # a sentence about a download
 
 
 class Files(enum.Enum):
@@ -69,11 +73,19 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
-def model_folder(model: str, files: Files, *, revision: str | None = None, download_dir: str | None = None) -> Path:
+def model_folder(
+    model: str,
+    files: Files,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """Return the folder of a model. Of a name of the Hub, the files that the cache lacks are downloaded first.
 
     `revision`: a branch, a tag or a commit, by default `main`. The folder of a name is called by its commit.
-    `download_dir`: the cache, by default that of `huggingface_hub`. Raises `ModelNotFetched`.
+    `download_dir`: the cache, by default that of `huggingface_hub`. `progress` is told how far the weights are, now
+    and then, except on a terminal, which has the library's bars. Raises `ModelNotFetched`.
     """
     if not is_hub_name(model):
         if revision is not None:
@@ -85,19 +97,23 @@ def model_folder(model: str, files: Files, *, revision: str | None = None, downl
             f"{model} has no config.json, so it is no model that Baton can read; it holds {_held(model, text)}"
         )
     if files is Files.ALL:
-        _fetch_weights(model, text, download_dir)
+        _fetch_weights(model, text, download_dir, progress)
     return text
 
 
-def _fetch_weights(model: str, folder: Path, download_dir: str | None) -> None:
+def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress: Progress | None) -> None:
     """Download the weights that a snapshot lacks, and check what came."""
     wanted = _weight_files(folder)
     had = set(folder.glob("*.safetensors"))
     if wanted and had.issuperset(folder / name for name in wanted):
         return
-    logger.info("fetching the weights of %s, commit %s", model, folder.name)
+    line = f"fetches the weights of {model}, commit {folder.name}"
+    logger.info(line)
+    if progress is not None:  # a process that waits for another one's download hears no more
+        progress(line)
     started_s = time.monotonic()
-    _download(model, wanted or ("*.safetensors",), folder.name, download_dir, ignored=() if wanted else _TWICE)
+    patterns, ignored = (wanted, ()) if wanted else (("*.safetensors",), _NOT_READ)
+    _download(model, patterns, folder.name, download_dir, ignored, progress)
     found = set(folder.glob("*.safetensors"))
     if not found:
         raise ModelNotFetched(
@@ -105,10 +121,7 @@ def _fetch_weights(model: str, folder: Path, download_dir: str | None) -> None:
             "whose weights are safetensors, or convert them"
         )
     _check_digests(model, sorted(found - had))
-    logger.info("fetched the weights of %s in %.0f s", model, time.monotonic() - started_s)
-
-
-_TWICE = ("consolidated*", "*/*")  # the same weights under other names, and what lies in folders
+    logger.info("has the weights of %s in %.0f s", model, time.monotonic() - started_s)
 
 
 def _weight_files(folder: Path) -> Sequence[str]:
@@ -127,8 +140,14 @@ class _Index(msgspec.Struct):
 
 
 def _download(
-    model: str, patterns: Sequence[str], revision: str | None, cache: str | None, ignored: Sequence[str] = ()
+    model: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    cache: str | None,
+    ignored: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Path:
+    """Download the files that match `patterns` and not `ignored`, and return the folder of the snapshot."""
     # Takes half a second, which only names need.
     from huggingface_hub import snapshot_download
 
@@ -141,7 +160,7 @@ def _download(
             cache_dir=cache,
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored) or None,
-            tqdm_class=bar_class(model),
+            tqdm_class=bar_class(model, progress),
         )
     return Path(folder)
 
@@ -166,8 +185,8 @@ def _check_digests(model: str, files: Sequence[Path]) -> None:
         digests = dict(zip(expected, threads.map(_sha256, expected), strict=True))
     wrong = [file for file, digest in digests.items() if digest != expected[file]]
     for file in wrong:
-        file.resolve().unlink()
-        file.unlink()
+        file.resolve().unlink(missing_ok=True)  # another process may have found it, too
+        file.unlink(missing_ok=True)
     if wrong:
         raise ModelNotFetched(
             f"{model}: {', '.join(file.name for file in wrong)} did not arrive as the Hub has it (another SHA-256) and "

@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from huggingface_hub.utils import tqdm
@@ -16,32 +17,29 @@ LOG_S = 10.0  # between two lines
 GB = 1e9
 
 
-def bar_class(model: str) -> type[tqdm] | None:
-    """Return the class of `snapshot_download`'s bars; None on a terminal, for its own."""
+def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm] | None:
+    """Return the class of `snapshot_download`'s bars; None on a terminal, for its own.
+
+    Bars of received bytes log a line every `LOG_S` seconds, which `progress` gets, too; others do nothing.
+    """
     if sys.stderr.isatty():
         return None
 
-    class LoggedBar(_LoggedBar):
-        name = model
+    class LoggedBar(tqdm):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            self._began_s = time.monotonic()
+            logged = {"disable": False, "file": io.StringIO(), "miniters": 1, "mininterval": LOG_S}
+            super().__init__(*args, **{**given, **logged})
+
+        def display(self, *args: Any, **given: Any) -> None:
+            """Tell the state. tqdm calls it after `mininterval` seconds, and where a bar begins or ends."""
+            if self.unit != "B" or not self.desc.startswith("Downloading") or self.n == 0:
+                return
+            rate = (self.n - self.initial) / (time.monotonic() - self._began_s)
+            total = max(self.n, self.total or 0)  # of files that have begun
+            line = f"fetches {model}: {self.n / GB:.2f} of {total / GB:.2f} GB asked for so far, {rate / 1e6:.0f} MB/s"
+            logger.info(line)
+            if progress is not None:
+                progress(line)
 
     return LoggedBar
-
-
-class _LoggedBar(tqdm):
-    """Logs the bytes that have arrived, and their rate. Of the library's bars, only that of received bytes does."""
-
-    name: str
-
-    def __init__(self, *args: Any, **given: Any) -> None:
-        self._began_s = time.monotonic()
-        super().__init__(
-            *args, **{**given, "disable": False, "file": io.StringIO(), "miniters": 1, "mininterval": LOG_S}
-        )
-
-    def display(self, *args: Any, **given: Any) -> None:
-        """Log a line. tqdm calls it after `mininterval` seconds, and where a bar begins or ends."""
-        if self.unit == "B" and self.desc.startswith("Downloading") and self.n > 0:
-            rate = (self.n - self.initial) / (time.monotonic() - self._began_s)
-            total = max(self.n, self.total or 0)  # files that have not begun are not in it yet
-            size = f"{self.n / GB:.2f} of {total / GB:.2f} GB or more"
-            logger.info("fetching %s: %s, %.0f MB/s", self.name, size, rate / 1e6)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from ..config import EngineConfig
-from ..hf_config.hub import Files, model_folder
+from ..hf_config.hub import Files, Progress, model_folder
 
 
-def fetch_models(config: EngineConfig) -> EngineConfig:
+def fetch_models(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
     """Return the config with folders in place of names of the Hub, having fetched what of these is not here.
 
-    Random weights (`load_format` "dummy") need config.json and the tokenizer alone. Raises `ModelNotFetched`.
+    `progress` is told how far a long download is. Random weights (`load_format` "dummy") need config.json and the
+    tokenizer alone. Raises `ModelNotFetched`.
     """
     files = Files.TEXT if config.load_format == "dummy" else Files.ALL
-    model = model_folder(config.model, files, revision=config.revision, download_dir=config.download_dir)
+    model = model_folder(
+        config.model, files, revision=config.revision, download_dir=config.download_dir, progress=progress
+    )
     tokenizer = config.tokenizer
     if tokenizer is not None or config.tokenizer_revision is not None:
         tokenizer = str(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +12,8 @@ import pytest
 
 from ..helpers.free_ports import free_port
 from ..helpers.hub_server import COMMIT, HubServer, hub_server
-from ..helpers.served import baton_serve, config_file
-from .deployed import Cluster
+from ..helpers.served import BATON, baton_serve, config_file, eventually
+from .deployed import READY_S, Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -36,6 +38,10 @@ def answer(url: str) -> str:
     return str(response.json()["choices"][0]["text"])
 
 
+def status(url: str) -> str:
+    return subprocess.run([BATON, "status", "--url", url], capture_output=True, text=True, timeout=60).stdout
+
+
 def test_serve_takes_a_name(hub: HubServer, tmp_path: Path) -> None:
     hub.bytes_per_s = 1e6  # slower than Ray starts
     port = free_port()
@@ -43,18 +49,20 @@ def test_serve_takes_a_name(hub: HubServer, tmp_path: Path) -> None:
     with baton_serve(config, port, "demo/model", "--model-id", "demo/model") as server:
         assert answer(server.url)
         assert hub.downloads(WEIGHTS) == [f"/demo/model/resolve/{COMMIT}{WEIGHTS}"]
-        assert f"fetching the weights of demo/model, commit {COMMIT}" in server.output()
+        assert f"fetches the weights of demo/model, commit {COMMIT}" in server.output()
 
 
 def test_a_node_fetches_once_for_all_of_its_ranks(hub: HubServer, tmp_path: Path) -> None:
     """A prefill group of one rank and a decode group of two start together; a slow download ends none of them."""
-    hub.bytes_per_s = 1e6
+    hub.bytes_per_s = 3e5  # for longer than the directory waits for a heartbeat
     cluster = Cluster(tmp_path, answer_tokens=8)
     try:
         cluster.args["model"] = "demo/model"
         del cluster.args["model_id"]
         cluster.args["fleets"]["decode"]["engine"] = {"tensor_parallel_size": 2}
         cluster.deploy()
+        fetches = re.compile(r"(prefill|decode)-\w+ starts on [\d.]+: fetches the weights of demo/model, commit c0ffee")
+        eventually(lambda: len(fetches.findall(status(cluster.url))) == 2, READY_S, lambda: status(cluster.url))
         cluster.wait_for(lambda ranks: sorted(rank["role"] for rank in ranks) == ["decode", "prefill"])
         assert answer(cluster.url)
         assert len(hub.downloads(WEIGHTS)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,10 @@ logging.basicConfig(level="INFO", format="%(name)s %(message)s")
 from baton.engine.hf_config import hub, hub_progress
 from baton.engine.hf_config.errors import ModelError
 hub_progress.LOG_S = 0.2
+told = []
 model, files, options = json.loads(sys.argv[1])
 try:
-    answer = {"folder": str(hub.model_folder(model, hub.Files[files], **options))}
+    answer = {"folder": str(hub.model_folder(model, hub.Files[files], progress=told.append, **options)), "told": told}
 except ModelError as error:
     answer = {"error": type(error).__name__, "message": str(error)}
 print(json.dumps(answer))
@@ -42,6 +44,7 @@ class Fetched:
     error: str
     message: str
     log: str
+    told: list[str]  # of its progress
 
     @property
     def files(self) -> list[str]:
@@ -67,7 +70,9 @@ def finished(process: subprocess.Popen[str]) -> Fetched:
     output, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     answer = json.loads(output)
-    return Fetched(Path(answer.get("folder", "")), answer.get("error", ""), answer.get("message", ""), log)
+    return Fetched(
+        Path(answer.get("folder", "")), answer.get("error", ""), answer.get("message", ""), log, answer.get("told", [])
+    )
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ def test_a_name_is_fetched_once_and_only_what_is_read(client: Client, hub: HubSe
     assert fetched.files == sorted([*TEXT, WEIGHTS])
     assert fetched.folder == client.cache / f"models--demo--model/snapshots/{COMMIT}"
     assert (fetched.folder / WEIGHTS).read_bytes() == (DEMO / WEIGHTS).read_bytes()
-    assert f"fetching the weights of demo/model, commit {COMMIT}" in fetched.log
+    assert f"fetches the weights of demo/model, commit {COMMIT}" in fetched.log
     hub.requests.clear()
     assert client.fetch().folder == fetched.folder
     assert hub.downloads("") == []
@@ -131,9 +136,12 @@ def test_two_processes_make_one_download(client: Client, hub: HubServer) -> None
 
 def test_a_slow_download_tells_how_far_it_is(client: Client, hub: HubServer) -> None:
     hub.bytes_per_s = 8e6
-    lines = [line for line in client.fetch().log.splitlines() if "fetching demo/model: 0.0" in line]
-    assert lines
-    assert all(line.endswith(" MB/s") and " of 0.01 GB" in line for line in lines)
+    fetched = client.fetch()
+    assert fetched.told.pop(0) == f"fetches the weights of demo/model, commit {COMMIT}"
+    line = re.compile(r"fetches demo/model: 0\.0[01] of 0\.01 GB asked for so far, [78] MB/s")
+    assert fetched.told
+    assert [told for told in fetched.told if not line.fullmatch(told)] == []
+    assert [told for told in fetched.told if told not in fetched.log] == []
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(client: Client, hub: HubServer) -> None:
