@@ -175,7 +175,7 @@ class WorkerGroup:
         """Keep `state` at the progress of downloads, until cancelled."""
         while True:
             with contextlib.suppress(ray.exceptions.RayError):  # `_all` raises it, too
-                told = await asyncio.gather(*(worker.actor.fetch_progress.remote() for worker in workers))
+                told: list[str] = await asyncio.gather(*(worker.actor.fetch_progress.remote() for worker in workers))
                 self.state = "; ".join(dict.fromkeys(filter(None, told))) or self.state
             await asyncio.sleep(FETCH_PROGRESS_S)
 

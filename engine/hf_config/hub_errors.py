@@ -56,7 +56,7 @@ def _explained(error: Exception, model: str, revision: str | None, cache: str | 
         return _disk_full(model, folder)
     reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
     return ModelNotFetched(
-        f"{model} could not be fetched whole: {reason[0]} Start again: files that are whole are kept"
+        f"{model} could not be fetched whole ({reason[0]}): start again: files that are whole are kept"
     )
 
 

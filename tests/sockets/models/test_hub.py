@@ -17,6 +17,7 @@ import pytest
 
 from ...helpers.free_ports import free_port
 from ...helpers.hub_server import COMMIT, HubServer, hub_server
+from ...helpers.served import BATON
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -191,6 +192,73 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cache(client: Client) -> None:
     fetched = client.fetch()
     client.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{free_port()}"
     assert client.fetch().folder == fetched.folder
+
+
+def application(folder: Path, **engine: Any) -> Path:
+    file = folder / "application.yaml"
+    file.write_text(json.dumps({"model": "demo/model", "engine": engine, "fleets": {"unified": {}}}))
+    return file
+
+
+def baton(client: Client, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [BATON, *map(str, words)]
+    return subprocess.run(command, env=client.environment, capture_output=True, text=True, timeout=60)
+
+
+def test_check_reads_what_the_hub_says_and_fetches_no_weights(client: Client, hub: HubServer, tmp_path: Path) -> None:
+    done = baton(client, "check", application(tmp_path))
+    assert done.returncode == 0, done.stderr
+    aside = "(not checked: the weights of demo/model, which engines fetch)"
+    assert f"baton is fine: demo/model, 1 unified {aside}" in done.stdout
+    assert baton(client, "check", application(tmp_path, load_format="dummy")).stdout.endswith("1 unified\n")
+    refused = baton(client, "check", application(tmp_path, tensor_parallel_size=3))
+    assert refused.returncode == 1
+    assert "unified: tensor_parallel_size" in refused.stderr
+    assert hub.downloads(".safetensors") == []
+
+
+def test_check_without_a_network_says_what_it_could_not_check(client: Client, tmp_path: Path) -> None:
+    client.environment["HF_HUB_OFFLINE"] = "1"
+    done = baton(client, "check", application(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "not checked: how demo/model divides, since the cache" in done.stdout
+
+
+def test_check_refuses_a_model_that_is_not_there(client: Client, hub: HubServer, tmp_path: Path) -> None:
+    hub.folders.clear()
+    done = baton(client, "check", application(tmp_path))
+    assert done.returncode == 1
+    assert f"model: {hub.url} has no model demo/model" in done.stderr
+
+
+def test_plan_takes_a_name(client: Client, hub: HubServer, tmp_path: Path) -> None:
+    done = baton(client, "plan", application(tmp_path), "--gpus-per-node", 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "baton: demo/model on 1 node with no GPU" in done.stdout
+    assert hub.downloads(".safetensors") == []
+
+
+def test_serve_refuses_a_name_before_ray_starts(client: Client, hub: HubServer) -> None:
+    hub.token, hub.gated = "hf_secret", True
+    done = baton(client, "serve", "demo/model")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model: demo/model is gated")
+
+
+LLM = """
+import sys
+from baton.engine import LLM, SamplingParams
+with LLM("demo/model", device="cpu", kv_cache_memory_bytes=2**24, load_format=sys.argv[1]) as llm:
+    print(len(llm.generate(["def main():"], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids))
+"""
+
+
+@pytest.mark.parametrize(("load_format", "downloads"), [("dummy", 0), ("auto", 1)])
+def test_llm_takes_a_name(load_format: str, downloads: int, client: Client, hub: HubServer) -> None:
+    words = [sys.executable, "-c", LLM, load_format]
+    done = subprocess.run(words, env=client.environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "4\n", done.stderr
+    assert len(hub.downloads(".safetensors")) == downloads
 
 
 Fault = Callable[[HubServer, Client, Path], object]
