@@ -159,8 +159,9 @@ class WorkerGroup:
         ).remote(self._launch, assignment)
 
     async def _fetch(self) -> dict[str, str]:
-        """Return the model's folder by node. However long a download takes, no rank waits for others in vain: none has
-        started.
+        """Return the model's folder by node, having fetched what is not there of a name of the Hub.
+
+        It may take hours: no rank has started yet, so none gives up waiting for another one.
         """
         first = [worker for worker in self.workers if worker.assignment.local_rank == 0]
         watch = asyncio.create_task(self._watch_fetch(first))

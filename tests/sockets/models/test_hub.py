@@ -231,6 +231,22 @@ def test_check_refuses_a_model_that_is_not_there(client: Client, hub: HubServer,
     assert f"model: {hub.url} has no model demo/model" in done.stderr
 
 
+LOAD = """
+import sys
+from baton.cluster.spec import load_spec
+spec = load_spec({"model": "demo/model", "fleets": {"unified": {}}, "engine": {"load_format": "dummy"}})
+again = load_spec(spec.engine_args())
+print(spec.served_model_id, spec.revision, again.revision, again.engine_config("unified").revision)
+"""
+
+
+def test_an_application_stays_at_the_commit_that_it_was_deployed_with(client: Client, hub: HubServer) -> None:
+    words = [sys.executable, "-c", LOAD]
+    done = subprocess.run(words, env=client.environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["demo/model", COMMIT, COMMIT, COMMIT], done.stderr
+    assert len([path for _, path, _ in hub.requests if "/revision/" in path]) == 1
+
+
 def test_plan_takes_a_name(client: Client, hub: HubServer, tmp_path: Path) -> None:
     done = baton(client, "plan", application(tmp_path), "--gpus-per-node", 0)
     assert done.returncode == 0, done.stdout + done.stderr
