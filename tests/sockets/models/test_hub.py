@@ -139,7 +139,7 @@ def test_a_slow_download_tells_how_far_it_is(client: Client, hub: HubServer) -> 
     hub.bytes_per_s = 8e6
     fetched = client.fetch()
     assert fetched.told.pop(0) == f"fetches the weights of demo/model, commit {COMMIT}"
-    line = re.compile(r"fetches demo/model: 0\.0[01] of 0\.01 GB asked for so far, [78] MB/s")
+    line = re.compile(r"fetches demo/model: 0\.0[01] of 0\.01 GB asked for so far, [1-8] MB/s")
     assert fetched.told
     assert [told for told in fetched.told if not line.fullmatch(told)] == []
     assert [told for told in fetched.told if told not in fetched.log] == []
@@ -205,6 +205,7 @@ def baton(client: Client, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=client.environment, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_check_reads_what_the_hub_says_and_fetches_no_weights(client: Client, hub: HubServer, tmp_path: Path) -> None:
     done = baton(client, "check", application(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -269,6 +270,7 @@ with LLM("demo/model", device="cpu", kv_cache_memory_bytes=2**24, load_format=sy
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load_format", "downloads"), [("dummy", 0), ("auto", 1)])
 def test_llm_takes_a_name(load_format: str, downloads: int, client: Client, hub: HubServer) -> None:
     words = [sys.executable, "-c", LLM, load_format]
