@@ -1,10 +1,9 @@
-"""The progress of downloads from the Hub: bars of the library on a terminal, lines of a log elsewhere."""
+"""The progress of downloads from the Hub, as lines of a log. On a terminal the library's own bars show it."""
 
 from __future__ import annotations
 
 import io
 import logging
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +16,11 @@ LOG_S = 10.0  # between two lines
 GB = 1e9
 
 
-def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm] | None:
-    """Return the class of `snapshot_download`'s bars; None on a terminal, for its own.
+def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm]:
+    """Return the class of the bars of `snapshot_download`.
 
-    Bars of received bytes log a line every `LOG_S` seconds, which `progress` gets, too; others do nothing.
+    The bar of received bytes logs a line every `LOG_S` seconds, which `progress` gets, too; others do nothing.
     """
-    if sys.stderr.isatty():
-        return None
 
     class LoggedBar(tqdm):
         def __init__(self, *args: Any, **given: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +146,29 @@ def test_a_slow_download_tells_how_far_it_is(client: Client, hub: HubServer) -> 
     assert fetched.told
     assert [told for told in fetched.told if not line.fullmatch(told)] == []
     assert [told for told in fetched.told if told not in fetched.log] == []
+
+
+def read_terminal(window: int) -> str:
+    """Return what a terminal shows next; empty when its last program has ended."""
+    try:
+        return os.read(window, 4096).decode(errors="replace")
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return ""
+
+
+def test_a_terminal_shows_bars_of_the_weights(client: Client) -> None:
+    window, programs = pty.openpty()
+    termios.tcsetwinsize(programs, (40, 110))
+    words = [sys.executable, "-c", FETCH, json.dumps(["demo/model", "ALL", {}])]
+    process = subprocess.Popen(words, env=client.environment, stdout=subprocess.DEVNULL, stderr=programs)
+    os.close(programs)
+    shown = "".join(iter(lambda: read_terminal(window), ""))
+    os.close(window)
+    assert process.wait(60) == 0
+    assert "Fetching 1 files: 100%" in shown
+    assert "Fetching 4 files" not in shown
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(client: Client, hub: HubServer) -> None:
