@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +113,7 @@ def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress:
         progress(line)
     started_s = time.monotonic()
     patterns, ignored = (wanted, ()) if wanted else (("*.safetensors",), _NOT_READ)
-    _download(model, patterns, folder.name, download_dir, ignored, progress, shows_bars=True)
+    _download(model, patterns, folder.name, download_dir, ignored, progress, shows_progress=True)
     found = set(folder.glob("*.safetensors"))
     if not found:
         raise ModelNotFetched(
@@ -148,15 +147,14 @@ def _download(
     ignored: Sequence[str] = (),
     progress: Progress | None = None,
     *,
-    shows_bars: bool = False,
+    shows_progress: bool = False,
 ) -> Path:
     """Download the files that match `patterns` and not `ignored`, and return the folder of the snapshot."""
     # Takes half a second, which only names need.
     from huggingface_hub import snapshot_download
 
-    from .hub_progress import bar_class
+    from .hub_progress import NoBar, bar_class
 
-    bars = None if shows_bars and sys.stderr.isatty() else bar_class(model, progress)
     with errors_explained(model, revision, cache):
         folder = snapshot_download(
             model,
@@ -164,7 +162,7 @@ def _download(
             cache_dir=cache,
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored) or None,
-            tqdm_class=bars,
+            tqdm_class=bar_class(model, progress) if shows_progress else NoBar,
         )
     return Path(folder)
 

@@ -1,9 +1,10 @@
-"""The progress of downloads from the Hub, as lines of a log. On a terminal the library's own bars show it."""
+"""The progress of downloads from the Hub: bars of the library on a terminal, lines of a log elsewhere."""
 
 from __future__ import annotations
 
 import io
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,20 @@ LOG_S = 10.0  # between two lines
 GB = 1e9
 
 
-def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm]:
-    """Return the class of the bars of `snapshot_download`.
+class NoBar(tqdm):
+    """A bar that shows nothing, and takes no line of the terminal."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **{**given, "disable": True})
+
+
+def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm] | None:
+    """Return the class of the bars of `snapshot_download`; None on a terminal, for its own.
 
     The bar of received bytes logs a line every `LOG_S` seconds, which `progress` gets, too; others do nothing.
     """
+    if sys.stderr.isatty():
+        return None
 
     class LoggedBar(tqdm):
         def __init__(self, *args: Any, **given: Any) -> None:

@@ -169,6 +169,7 @@ def test_a_terminal_shows_bars_of_the_weights(client: Client) -> None:
     assert process.wait(60) == 0
     assert "Fetching 1 files: 100%" in shown
     assert "Fetching 4 files" not in shown
+    assert "\r\n\r\n\r\n\r\n" not in shown  # no line is kept for a bar that is not there
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(client: Client, hub: HubServer) -> None:
