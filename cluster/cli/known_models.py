@@ -62,12 +62,12 @@ def fitting(device: Device) -> list[KnownModel]:
 def no_model(device: Device | None = None) -> str:
     """Return the error of a `baton serve` without a model, with commands that would work here."""
     device = device or find_device()
-    asks = "no model: give a name of the Hub, a folder, or a --config file that has either"
+    message = "no model: give a name of the Hub, a folder, or a --config file that has either"
     memory = f"{device.name} with {device.memory_bytes / GB:.0f} GB{'' if device.is_gpu else ' of free memory'}"
     models = fitting(device)
     if not models:
-        return f"{asks}. This machine ({memory}) is too small for those that are known here by name"
+        return f"{message}. This machine ({memory}) is too small for those that are known here by name"
     width = max(len(model.name) for model in models)
     lines = [f"  baton serve {model.name:{width}}  {model.num_bytes / GB:.1f} GB of weights" for model in models]
     counted = "sizes: the parameters of the model cards, in 16 bits"
-    return "\n".join([f"{asks}. For this machine ({memory}; {counted}):", *lines])
+    return "\n".join([f"{message}. For this machine ({memory}; {counted}):", *lines])

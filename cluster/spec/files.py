@@ -34,7 +34,7 @@ WITHIN_A_MACHINE = {"self", "sm", "shm", "posix", "sysv", "cma", "knem", "xpmem"
 
 
 def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec:
-    """Check arguments and return the application that they describe; its `model` is an absolute path.
+    """Check arguments and return the application that they describe; its `model` and `download_dir` are absolute paths.
 
     A name of the Hub stays one, and its `revision` becomes the commit that this has now, so that all processes of the
     application load the same; config.json and the tokenizer are fetched for that. Without `needs_model` nothing is
@@ -46,6 +46,8 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     is_name = isinstance(model, str) and not has_model(model) and is_hub_name(model)
     if isinstance(model, str) and not is_name and (needs_model or has_model(model)):
         args = {**args, "model": str(find_model_folder(model))}
+    if isinstance(args.get("download_dir"), str):  # the current folder of other processes is another one
+        args = {**args, "download_dir": str(Path(args["download_dir"]).expanduser().absolute())}
     try:
         spec = FleetSpec.model_validate(dict(args))
         return _at_commit(spec) if is_name and needs_model and not is_commit(spec.revision) else spec

@@ -153,16 +153,16 @@ def _download(
     # Takes half a second, which only names need.
     from huggingface_hub import snapshot_download
 
-    from .hub_progress import NoBar, bar_class
+    from .hub_progress import NoBar, bar_class, stopping_at_ctrl_c
 
-    with errors_explained(model, revision, cache):
+    with errors_explained(model, revision, cache), stopping_at_ctrl_c() as stop:
         folder = snapshot_download(
             model,
             revision=revision,
             cache_dir=cache,
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored) or None,
-            tqdm_class=bar_class(model, progress) if shows_progress else NoBar,
+            tqdm_class=bar_class(model, progress, stop) if shows_progress else NoBar,
         )
     return Path(folder)
 

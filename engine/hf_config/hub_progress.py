@@ -1,14 +1,20 @@
-"""The progress of downloads from the Hub: bars of the library on a terminal, lines of a log elsewhere."""
+"""The progress of downloads from the Hub: bars of the library on a terminal, lines of a log elsewhere; and Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
+from huggingface_hub import close_session
 from huggingface_hub.utils import tqdm
 
 logger = logging.getLogger(__name__)
@@ -24,15 +30,20 @@ class NoBar(tqdm):
         super().__init__(*args, **{**given, "disable": True})
 
 
-def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm] | None:
-    """Return the class of the bars of `snapshot_download`; None on a terminal, for its own.
+def bar_class(model: str, progress: Callable[[str], None] | None, stop: threading.Event) -> type[tqdm]:
+    """Return the class of the bars of `snapshot_download`, which raise `InterruptedError` once `stop` is set.
 
-    The bar of received bytes logs a line every `LOG_S` seconds, which `progress` gets, too; others do nothing.
+    Elsewhere than on a terminal, the bar of received bytes logs a line every `LOG_S` seconds, which `progress` gets,
+    too; others show nothing.
     """
-    if sys.stderr.isatty():
-        return None
 
-    class LoggedBar(tqdm):
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if stop.is_set():
+                raise InterruptedError("the download was interrupted")
+            return super().update(n)
+
+    class LoggedBar(Bar):
         def __init__(self, *args: Any, **given: Any) -> None:
             self._began_s = time.monotonic()
             logged = {"disable": False, "file": io.StringIO(), "miniters": 1, "mininterval": LOG_S}
@@ -49,4 +60,30 @@ def bar_class(model: str, progress: Callable[[str], None] | None) -> type[tqdm] 
             if progress is not None:
                 progress(line)
 
-    return LoggedBar
+    return Bar if sys.stderr.isatty() else LoggedBar
+
+
+@contextlib.contextmanager
+def stopping_at_ctrl_c() -> Iterator[threading.Event]:
+    """Set the event at the first SIGINT, and end this process at the second one.
+
+    `KeyboardInterrupt` alone would wait until the library's threads have fetched the files that they have begun.
+    """
+    stop = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield stop
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        close_session()  # connections that wait for data
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,9 +8,11 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 
 from ...helpers.free_ports import free_port
 from ...helpers.hub_server import COMMIT, HubServer, hub_server
-from ...helpers.served import BATON
+from ...helpers.served import BATON, eventually
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -172,6 +174,17 @@ def test_a_terminal_shows_bars_of_the_weights(client: Client) -> None:
     assert "\r\n\r\n\r\n\r\n" not in shown  # no line is kept for a bar that is not there
 
 
+def test_ctrl_c_ends_a_download_at_once_and_leaves_no_part(client: Client, hub: HubServer) -> None:
+    hub.bytes_per_s = 1e5  # for two minutes
+    process = client.start()
+    eventually(lambda: hub.downloads(WEIGHTS) != [], 30.0, "no download begins")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=10)
+    assert log.rstrip().endswith("KeyboardInterrupt")
+    assert list(client.cache.glob("**/*.incomplete")) == []
+
+
 def test_a_download_that_breaks_off_goes_on_where_it_was(client: Client, hub: HubServer) -> None:
     chunk = 10 * 2**20  # which the library writes at once
     hub.break_after = [chunk - 1, chunk + 1]
@@ -262,16 +275,17 @@ def test_check_refuses_a_model_that_is_not_there(client: Client, hub: HubServer,
 LOAD = """
 import sys
 from baton.cluster.spec import load_spec
-spec = load_spec({"model": "demo/model", "fleets": {"unified": {}}, "engine": {"load_format": "dummy"}})
+spec = load_spec({"model": "demo/model", "fleets": {"unified": {}}, "download_dir": "models"})
 again = load_spec(spec.engine_args())
-print(spec.served_model_id, spec.revision, again.revision, again.engine_config("unified").revision)
+engine = again.engine_config("unified")
+print(spec.served_model_id, spec.revision, again.revision, engine.revision, engine.download_dir)
 """
 
 
-def test_an_application_stays_at_the_commit_that_it_was_deployed_with(client: Client, hub: HubServer) -> None:
+def test_an_application_keeps_its_commit_and_its_cache(client: Client, hub: HubServer, tmp_path: Path) -> None:
     words = [sys.executable, "-c", LOAD]
-    done = subprocess.run(words, env=client.environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["demo/model", COMMIT, COMMIT, COMMIT], done.stderr
+    done = subprocess.run(words, env=client.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["demo/model", COMMIT, COMMIT, COMMIT, str(tmp_path / "models")], done.stderr
     assert len([path for _, path, _ in hub.requests if "/revision/" in path]) == 1
 
 
@@ -336,6 +350,10 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {
         ["could not be fetched whole", "file should be of size"],
     ),
     "another digest": (lambda hub, *_: setattr(hub, "corrupt", True), [WEIGHTS, "SHA-256", "was removed"]),
+    "broken off each time": (
+        lambda hub, *_: hub.break_after.extend([1000] * 20),
+        ["could not be fetched whole", "start again: files that are whole are kept"],
+    ),
     "no config": (_without("config.json"), ["has no config.json", "README.md"]),
     "no safetensors": (
         _without(WEIGHTS, "consolidated.safetensors", "original/consolidated.safetensors"),
