@@ -51,6 +51,8 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
         "download_dir": options.download_dir,
         "model_id": options.model_id,
     }
+    if options.model is not None:
+        args.pop("revision", None)  # that of the file's model
     args |= {key: value for key, value in given.items() if value is not None}
     gateway: dict[str, Any] = {"host": options.host, "port": options.port, "replicas": options.gateways}
     gateway |= {"api_keys": options.api_key or None, "allowed_origins": options.allowed_origin or None}

@@ -107,7 +107,7 @@ def load_specs(
     content: Mapping[str, Any], *, model: str | None = None, needs_model: bool = True
 ) -> dict[str, FleetSpec]:
     """Load applications as `specs_in_file` does, from the content of a file."""
-    own = {} if model is None else {"model": model}
+    own = {} if model is None else {"model": model, "revision": None}
     specs, problems = {}, []
     given = _applications_of(content)
     for name, args in given.items():

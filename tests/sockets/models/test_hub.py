@@ -296,6 +296,16 @@ def test_plan_takes_a_name(client: Client, hub: HubServer, tmp_path: Path) -> No
     assert hub.downloads(".safetensors") == []
 
 
+def test_another_model_than_the_files_has_no_revision_of_it(client: Client, hub: HubServer, tmp_path: Path) -> None:
+    file = tmp_path / "application.yaml"
+    file.write_text(json.dumps({"model": "gone/model", "revision": "v7", "fleets": {"unified": {}}}))
+    done = baton(client, "plan", file, "--gpus-per-node", 0, "--model", DEMO)
+    assert done.returncode == 0, done.stdout + done.stderr
+    hub.token, hub.gated = "hf_secret", True
+    done = baton(client, "serve", "demo/model", "--config", file)
+    assert "demo/model is gated" in done.stderr, done.stderr
+
+
 def test_serve_refuses_a_name_before_ray_starts(client: Client, hub: HubServer) -> None:
     hub.token, hub.gated = "hf_secret", True
     done = baton(client, "serve", "demo/model")
