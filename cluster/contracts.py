@@ -80,6 +80,15 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, engines=engines)
 
 
+class StartingGroup(msgspec.Struct, frozen=True):
+    """A group that has no engines yet."""
+
+    group_id: str
+    role: Role
+    node_ip: str  # of its control plane
+    state: str  # what it does: "fetches Qwen/Qwen3-8B: 3.10 of 16.38 GB or more, 210 MB/s"
+
+
 class EnginePulse(msgspec.Struct, frozen=True):
     """The state of an engine, as its own process reports it."""
 
@@ -213,6 +222,7 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     gateways: list[GatewayRecord]  # engines abort the requests of a gateway that left
     directory: str = ""  # name of its actor
     metrics_address: str = ""  # of the directory's `MetricsExporter`
+    starting: list[StartingGroup] = []
 
 
 class ClientCounters(msgspec.Struct):

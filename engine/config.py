@@ -117,8 +117,11 @@ class EngineArguments(StrictModel):
 class EngineConfig(EngineArguments):
     """Arguments of one engine, with its model. Build it with `from_args`, which words errors better."""
 
-    model: str  # a folder with config.json and safetensors
-    tokenizer: str | None = None  # a folder; the model's own by default
+    model: str  # a folder with config.json and safetensors, or a name of the Hub: see `hf_config/hub.py`
+    revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
+    tokenizer: str | None = None  # a folder or a name; the model's own by default
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None  # where names are kept; by default the cache of `huggingface_hub`
     skip_tokenizer_init: bool = False
 
     @classmethod
@@ -133,7 +136,7 @@ class EngineConfig(EngineArguments):
         except ValidationError as error:
             where, what = next(problems_of(error))
             if where == "model" and args.get("model") is None:
-                what = "is required: a folder with config.json and safetensors"
+                what = "is required: a folder with config.json and safetensors, or a name of the Hub"
             raise InvalidEngineConfig(where, what) from None
 
     @model_validator(mode="after")

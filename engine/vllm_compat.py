@@ -19,7 +19,7 @@ class UnsupportedArgument:
     accepted: tuple[Any, ...] = ()  # beside None: values that change nothing, or describe what Baton does anyway
 
 
-_LOCAL = "a model is a local folder, and nothing is fetched"
+_TOKEN = "the token is HF_TOKEN in the environment, or that of `hf auth login`"
 _TEXT_ONLY = "models read text alone"
 _NO_LORA = "adapters are not served: merge them into the weights"
 _GENERATES = "models generate text, and do nothing else"
@@ -28,11 +28,8 @@ _IN_HOST_MEMORY = "blocks are kept in the host's memory by an application alone 
 
 ENGINE = {
     "tokenizer_mode": UnsupportedArgument("a folder's tokenizer is read in one way", ("auto", "hf")),
-    "revision": UnsupportedArgument(_LOCAL),
-    "code_revision": UnsupportedArgument(_LOCAL),
-    "tokenizer_revision": UnsupportedArgument(_LOCAL),
-    "download_dir": UnsupportedArgument(_LOCAL),
-    "hf_token": UnsupportedArgument(_LOCAL, (False,)),
+    "code_revision": UnsupportedArgument("model code from checkpoints is never run"),
+    "hf_token": UnsupportedArgument(_TOKEN, (True,)),
     "hf_config_path": UnsupportedArgument(_SET_IN_FOLDER),
     "hf_overrides": UnsupportedArgument(_SET_IN_FOLDER, ({},)),
     "config_format": UnsupportedArgument("config.json is read, as Hugging Face writes it", ("auto", "hf")),

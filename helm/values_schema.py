@@ -16,6 +16,7 @@ Schema = dict[str, Any]
 
 SCHEMA_FILE = Path(__file__).parent / "baton/values.schema.json"
 PLACED_BY_THE_CHART = ("num_cpus", "resources", "api_keys_file")  # of a gateway
+MOUNTED_BY_THE_CHART = "download_dir"  # of the application: `hub.cacheVolume`
 NOT_SAID = ("title", "description", "default")  # values.yaml and the docs say it
 
 TEXT: Schema = {"type": "string"}
@@ -79,6 +80,7 @@ def values_schema() -> Schema:
     """What values the chart takes."""
     spec = _plain(FleetSpec.model_json_schema())
     application, kinds = spec["properties"], spec["$defs"]
+    del application[MOUNTED_BY_THE_CHART]
     _for_pods(kinds)
     scaling = kinds.pop("AutoscalingSpec")["properties"]
     values = {**application, "model": NAME, **_pods(), **_access(), **_operations(scaling)}
@@ -119,6 +121,7 @@ def _pods() -> Schema:
         "pullSecrets": {"type": "array", "items": closed({"name": NAME}, required=["name"])},
         "rayVersion": NAME,
         "modelVolume": closed({**VOLUME["properties"], "subPath": TEXT}),
+        "hub": closed({"cacheVolume": VOLUME, "existingSecret": TEXT, "key": NAME, "endpoint": TEXT, "offline": FLAG}),
         "cacheVolume": VOLUME,
         "gpuResource": NAME,
         "gpusPerNode": COUNT,

@@ -30,7 +30,7 @@ bench_app = typer.Typer(no_args_is_help=True)
 
 ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-Model = Annotated[str, typer.Argument(help="A folder with config.json and safetensors.")]
+Model = Annotated[str, typer.Argument(help="A name of the Hub, or a folder with config.json and safetensors.")]
 
 
 @contextlib.contextmanager

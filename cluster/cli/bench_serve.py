@@ -23,6 +23,8 @@ import msgspec
 from rich.progress import Progress
 
 from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts, SpeculationStats
+from baton.engine.hf_config.errors import ModelNotFetched
+from baton.engine.hf_config.hub import Files, model_folder
 from baton.engine.text import Tokenizer, TokenizerError
 
 from .http_client import ModelList
@@ -116,8 +118,9 @@ async def _plain_tokens(client: aiohttp.ClientSession, model: str, load: ServeLo
     """Return the tokens of some plain text, of which random prompts are made."""
     if load.tokenizer is not None:
         try:
-            return Tokenizer.from_folder(load.tokenizer).encode(ALPHABET, add_special_tokens=False)
-        except TokenizerError as error:
+            folder = await asyncio.to_thread(model_folder, load.tokenizer, Files.TEXT)
+            return Tokenizer.from_folder(folder).encode(ALPHABET, add_special_tokens=False)
+        except (TokenizerError, ModelNotFetched) as error:
             raise ServerUnfit(f"--tokenizer: {error}") from error
     body = {"model": model, "prompt": ALPHABET, "add_special_tokens": False}
     async with client.post(load.at("/tokenize"), json=body) as answer:

@@ -46,6 +46,7 @@ class _Ranks(msgspec.Struct):
     gateway: str
     data: list[dict[str, Any]]
     gateways: list[dict[str, Any]]
+    starting: list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def print_ranks(console: Console, answer: dict[str, Any]) -> None:
     if any(rank["reads_from"] for rank in answer["data"]):
         console.print(_lane_table(answer["data"]))
     console.print(_gateway_table(answer["gateways"]))
+    for group in answer["starting"]:
+        console.print(f"{group['group_id']} starts on {group['node_ip']}: {group['state']}", highlight=False)
 
 
 def _narrow_table(title: str) -> Table:

@@ -66,20 +66,24 @@ def _mount_eval() -> None:
 def serve(context: typer.Context, options: ServeOptions) -> None:
     """Serve a model on this machine, and stop with Ctrl-C.
 
-    Starts a Ray cluster, one gateway and the engines; prints the URL, the engines and a line to try.
+    Starts a Ray cluster, one gateway and the engines; prints the URL, the engines and a line to try. A model of the Hub
+    is fetched first, into the cache of `hf`; a token is HF_TOKEN in the environment, a mirror HF_ENDPOINT.
 
     Any argument of the engines can be given by its name, as in vLLM: --max-num-seqs 128 --dtype bfloat16 ...
 
     Examples:
 
+    baton serve Qwen/Qwen3-0.6B
+
     baton serve configs/demo/model --prefill 1 --decode 1
 
     baton serve --config configs/serve/demo.yaml --port 9000
     """
-    from baton.cluster.planning.model_checks import check_model, check_model_files
+    from baton.cluster.logs import LogSettings, configure
+    from baton.cluster.planning.model_checks import check_model, check_model_files, needs_weights
     from baton.cluster.spec import InvalidSpec
 
-    from .serve import application_spec, run
+    from .serve import application_spec, is_fetched_here, run
 
     engine_args = engine_args_from(context.args)
     short = {
@@ -91,10 +95,11 @@ def serve(context: typer.Context, options: ServeOptions) -> None:
         if value is not None and engine_args.setdefault(name, value) != value:
             long = f"--{name.replace('_', '-')}"
             fail(f"{long} {engine_args[name]} and its short form {value} say different things: leave one of them out")
+    configure(LogSettings(), "serve", "serve")  # for the progress of a download
     try:
         name, spec = application_spec(options, engine_args)
         check_model(spec)
-        check_model_files(spec)
+        check_model_files(spec, with_weights=needs_weights(spec) and is_fetched_here(spec, options.address))
     except InvalidSpec as error:
         fail(str(error))
     raise SystemExit(run(spec, name, options.address))

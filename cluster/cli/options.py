@@ -20,7 +20,16 @@ Count = Annotated[int, typer.Option(min=1)]
 class ServeOptions:
     """`baton serve`; `None` where one is not given."""
 
-    model: Annotated[str | None, typer.Argument(help="A folder with config.json, safetensors and a tokenizer.")] = None
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A name of the Hub, or a folder with config.json, safetensors and a tokenizer."),
+    ] = None
+    revision: Annotated[
+        str | None, typer.Option(help=r"Branch, tag or commit of a name of the Hub.  \[default: main]")
+    ] = None
+    download_dir: Annotated[
+        str | None, typer.Option(help=r"Folder in which names of the Hub are kept.  \[default: the cache of `hf`]")
+    ] = None
     unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None
     prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None
     decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None
@@ -57,7 +66,8 @@ class PlanOptions:
 
     file: Annotated[Path, typer.Argument(help="A Serve config file, or one with one application's args.")]
     model: Annotated[
-        str | None, typer.Option(help="A folder with the model's config.json, where the file's is not on this machine.")
+        str | None,
+        typer.Option(help="A folder with the model's config.json, or a name of the Hub, in place of the file's."),
     ] = None
     nodes: Annotated[int | None, typer.Option(min=1, help=r"Number of machines.  \[default: as many as it takes]")] = (
         None

@@ -15,9 +15,19 @@ from baton.cluster.planning.model_checks import check_model, check_model_files, 
 from baton.cluster.planning.plan import GB, THROUGH_TCP, Plan, RankPlan
 from baton.cluster.planning.sizing import HostNeeds
 from baton.cluster.pluralize import pluralize
-from baton.cluster.spec import FleetSpec, has_model, is_ray_cluster, load_ray_cluster, load_specs, read_mapping
+from baton.cluster.spec import (
+    FleetSpec,
+    InvalidSpec,
+    has_model,
+    is_ray_cluster,
+    load_ray_cluster,
+    load_specs,
+    read_mapping,
+)
 from baton.engine.core.layout import GroupLayout
 from baton.engine.hf_config.checkpoint import has_weights
+from baton.engine.hf_config.errors import HubUnreachable, ModelNotFetched
+from baton.engine.hf_config.hub import Files, is_hub_name
 
 
 def print_plan(console: Console, name: str, plan: Plan) -> None:
@@ -166,14 +176,30 @@ def check_file(file: Path) -> Iterator[tuple[str, bool]]:
 
 def _check_application(name: str, spec: FleetSpec) -> tuple[str, bool]:
     unchecked = ""
-    if not has_model(spec.model):
+    if is_hub_name(spec.model):
+        unchecked = _check_named(spec)
+    elif not has_model(spec.model):
         unchecked = f"how {spec.model}, not on this machine, divides"
     else:
         check_model(spec)
-        if needs_weights(spec) and not has_weights(Path(spec.model)):
+        with_weights = needs_weights(spec)
+        if with_weights and not has_weights(Path(spec.model)):
             unchecked = f"the weights and the tokenizer of {spec.model}, where no weights are"
         else:
-            check_model_files(spec)
+            check_model_files(spec, with_weights=with_weights)
     fleets = ", ".join(f"{fleet.spelled} {role}" for role, fleet in spec.fleets.present.items())
     aside = f" (not checked: {unchecked})" if unchecked else ""
     return f"{name} is fine: {spec.served_model_id}, {fleets}{aside}", not unchecked
+
+
+def _check_named(spec: FleetSpec) -> str:
+    """Check what the Hub says of a model, and return what is left to check. Raises `InvalidSpec`."""
+    try:
+        spec.model_folder(Files.TEXT)
+    except HubUnreachable as error:
+        return f"how {spec.model} divides, since {error}"
+    except ModelNotFetched as error:
+        raise InvalidSpec(f"model: {error}") from error
+    check_model(spec)
+    check_model_files(spec, with_weights=False)
+    return f"the weights of {spec.model}, which engines fetch" if needs_weights(spec) else ""

@@ -19,6 +19,7 @@ from baton.cluster.contracts import LoadBalancing
 from baton.cluster.disks import full_disks
 from baton.cluster.logs import configure
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
+from baton.engine.hf_config.hub import is_hub_name
 from baton.engine.net.sockets import socket_family
 
 from .cli_common import fail, print_error
@@ -44,7 +45,14 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
     args: dict[str, Any] = {"gateway": {"host": DEFAULT_HOST, **QUICK_DRAIN}}
     if options.config is not None:
         name, args = _application_in(options.config)
-    given = {"model": options.model, "model_id": options.model_id}
+    given = {
+        "model": options.model,
+        "revision": options.revision,
+        "download_dir": options.download_dir,
+        "model_id": options.model_id,
+    }
+    if options.model is not None:
+        args.pop("revision", None)  # that of the file's model
     args |= {key: value for key, value in given.items() if value is not None}
     gateway: dict[str, Any] = {"host": options.host, "port": options.port, "replicas": options.gateways}
     gateway |= {"api_keys": options.api_key or None, "allowed_origins": options.allowed_origin or None}
@@ -57,12 +65,22 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
             "--unified, --prefill and --decode say what the config file says already: leave one of them out"
         )
     if "model" not in args:
-        raise InvalidSpec("no model: name its folder, or a --config file that does; see baton serve --help")
+        from .known_models import no_model
+
+        raise InvalidSpec(no_model())
     if options.config is None:
         args["fleets"] = asked or {"unified": {"replicas": 1}}
         if options.gateways is None and options.address is None:
             args["gateway"]["replicas"] = _num_gateways(engine_args)
     return name, load_spec(args)
+
+
+def is_fetched_here(spec: FleetSpec, ray_address: str | None) -> bool:
+    """Tell whether this command has to have the weights: the engines are here, or the model is a folder anyway.
+
+    Those of a cluster that runs already fetch a name of the Hub where they are.
+    """
+    return ray_address is None or not is_hub_name(spec.model)
 
 
 def _num_gateways(engine_args: Mapping[str, Any]) -> int:

@@ -1,9 +1,10 @@
 """The processes of one engine group: a Ray actor in each bundle of its replica's placement group.
 
     1  assign_ranks   bundles are sorted by node before ranks are given out
-    2  open           rank 0 opens the rendezvous of all ranks, each leader the sockets that its followers connect to
-    3  start          followers, then leaders; done when every leader has its engine
-    4  wait_for_end   when one process ends, all are ended
+    2  fetch          the first rank of each node fetches what is not there of a model that is a name of the Hub
+    3  open           rank 0 opens the rendezvous of all ranks, each leader the sockets that its followers connect to
+    4  start          followers, then leaders; done when every leader has its engine
+    5  wait_for_end   when one process ends, all are ended
 
 rank = dp_rank x tp_size + tp_rank; the ranks with tp_rank 0 lead: they hold the engines that gateways talk to.
 Serve makes the placement group with the replica, which is in its first bundle (`FleetSpec.bundles_of`), and removes it.
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -33,6 +34,8 @@ from .launch import EngineLaunch, RankAssignment, RankConfig, RankEndpoints, ass
 from .worker import EngineWorker
 
 logger = logging.getLogger(__name__)
+
+FETCH_PROGRESS_S = 2.0  # between questions how far a download is
 
 
 class GroupCannotStart(RuntimeError):
@@ -58,6 +61,7 @@ class WorkerGroup:
         """`bundle`: the resources that one rank takes from its bundle of `placement`."""
         self._launch, self._bundle, self._placement = launch, bundle, placement
         self.workers: list[Worker] = []
+        self.state = "starts its processes"  # what it does until it is ready, for people
         self.has_returned_requests = False  # or is about to have
 
     @property
@@ -77,9 +81,15 @@ class WorkerGroup:
         try:
             assignments = await self._assign_ranks()
             self.workers = [Worker(assignment, self._create(assignment)) for assignment in assignments]
+            folders = await self._fetch()
             endpoints = await self._all({worker: worker.actor.open.remote() for worker in self.workers})
             configs = rank_configs(assignments, endpoints, self._launch.tensor_parallel_size)
-            return await self._start(dict(zip(self.workers, configs, strict=True)))
+            return await self._start(
+                {
+                    worker: replace(config, model=folders[worker.assignment.node])
+                    for worker, config in zip(self.workers, configs, strict=True)
+                }
+            )
         except BaseException:
             self.kill()
             raise
@@ -147,6 +157,28 @@ class WorkerGroup:
             scheduling_strategy=strategy,
             max_concurrency=1000,
         ).remote(self._launch, assignment)
+
+    async def _fetch(self) -> dict[str, str]:
+        """Return the model's folder by node, having fetched what is not there of a name of the Hub.
+
+        It may take hours: no rank has started yet, so none gives up waiting for another one.
+        """
+        first = [worker for worker in self.workers if worker.assignment.local_rank == 0]
+        watch = asyncio.create_task(self._watch_fetch(first))
+        try:
+            folders = await self._all({worker: worker.actor.fetch.remote() for worker in first})
+        finally:
+            watch.cancel()
+        self.state = "loads the model"
+        return {worker.assignment.node: folder for worker, folder in zip(first, folders, strict=True)}
+
+    async def _watch_fetch(self, workers: Sequence[Worker]) -> None:
+        """Keep `state` at the progress of downloads, until cancelled."""
+        while True:
+            with contextlib.suppress(ray.exceptions.RayError):  # `_all` raises it, too
+                told: list[str] = await asyncio.gather(*(worker.actor.fetch_progress.remote() for worker in workers))
+                self.state = "; ".join(dict.fromkeys(filter(None, told))) or self.state
+            await asyncio.sleep(FETCH_PROGRESS_S)
 
     async def _start(self, configs: dict[Worker, RankConfig]) -> list[EngineRecord]:
         tp_size = self._launch.tensor_parallel_size

@@ -66,11 +66,12 @@ class RankEndpoints:
 
 @dataclass(frozen=True)
 class RankConfig:
-    """The addresses and GPUs that one rank is to use; empty in a group of one rank."""
+    """The model's folder for one rank, and the addresses and GPUs that it is to use: none in a group of one rank."""
 
     rendezvous: str = ""
     group: GroupEndpoints = GroupEndpoints()  # of its leader
     gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory
+    model: str = ""  # on the rank's machine
 
 
 @dataclass(frozen=True)

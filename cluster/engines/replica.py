@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.util.placement_group import get_current_placement_group
 
-from baton.cluster.contracts import EngineGroup, Role
+from baton.cluster.contracts import EngineGroup, Role, StartingGroup
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import ANSWER_S, DirectoryClient, keep_app_alive, stay_registered
 from baton.cluster.membership.draining import drain
@@ -52,7 +52,12 @@ class EngineReplica:
         placement = get_current_placement_group()
         assert placement is not None, "the deployment has one"
         self._workers = WorkerGroup(launch, bundle, placement)
-        async with keep_app_alive(self._directory):
+        host = ray.util.get_node_ip_address()
+
+        def describe() -> StartingGroup:
+            return StartingGroup(group_id, launch.role, host, self._workers.state)
+
+        async with keep_app_alive(self._directory, describe):
             engines = await self._workers.start()
         first_rank = spec.first_rank(launch.role)
         self._group = EngineGroup(group_id=launch.group_id, first_rank=first_rank, engines=engines)

@@ -42,8 +42,8 @@ OPENMP_SPINS = "20000"
 class EngineWorker:
     """One rank of a group until its process ends: it leads an engine and serves it, or follows.
 
-    `open` comes first, then `lead` or `follow`. `run` returns only when the rank has ended: a watcher keeps a reference
-    to an unanswered `run`, which Ray fails the moment the process dies.
+    `fetch` (on one rank of each machine) and `open` come first, then `lead` or `follow`. `run` returns only when the
+    rank has ended: a watcher keeps a reference to an unanswered `run`, which Ray fails the moment the process dies.
     """
 
     def __init__(self, launch: EngineLaunch, assignment: RankAssignment) -> None:
@@ -53,6 +53,7 @@ class EngineWorker:
         self._host = ray.util.get_node_ip_address()
         self._epoch = secrets.randbits(63)
         self._rendezvous: Rendezvous | None = None
+        self._fetch_progress = ""
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
         self._following: asyncio.Task[None] | None = None
@@ -61,6 +62,19 @@ class EngineWorker:
         dp_rank = assignment.rank // launch.tensor_parallel_size
         self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
         self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
+
+    async def fetch(self) -> str:
+        """Return the model's folder on this machine, having fetched what is not here of a name of the Hub.
+
+        Raises `ModelNotFetched`.
+        """
+        from baton.engine.startup.fetch import fetch_models
+
+        return (await asyncio.to_thread(fetch_models, self._config, self._note_fetch)).model
+
+    async def fetch_progress(self) -> str:
+        """Return how far the download of the model is; empty where none has been going on for long."""
+        return self._fetch_progress
 
     async def open(self) -> RankEndpoints:
         """Open the sockets of this rank to which others connect."""
@@ -115,6 +129,9 @@ class EngineWorker:
         if self._exporter is not None:
             await self._exporter.close()
 
+    def _note_fetch(self, progress: str) -> None:
+        self._fetch_progress = progress
+
     def _export_metrics(self) -> str:
         """Start to answer scrapes, and return the address."""
         assert self._server is not None
@@ -138,6 +155,7 @@ class EngineWorker:
         return RankEndpoints(rendezvous, group, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
     def _member(self, config: RankConfig) -> Member:
+        self._config = self._config.model_copy(update={"model": config.model, "revision": None})
         if config.gpus:  # before CUDA starts in this process
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(config.gpus)
         return Member(

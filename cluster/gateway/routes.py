@@ -76,6 +76,7 @@ class RankTable(msgspec.Struct):
     gateway: str
     data: list[dict[str, Any]]
     gateways: list[dict[str, Any]]
+    starting: list[dict[str, str]]
 
 
 def add_model_routes(app: FastAPI, model: ServedModel) -> None:

@@ -38,6 +38,7 @@ from baton.cluster.membership.directory_client import DirectoryClient, Heartbeat
 from baton.cluster.membership.member_probe import ProbeSocket
 from baton.cluster.process_metrics import ApplicationMetrics, MetricsExporter, collect
 from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec, with_user_config
+from baton.engine.hf_config.hub import Files
 from baton.engine.net.curve import ClusterKey
 
 from .http_server import HttpServer, RefusalCounter, listen, raise_descriptor_limit
@@ -267,5 +268,6 @@ def _differ(old: object, new: object, name: str) -> bool:
 
 
 def _served_model(spec: FleetSpec) -> ServedModel:
+    """Read the part of the model that a gateway needs, of which a name of the Hub may have to be fetched first."""
     longest = spec.engine_config(next(iter(spec.fleets.present))).max_model_len
-    return ServedModel.from_folder(spec.model, model_id=spec.served_model_id, max_model_len=longest)
+    return ServedModel.from_folder(spec.model_folder(Files.TEXT), model_id=spec.served_model_id, max_model_len=longest)

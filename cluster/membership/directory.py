@@ -27,7 +27,15 @@ from ray.actor import ActorHandle
 
 from baton.cluster.autoscaling.load_samples import GatewayLoad
 from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
-from baton.cluster.contracts import DirectorySnapshot, Drained, EngineGroup, EnginePulse, GatewayRecord, Role
+from baton.cluster.contracts import (
+    DirectorySnapshot,
+    Drained,
+    EngineGroup,
+    EnginePulse,
+    GatewayRecord,
+    Role,
+    StartingGroup,
+)
 from baton.cluster.logs import LogSettings, configure
 from baton.cluster.process_metrics import MetricsExporter
 from baton.engine.net.curve import ClusterKey
@@ -150,9 +158,14 @@ class Directory:
             self._app_liveness.note_heartbeat()
         return self._members.note_heartbeat(name, epoch)
 
-    async def application_lives(self) -> None:
-        """Note that a member is starting."""
+    async def application_lives(self, starting: StartingGroup | None = None) -> None:
+        """Note that a member is starting, and of a group what it does."""
         self._app_liveness.note_heartbeat()
+        if starting is not None:
+            version = self._members.version
+            self._members.note_starting(starting)
+            if self._members.version != version:
+                self._announce()
 
     async def watch(self, version: int) -> DirectorySnapshot:
         """Return the first snapshot of another version, or the current one after `WATCH_S` seconds."""

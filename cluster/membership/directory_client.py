@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from baton.cluster.contracts import DirectorySnapshot
+from baton.cluster.contracts import DirectorySnapshot, StartingGroup
 
 from .directory import HEARTBEAT_S, NAMESPACE, WATCH_S, directory_name, get_directory
 from .members import HeartbeatReply
@@ -95,16 +95,19 @@ async def _answered_within(timeout_s: float) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def keep_app_alive(directory: DirectoryClient) -> AsyncIterator[None]:
+async def keep_app_alive(
+    directory: DirectoryClient, describe: Callable[[], StartingGroup] | None = None
+) -> AsyncIterator[None]:
     """Keep the directory alive while a member starts, which takes minutes where its model is large.
 
-    A directory that took the application for gone would have a successor with another cluster key.
+    A directory that took the application for gone would have a successor with another cluster key. `describe` says what
+    a group does meanwhile, for `baton status`.
     """
 
     async def send() -> None:
         while True:
             with contextlib.suppress(ray.exceptions.RayError):  # registering will raise it, too
-                await directory.call("application_lives")
+                await directory.call("application_lives", *(() if describe is None else (describe(),)))
             await asyncio.sleep(KEEP_ALIVE_S)
 
     task = asyncio.create_task(send())

@@ -16,9 +16,18 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.cluster.contracts import DirectorySnapshot, DrainCounters, EngineGroup, EngineRecord, GatewayRecord
+from baton.cluster.contracts import (
+    DirectorySnapshot,
+    DrainCounters,
+    EngineGroup,
+    EngineRecord,
+    GatewayRecord,
+    StartingGroup,
+)
 
 from .member_probe import BUSY_S, MISSED_AFTER_S, SUSPECT_AFTER_S, TRUSTED_S, ProcessState
+
+STARTING_S = 20.0  # of silence, after which a group that was starting is taken for gone
 
 
 class HeartbeatReply(enum.StrEnum):
@@ -69,6 +78,7 @@ class Membership:
     def __init__(self, clock: Callable[[], float], first_version: int) -> None:
         self._clock = clock
         self._members: dict[str, ListedMember] = {}
+        self._starting: dict[str, tuple[float, StartingGroup]] = {}  # by group, with the time of its last word
         self.version = first_version
         self.drains = DrainCounters()
         self.num_kept = 0  # silent members that were kept, since their processes ran
@@ -82,6 +92,7 @@ class Membership:
         A group that returns has the ranks that it had, where they are free. Else it has the first free run of the
         fleet's ranks, which are cut into runs of a group's size.
         """
+        self._starting.pop(group.group_id, None)
         known = self._members.get(group.group_id)
         if known is not None and known.group is not None and known.epoch == group.epoch:
             known.heartbeat_s = self._clock()
@@ -99,6 +110,15 @@ class Membership:
         self._members[group.group_id] = ListedMember(self._clock(), group=listed, is_to_leave=group.draining)
         self.version += 1
         return listed
+
+    def note_starting(self, group: StartingGroup) -> None:
+        """Note what a group does that is not listed yet. A message that comes late changes nothing."""
+        if group.group_id in self._members:
+            return
+        _, known = self._starting.get(group.group_id, (0.0, None))
+        self._starting[group.group_id] = self._clock(), group
+        if known != group:
+            self.version += 1
 
     def add_gateway(self, record: GatewayRecord) -> None:
         known = self._members.get(record.identity)
@@ -180,6 +200,9 @@ class Membership:
     def remove_silent(self) -> list[str]:
         """Remove members that are gone; return their names, with the state of their processes."""
         now = self._clock()
+        for name in [name for name, (heard_s, _) in self._starting.items() if now - heard_s > STARTING_S]:
+            del self._starting[name]
+            self.version += 1
         gone = {name: member for name, member in self._members.items() if member.is_gone(now)}
         for name in gone:
             self.remove(name)
@@ -191,7 +214,8 @@ class Membership:
     def snapshot(self) -> DirectorySnapshot:
         engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
         gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
-        return DirectorySnapshot(self.version, engines, gateways)
+        starting = [group for _, group in self._starting.values()]
+        return DirectorySnapshot(self.version, engines, gateways, starting=starting)
 
     def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
         """Yield all engines, each with the name of its group."""

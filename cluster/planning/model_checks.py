@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import DTYPES, InvalidEngineConfig
-from baton.engine.hf_config.errors import ModelError
+from baton.engine.hf_config.errors import ModelError, ModelNotFetched
+from baton.engine.hf_config.hub import Files
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 from baton.engine.startup.division import check_division
@@ -15,6 +18,7 @@ from baton.engine.startup.speculation_limits import check_speculation
 def check_model(spec: FleetSpec) -> None:
     """Check each fleet against the model's config.json. Raises `InvalidSpec` with a line for each that cannot work."""
     problems = []
+    _fetch(spec, Files.TEXT)
     for role in spec.fleets.present:
         try:
             read_model(spec, role)
@@ -31,7 +35,7 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
     """
     config = spec.engine_config(role)
     model = load_config(
-        spec.model,
+        spec.model_folder(Files.TEXT),
         dtype=DTYPES[config.dtype] or "auto",
         max_model_len=config.max_model_len,
         load_format="dummy",
@@ -43,9 +47,9 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
     return model
 
 
-def check_model_files(spec: FleetSpec) -> None:
-    """Account for every tensor by the headers of the model's files, as each engine does when it loads them, and read
-    the tokenizer. Loads torch.
+def check_model_files(spec: FleetSpec, *, with_weights: bool) -> None:
+    """Read the tokenizer. With weights, fetch what of them is not here, and account for every tensor by the headers of
+    the model's files, as each engine does when it loads them; that loads torch.
 
     Raises `InvalidSpec` with one line a problem.
     """
@@ -53,17 +57,26 @@ def check_model_files(spec: FleetSpec) -> None:
     from baton.engine.text import TextError, Tokenizer
 
     problems = []
+    folder = _fetch(spec, Files.ALL if with_weights else Files.TEXT)
     try:
-        if needs_weights(spec):
-            check_weights(load_config(spec.model))
+        if with_weights:
+            check_weights(load_config(folder))
     except ModelError as error:
         problems.append(str(error))
     try:
-        Tokenizer.from_folder(spec.model)
+        Tokenizer.from_folder(folder)
     except TextError as error:
         problems.append(str(error))
     if problems:
         raise InvalidSpec("\n".join(f"model: {problem}" for problem in problems))
+
+
+def _fetch(spec: FleetSpec, files: Files) -> Path:
+    """Return the model's folder. Raises `InvalidSpec` where it is a name of the Hub that cannot be fetched."""
+    try:
+        return spec.model_folder(files)
+    except ModelNotFetched as error:
+        raise InvalidSpec(f"model: {error}") from error
 
 
 def needs_weights(spec: FleetSpec) -> bool:

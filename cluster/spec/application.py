@@ -26,6 +26,7 @@ from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.logs import LogSettings
 from baton.cluster.pluralize import pluralize
 from baton.engine.config import EngineConfig, InvalidEngineConfig
+from baton.engine.hf_config.hub import Files, is_hub_name, model_folder
 from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.settings import TransferSettings
 
@@ -34,6 +35,8 @@ from .parts import MAX_PORT, AutoscalingSpec, EngineSpec, Fleets, GatewaySpec
 SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
 MOST_WORKERS = 16_384  # of one application: each is a process with a device
 REPLICA_CPUS = 0.1  # that a group's control plane reserves beside its ranks
+
+MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # of an application that each engine has, too
 
 Bundle = dict[str, float]  # Ray's resources by name
 
@@ -44,8 +47,10 @@ SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "s
 class FleetSpec(StrictModel):
     """One application: a model, its gateways and its engines. Build it with `load_spec`, which words errors better."""
 
-    model: str
-    model_id: str = ""  # by which clients name it; by default the folder's name
+    model: str  # a folder on every machine, or a name of the Hub
+    revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
+    download_dir: str | None = None  # on every machine, where a name is kept; by default the cache of `huggingface_hub`
+    model_id: str = ""  # by which clients call it; by default the folder's name, or the name of the Hub
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
     engine: EngineSpec = EngineSpec()
@@ -126,13 +131,20 @@ class FleetSpec(StrictModel):
 
     @property
     def served_model_id(self) -> str:
-        return self.model_id or Path(self.model).name
+        return self.model_id or (self.model if is_hub_name(self.model) else Path(self.model).name)
+
+    def model_folder(self, files: Files) -> Path:
+        """Return the model's folder on this machine; these files of a name of the Hub are fetched where they lack.
+
+        Raises `ModelNotFetched`.
+        """
+        return model_folder(self.model, files, revision=self.revision, download_dir=self.download_dir)
 
     def engine_args(self) -> dict[str, Any]:
         """Return the arguments of this application that its engines are started with: no limits of gateways, no
         targets, no API keys.
         """
-        parts = {"model", "model_id", "engine", "fleets", "transfer", "logging"}
+        parts = {"model", "revision", "download_dir", "model_id", "engine", "fleets", "transfer", "logging"}
         args = self.model_dump(mode="json", exclude_unset=True, include=parts)
         shared = {name for name in type(self.gateway).model_fields if change_of(type(self.gateway), name) is Change.ALL}
         args["gateway"] = self.gateway.model_dump(mode="json", exclude_unset=True, include=shared)
@@ -260,6 +272,6 @@ class FleetSpec(StrictModel):
         given = self.engine.model_dump(exclude_unset=True)
         own = self.fleets.present[role].engine.model_dump(exclude_unset=True)
         try:
-            return EngineConfig.from_args({**given, **own, "model": self.model})
+            return EngineConfig.from_args({**given, **own, **self.model_dump(include=MODEL_ARGUMENTS)})
         except InvalidEngineConfig as error:
             raise ValueError(f"engine arguments of {role}: {error}") from None

@@ -15,6 +15,8 @@ from typing import Any
 
 import pydantic
 
+from baton.engine.hf_config.errors import ModelNotFetched
+from baton.engine.hf_config.hub import Files, is_commit, is_hub_name
 from baton.engine.strict_model import describe
 
 from .application import FleetSpec
@@ -32,18 +34,32 @@ WITHIN_A_MACHINE = {"self", "sm", "shm", "posix", "sysv", "cma", "knem", "xpmem"
 
 
 def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec:
-    """Check arguments and return the application that they describe; its `model` is an absolute path.
+    """Check arguments and return the application that they describe; its `model` and `download_dir` are absolute paths.
 
-    Without `needs_model` the folder may be on other machines only. Raises `InvalidSpec`.
+    A name of the Hub stays one, and its `revision` becomes the commit that this has now, so that all processes of the
+    application load the same; config.json and the tokenizer are fetched for that. Without `needs_model` nothing is
+    fetched, and the folder may be on other machines only. Raises `InvalidSpec`.
     """
     if not isinstance(args, Mapping):
         raise InvalidSpec(f"the application must be a mapping with `model` and `fleets`, not {type(args).__name__}")
-    if isinstance(args.get("model"), str) and (needs_model or has_model(args["model"])):
-        args = {**args, "model": str(find_model_folder(args["model"]))}
+    model = args.get("model")
+    is_name = isinstance(model, str) and not has_model(model) and is_hub_name(model)
+    if isinstance(model, str) and not is_name and (needs_model or has_model(model)):
+        args = {**args, "model": str(find_model_folder(model))}
+    if isinstance(args.get("download_dir"), str):  # the current folder of other processes is another one
+        args = {**args, "download_dir": str(Path(args["download_dir"]).expanduser().absolute())}
     try:
-        return FleetSpec.model_validate(dict(args))
+        spec = FleetSpec.model_validate(dict(args))
+        return _at_commit(spec) if is_name and needs_model and not is_commit(spec.revision) else spec
     except pydantic.ValidationError as error:
         raise InvalidSpec(describe(error, secret="api_keys")) from None
+    except ModelNotFetched as error:
+        raise InvalidSpec(f"model: {error}") from error
+
+
+def _at_commit(spec: FleetSpec) -> FleetSpec:
+    """Return the application with its revision's commit. Raises `ModelNotFetched`."""
+    return spec.model_copy(update={"revision": spec.model_folder(Files.TEXT).name})
 
 
 def find_model_folder(model: str) -> Path:
@@ -58,8 +74,8 @@ def find_model_folder(model: str) -> Path:
     looked_at = " and ".join(str(folder) for folder in candidates)
     raise InvalidSpec(
         f"model: {model!r} is no model folder: there is no config.json in {looked_at}. Give one that has it; for"
-        " `baton plan` that file is enough (--model FOLDER, as those in configs/models). Models of the Hub are fetched"
-        " first: hf download NAME --local-dir FOLDER"
+        " `baton plan` that file is enough (--model FOLDER, as those in configs/models). Models of the Hub have names"
+        " such as Qwen/Qwen3-0.6B"
     )
 
 
@@ -91,7 +107,7 @@ def load_specs(
     content: Mapping[str, Any], *, model: str | None = None, needs_model: bool = True
 ) -> dict[str, FleetSpec]:
     """Load applications as `specs_in_file` does, from the content of a file."""
-    own = {} if model is None else {"model": model}
+    own = {} if model is None else {"model": model, "revision": None}
     specs, problems = {}, []
     given = _applications_of(content)
     for name, args in given.items():

@@ -58,7 +58,10 @@ class EngineSpec(EngineArguments):
 
     refused: ClassVar = {
         "model": "all fleets serve one model; set the top-level `model`",
+        "revision": "all fleets serve one model; set the top-level `revision`",
+        "download_dir": "all fleets serve one model; set the top-level `download_dir`",
         "tokenizer": "gateways tokenize, with the tokenizer in the model's folder",
+        "tokenizer_revision": "gateways tokenize, with the tokenizer in the model's folder",
         "skip_tokenizer_init": "engines of an application load no tokenizer in any case",
     }
 

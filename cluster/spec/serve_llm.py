@@ -1,7 +1,7 @@
 """Applications that are described as for Ray Serve LLM: `llm_configs`, translated into the arguments of ours.
 
     serve.run(build_openai_app({"llm_configs": [{
-        "model_loading_config": {"model_id": "qwen", "model_source": "/models/Qwen3-8B"},
+        "model_loading_config": {"model_id": "qwen", "model_source": "Qwen/Qwen3-8B"},
         "accelerator_type": "H200",
         "engine_kwargs": {"tensor_parallel_size": 2},
         "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
@@ -84,7 +84,7 @@ def _application(config: dict[str, Any]) -> dict[str, Any]:
     _check_keys(f"{where}.model_loading_config", loading, ("model_id", "model_source"), {})
     source = loading.get("model_source") or loading.get("model_id")
     if not isinstance(source, str):
-        raise InvalidSpec(f"{where}.model_loading_config.model_source: must be a folder: nothing is fetched")
+        raise InvalidSpec(f"{where}.model_loading_config.model_source: must be a folder, or a name of the Hub")
     fleet = _workers(config, where)
     args: dict[str, Any] = {"model": source, "engine": dict(_mapping(config, "engine_kwargs", where))}
     if loading.get("model_id"):

@@ -39,5 +39,13 @@ class MaxModelLenTooLong(ModelError):
         )
 
 
+class ModelNotFetched(ModelError):
+    """A model of the Hub is not on this machine, and could not be fetched."""
+
+
+class HubUnreachable(ModelNotFetched):
+    """The Hub gave no answer: another time or place may succeed."""
+
+
 class WeightsError(ModelError):
     """A checkpoint's tensors are not exactly the model's parameters."""

@@ -26,6 +26,7 @@ from ..core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
 from ..parallel.groups import GroupFailed
 from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
+from ..startup.fetch import fetch_models
 from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
 from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
 from .completion import Continuation, PromptsBar, RequestOutput, logprob_dict, prompts_bar
@@ -46,8 +47,10 @@ class GenerationFailed(RuntimeError):
 class LLM:
     """A model in this process and others that it starts: `tensor_parallel_size` x `data_parallel_size` in all.
 
+    `model` is a folder, or a name of the Hub such as `Qwen/Qwen3-0.6B`: what the cache lacks of it is fetched first.
+
     `engine_args` are those of `EngineConfig` (`dtype`, `load_format`, `max_model_len`, `max_num_seqs`, `seed`,
-    `enable_prefix_caching`, ...). Uses every core of the process unless `num_threads` or OMP_NUM_THREADS say less.
+    `revision`, ...). Uses every core of the process unless `num_threads` or OMP_NUM_THREADS say less.
 
         llm = LLM("path/to/qwen3")
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
@@ -62,7 +65,7 @@ class LLM:
     ) -> None:
         folders = {"model": model, "tokenizer": tokenizer}
         paths = {name: os.fspath(path) if isinstance(path, os.PathLike) else path for name, path in folders.items()}
-        config = EngineConfig.from_args({**engine_args, **paths})
+        config = fetch_models(EngineConfig.from_args({**engine_args, **paths}))
         # Torch imports it, too, and takes whatever ends that, Ctrl-C as well, for its absence: the script would go on.
         importlib.import_module("numpy")
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(config.tokenizer or config.model)

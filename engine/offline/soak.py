@@ -16,6 +16,7 @@ from ..config import EngineConfig
 from ..core.messages import EngineRequest, FinishReason
 from ..core.sampling import SamplingParams
 from ..startup.build import Engine, build_engine
+from ..startup.fetch import fetch_models
 
 ABORTED_SHARE = 0.05
 SHARED_SHARE = 0.3  # of prompts, that begin as an earlier one did
@@ -44,7 +45,7 @@ def soak(
     `peak_memory` is the most of the device that was in use by anyone (0 on a CPU), `memory_limit` what
     `gpu_memory_utilization` allows. Raises `SoakFailed`.
     """
-    config = EngineConfig.from_args({"model": model, **(engine_args or {})})
+    config = fetch_models(EngineConfig.from_args({"model": model, **(engine_args or {})}))
     engine = build_engine(config)
     load = _Load(engine, config, seed)
     start = reported_s = clock()

@@ -1,5 +1,6 @@
 """Start-up, from arguments to an engine that is ready to serve. Reads downwards:
 
+fetch.py          names of the Hub become folders, before any rank starts
 build.py          build_engine: the rank that schedules; follow: a tensor-parallel rank that does not
 loaded_member.py  every rank: read config.json, start compiling, join the group, load
 load.py           kernels, weights, KV blocks, runner: the same order on every device

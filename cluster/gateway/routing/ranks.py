@@ -51,7 +51,7 @@ def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
 
 
 def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dict[str, Any]:
-    """Return all ranks, with the state of those that this gateway reaches, and all serving gateways."""
+    """Return all ranks, with the state of those that this gateway reaches, serving gateways, and groups that start."""
     snapshot = client.listed()
     serving = [record for record in snapshot.gateways if record.is_serving]
     views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
@@ -60,6 +60,7 @@ def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dic
         "gateway": gateway_id,
         "data": [_rank(record, views.get((record.engine_id, record.epoch)), breakers) for record in snapshot.engines],
         "gateways": [_gateway(record, snapshot) for record in sorted(serving, key=_place)],
+        "starting": [msgspec.structs.asdict(group) for group in snapshot.starting],
     }
 
 

@@ -88,6 +88,19 @@ spec:
         - {name: metrics, containerPort: 8080}
       env:
         - {name: TRITON_CACHE_DIR, value: {{ $root.Values.cacheVolume.mountPath }}/triton}
+        {{- with $root.Values.hub }}
+        - {name: HF_HOME, value: {{ .cacheVolume.mountPath }}}
+        {{- if .existingSecret }}
+        - name: HF_TOKEN
+          valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+        {{- end }}
+        {{- with .endpoint }}
+        - {name: HF_ENDPOINT, value: {{ . | quote }}}
+        {{- end }}
+        {{- if .offline }}
+        - {name: HF_HUB_OFFLINE, value: "1"}
+        {{- end }}
+        {{- end }}
         - {name: RAY_worker_niceness, value: "0"} # Ray's 15 lets every other process take the cores from a step
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         # After SIGTERM: Ray moves what is here, which lets groups drain, and ends as soon as nothing is left.
@@ -112,6 +125,7 @@ spec:
       volumeMounts:
         - {name: shm, mountPath: /dev/shm}
         - {name: cache, mountPath: {{ $root.Values.cacheVolume.mountPath }}}
+        - {name: hub, mountPath: {{ $root.Values.hub.cacheVolume.mountPath }}}
         {{- if $root.Values.modelVolume.source }}
         - name: models
           mountPath: {{ $root.Values.modelVolume.mountPath }}
@@ -131,6 +145,8 @@ spec:
       emptyDir: {medium: Memory, sizeLimit: {{ $pod.sharedMemory }}}
     - name: cache
       {{- toYaml $root.Values.cacheVolume.source | nindent 6 }}
+    - name: hub
+      {{- toYaml $root.Values.hub.cacheVolume.source | nindent 6 }}
     {{- with $root.Values.modelVolume.source }}
     - name: models
       {{- toYaml . | nindent 6 }}

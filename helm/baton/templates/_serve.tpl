@@ -30,6 +30,7 @@ follow, and targets of the autoscaler, are in `deployments`: a change there rest
 {{- $_ := set $userConfig "autoscaling" (omit .Values.autoscaling "enabled" "version" "upscalingMode" "idleTimeoutSeconds" "resources") }}
 {{- end }}
 {{- with .Values.logging }}{{ $_ := set $args "logging" . }}{{ end }}
+{{- if .Values.revision }}{{ $_ := set $args "revision" .Values.revision }}{{ end }}
 {{- if .Values.model_id }}{{ $_ := set $args "model_id" .Values.model_id }}{{ end }}
 {{- toYaml (dict "args" $args "deployments" (list $deployment)) }}
 {{- end }}

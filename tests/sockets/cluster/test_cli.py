@@ -168,7 +168,7 @@ def test_a_rank_takes_one_line_of_a_terminal_with_80_columns() -> None:
     rank |= {"draining": False, "circuit": "closed", "num_blocks": 16384, "stats": stats | {"num_blocks_free": 16384}}
     rank["reads_from"] = []
     told = io.StringIO()
-    print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+    print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": [], "starting": []})
     (line,) = [line for line in told.getvalue().splitlines() if "prefill" in line]
     assert "16384/16384" in line
 
@@ -182,7 +182,7 @@ def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() ->
         lane | {"engine_id": "prefill-c", "transport": "nixl/UCX", "bytes_per_s": 4e8, "is_slow": True},
     ]
     told = io.StringIO()
-    print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+    print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": [], "starting": []})
     lines = [line.split() for line in told.getvalue().splitlines() if "prefill" in line]
     assert lines == [
         ["decode-a", "prefill-b", "cuda_ipc", "340.0"],
@@ -198,7 +198,7 @@ def test_status_shows_how_many_guessed_tokens_were_right() -> None:
     for speculation, shown in ((counted, True), ({**counted, "num_drafts": 0}, False), (None, False)):
         told = io.StringIO()
         rank["stats"] = stats | {"speculation": speculation}
-        print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+        print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": [], "starting": []})
         lines = [line.split() for line in told.getvalue().splitlines()]
         assert (["unified-a", "4,000", "75%", "4.0"] in lines) is shown
         assert ("Speculation" in told.getvalue()) is shown
@@ -216,7 +216,7 @@ def test_status_shows_what_engines_measured() -> None:
     ):
         told = io.StringIO()
         rank["stats"] = stats | {"step_times": times}
-        print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": []})
+        print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": [], "starting": []})
         lines = [line.split() for line in told.getvalue().splitlines()]
         assert ("Measured lately" in told.getvalue()) is (shown is not None)
         assert shown is None or shown in lines

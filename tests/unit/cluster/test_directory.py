@@ -6,11 +6,17 @@ import asyncio
 
 import pytest
 
-from baton.cluster.contracts import Drained, EngineGroup
+from baton.cluster.contracts import Drained, EngineGroup, Role, StartingGroup
 from baton.cluster.membership import directory_client
 from baton.cluster.membership.directory import LOST_S, NO_MEMBER_S, AppLiveness
 from baton.cluster.membership.directory_client import keep_app_alive
-from baton.cluster.membership.members import DirectoryMetrics, HeartbeatReply, Membership, NoSuchRank
+from baton.cluster.membership.members import (
+    STARTING_S,
+    DirectoryMetrics,
+    HeartbeatReply,
+    Membership,
+    NoSuchRank,
+)
 
 from ...helpers.fakes import make_gateway
 from .engine_groups import group_of
@@ -193,20 +199,45 @@ def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership,
 async def test_a_member_that_starts_says_again_and_again_that_the_application_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = []
+    calls: list[tuple[object, ...]] = []
 
     class Listener:
-        async def call(self, method: str) -> None:
-            calls.append(method)
+        async def call(self, method: str, *args: object) -> None:
+            calls.append((method, *args))
 
     monkeypatch.setattr(directory_client, "KEEP_ALIVE_S", 0.01)
-    async with keep_app_alive(Listener()):  # type: ignore[arg-type]
+    group = StartingGroup("a", Role.UNIFIED, "10.0.0.1", "fetches demo/model")
+    async with keep_app_alive(Listener(), lambda: group):  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
     said = len(calls)
     assert said > 3
-    assert set(calls) == {"application_lives"}
+    assert set(calls) == {("application_lives", group)}
     await asyncio.sleep(0.05)
     assert len(calls) == said
+
+
+def test_a_group_that_starts_is_told_of_until_it_is_listed_or_silent(members: Membership, clock: Clock) -> None:
+    def told() -> list[str]:
+        return [f"{group.group_id} {group.state}" for group in members.snapshot().starting]
+
+    def note(name: str, state: str) -> int:
+        members.note_starting(StartingGroup(name, Role.UNIFIED, "10.0.0.1", state))
+        return members.version
+
+    first = note("a", "fetches")
+    assert note("a", "fetches") == first  # watchers need not hear the same again
+    assert note("a", "loads the model") > first
+    clock.now_s = STARTING_S - 1.0
+    note("b", "fetches")
+    assert told() == ["a loads the model", "b fetches"]
+    members.add_group(alone("b"))
+    note("b", "comes late")
+    assert told() == ["a loads the model"]
+    clock.now_s = STARTING_S + 0.5
+    version = members.version
+    assert members.remove_silent() == []
+    assert told() == []
+    assert members.version > version
 
 
 def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None:

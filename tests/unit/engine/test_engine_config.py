@@ -24,7 +24,7 @@ def test_defaults_need_no_more_than_a_model() -> None:
     ("args", "field", "message"),
     [
         ({"max_modellen": 5}, "max_modellen", "is unknown; did you mean 'max_model_len'"),
-        ({"zzzz": 5}, "zzzz", "is unknown; known are dtype, .*, model, tokenizer"),
+        ({"zzzz": 5}, "zzzz", "is unknown; known are dtype, .*, model, revision, tokenizer"),
         ({"max_num_seqs": "many"}, "max_num_seqs", "is 'many', must be a whole number"),
         ({"max_num_seqs": 64.0}, "max_num_seqs", "is 64.0, must be a whole number"),
         ({"max_num_seqs": True}, "max_num_seqs", "is true, must be a number"),

@@ -445,6 +445,20 @@ def test_every_pod_has_the_model_and_the_cache(name: str) -> None:
         assert volumes.get("models") == source, kind
         assert mounts.keys() == volumes.keys()
         assert {"name": "TRITON_CACHE_DIR", "value": f"{mounts['cache']}/triton"} in container["env"]
+        assert {"name": "HF_HOME", "value": mounts["hub"]} in container["env"]
+
+
+def test_a_name_of_the_hub_comes_with_its_token_mirror_and_revision() -> None:
+    hub = {"existingSecret": "hugging-face", "endpoint": "https://mirror.example", "offline": True}
+    release = rendered("one-gpu", hub=hub, revision="v1")
+    assert (release.application["model"], release.application["revision"]) == ("Qwen/Qwen3-8B", "v1")
+    for _, container in containers(release):
+        given = {entry["name"]: entry for entry in container["env"]}
+        assert given["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hugging-face", "key": "token"}}
+        assert given["HF_ENDPOINT"]["value"] == "https://mirror.example"
+        assert given["HF_HUB_OFFLINE"]["value"] == "1"
+    for _, container in containers(example("one-gpu")):
+        assert {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}.isdisjoint(entry["name"] for entry in container["env"])
 
 
 def test_fleets_share_pods_where_asked_to() -> None:
@@ -473,4 +487,5 @@ def test_names_stay_short_enough_for_what_kuberay_appends() -> None:
 
 def test_a_model_is_called_what_the_notes_say() -> None:
     assert "serves baton-demo as RayService demo-baton" in example("cpu-demo").notes
+    assert "serves Qwen/Qwen3-8B as RayService" in rendered("one-gpu", model_id="").notes
     assert "Ranks of unified share a model's layers across pods" in rendered("tp8-node", gpusPerNode=4).notes

@@ -162,8 +162,11 @@ def test_the_job_that_fetches_a_model_puts_it_where_the_example_looks() -> None:
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"][-1] == values["model"]
-    assert values["model"].startswith(container["volumeMounts"][0]["mountPath"] + "/")
-    claim = values["modelVolume"]["source"]["persistentVolumeClaim"]["claimName"]
+    (pod_container,) = example("one-gpu").pods["unified"]["spec"]["containers"]
+    (home,) = [each for each in pod_container["env"] if each["name"] == "HF_HOME"]
+    assert home in container["env"]
+    assert home["value"] == container["volumeMounts"][0]["mountPath"]
+    claim = values["hub"]["cacheVolume"]["source"]["persistentVolumeClaim"]["claimName"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
 
 

@@ -1,0 +1,201 @@
+"""Models of the Hugging Face Hub: a name, `Qwen/Qwen3-8B`, becomes a folder of the cache on this machine.
+
+    name, revision ──TEXT──> snapshot with config.json, the tokenizer, the index of the weights
+                   └─ALL───> the same snapshot, with the weights that the index names
+
+`huggingface_hub` keeps the cache, locks each file against other processes of the machine, and reads its environment:
+HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE. A name that is a folder is that folder.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from .checkpoint import INDEX_FILE, SINGLE_FILE
+from .errors import ModelNotFetched
+from .hub_errors import errors_explained
+
+logger = logging.getLogger(__name__)
+
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    INDEX_FILE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    # Tokenizers without a tokenizer.json, which is made of these.
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "*.tiktoken",
+)
+_NOT_READ = ("consolidated*", "*/*")  # the same weights under other names, and what lies in folders
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+Progress = Callable[[str], None]  # a sentence about a download
+
+
+class Files(enum.Enum):
+    """The files of a model that a process needs."""
+
+    TEXT = enum.auto()  # config.json and the tokenizer: for gateways, plans, and random weights
+    ALL = enum.auto()  # the weights, too
+
+
+def is_hub_name(model: str) -> bool:
+    """Tell whether a model is a name of the Hub, ORG/NAME, and nothing of this machine has that path."""
+    return _NAME.fullmatch(model) is not None and not os.path.lexists(model)
+
+
+def is_commit(revision: str | None) -> bool:
+    """Tell whether a revision is a commit's whole hash, which always has the same files."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+def model_folder(
+    model: str,
+    files: Files,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the folder of a model. Of a name of the Hub, the files that the cache lacks are downloaded first.
+
+    `revision`: a branch, a tag or a commit, by default `main`. The folder of a name is called by its commit.
+    `download_dir`: the cache, by default that of `huggingface_hub`. `progress` is told how far the weights are, now
+    and then, except on a terminal, which has the library's bars. Raises `ModelNotFetched`.
+    """
+    if not is_hub_name(model):
+        if revision is not None:
+            raise ModelNotFetched(f"revision is {revision!r}, and {model!r} is a folder, which has none: leave it out")
+        return Path(model)
+    text = _download(model, TEXT_FILES, revision, download_dir)
+    if not (text / "config.json").is_file():
+        raise ModelNotFetched(
+            f"{model} has no config.json, so it is no model that Baton can read; it holds {_held(model, text)}"
+        )
+    if files is Files.ALL:
+        _fetch_weights(model, text, download_dir, progress)
+    return text
+
+
+def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress: Progress | None) -> None:
+    """Download the weights that a snapshot lacks, and check what came."""
+    wanted = _weight_files(folder)
+    had = set(folder.glob("*.safetensors"))
+    if wanted and had.issuperset(folder / name for name in wanted):
+        return
+    line = f"fetches the weights of {model}, commit {folder.name}"
+    logger.info(line)
+    if progress is not None:  # a process that waits for another one's download hears no more
+        progress(line)
+    started_s = time.monotonic()
+    patterns, ignored = (wanted, ()) if wanted else (("*.safetensors",), _NOT_READ)
+    _download(model, patterns, folder.name, download_dir, ignored, progress, shows_progress=True)
+    found = set(folder.glob("*.safetensors"))
+    if not found:
+        raise ModelNotFetched(
+            f"{model} has no *.safetensors, which alone are read; it holds {_held(model, folder)}: give a repository "
+            "whose weights are safetensors, or convert them"
+        )
+    _check_digests(model, sorted(found - had))
+    logger.info("has the weights of %s in %.0f s", model, time.monotonic() - started_s)
+
+
+def _weight_files(folder: Path) -> Sequence[str]:
+    """Return the names of a snapshot's weights: those of the index, or the single file; none if neither is there."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return (SINGLE_FILE,) if (folder / SINGLE_FILE).is_file() else ()
+    try:
+        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except msgspec.DecodeError as error:
+        raise ModelNotFetched(f"{index} is not an index of safetensors files: {error}") from error
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _download(
+    model: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    cache: str | None,
+    ignored: Sequence[str] = (),
+    progress: Progress | None = None,
+    *,
+    shows_progress: bool = False,
+) -> Path:
+    """Download the files that match `patterns` and not `ignored`, and return the folder of the snapshot."""
+    # Takes half a second, which only names need.
+    from huggingface_hub import snapshot_download
+
+    from .hub_progress import NoBar, bar_class, stopping_at_ctrl_c
+
+    with errors_explained(model, revision, cache), stopping_at_ctrl_c() as stop:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored) or None,
+            tqdm_class=bar_class(model, progress, stop) if shows_progress else NoBar,
+        )
+    return Path(folder)
+
+
+def _held(model: str, folder: Path) -> str:
+    """Name the files of a repository."""
+    from huggingface_hub import HfApi
+
+    with errors_explained(model, folder.name, None):
+        names = [name for name in HfApi().list_repo_files(model, revision=folder.name) if not name.startswith(".")]
+    return ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "no files"
+
+
+def _check_digests(model: str, files: Sequence[Path]) -> None:
+    """Compare files with the SHA-256 by which the Hub names them. Wrong ones are removed.
+
+    The library checks their sizes. A name of another length is none of the Hub's own, and says nothing of the contents.
+    """
+    named = {file: Path(os.readlink(file)) for file in files if file.is_symlink()}
+    expected = {file: blob.name for file, blob in named.items() if _SHA256.fullmatch(blob.name)}
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        digests = dict(zip(expected, threads.map(_sha256, expected), strict=True))
+    wrong = [file for file, digest in digests.items() if digest != expected[file]]
+    for file in wrong:
+        file.resolve().unlink(missing_ok=True)  # another process may have found it, too
+        file.unlink(missing_ok=True)
+    if wrong:
+        raise ModelNotFetched(
+            f"{model}: {', '.join(file.name for file in wrong)} did not arrive as the Hub has it (another SHA-256) and "
+            "was removed: start again, and look at the mirror or proxy on the way if this returns"
+        )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
