@@ -45,6 +45,8 @@ class AttentionBatch:
     num_decodes: int  # the first so many have one query token each, and no older key that this step writes
     table_rows: Tensor | None = None  # [num_seqs]  sequence i's blocks are block_tables[table_rows[i]]; None: row i
     num_kv_tokens: int | None = None  # bound of the keys of all sequences behind the decodes; None: not known here
+    # All sequences are decodes with drafts or without: a few query tokens each, and no older key that this step writes.
+    drafted: bool = False
     prepared: object | None = None  # what `prepare` worked out for the kernels of this step's device
 
     def __post_init__(self) -> None:

@@ -351,4 +351,5 @@ class InputBuffers:
             num_decodes=shape.num_decodes,
             table_rows=self.table_rows[:seqs],
             num_kv_tokens=shape.num_kv_tokens,
+            drafted=shape.is_drafted,
         )

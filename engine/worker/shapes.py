@@ -61,6 +61,11 @@ class StepShape:
     def is_decode(self) -> bool:
         return self.num_decodes == self.num_tokens
 
+    @property
+    def is_drafted(self) -> bool:
+        """True of decodes with drafts, beside which no prompt is read."""
+        return self.max_drafts > 0 and self.num_wanted is None
+
 
 class DraftedSize(NamedTuple):
     """The size of a captured step of decodes with drafts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from baton.kernels.roofline import BenchCase, cycling
 from . import AttentionBatch, AttentionRule, paged_attention, prepare
 
 BLOCK_SIZE = 16
+FEW_QUERIES = 4  # of a sequence: with so many, a step is one of decodes with drafts
 
 
 @dataclass(frozen=True)
@@ -130,4 +132,5 @@ def step(
     else:
         kv = torch.empty(shape, dtype=dtype, device=device).normal_()
     q = torch.randn(batch.num_tokens, model.num_heads, model.head_dim, dtype=dtype, device=device)
+    batch = dataclasses.replace(batch, drafted=1 < batch.max_query_len <= FEW_QUERIES)
     return prepare(batch, kv, num_heads=model.num_heads), kv, q

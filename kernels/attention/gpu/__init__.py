@@ -5,7 +5,7 @@ decodes                 decode_hopper (16-bit cache), decode_fp8_hopper (E4M3 ca
 prefill, few tokens     prefill_split_kv
 prefill, many tokens    prefill_hopper, prefill_tiles (any device and type)
 
-A step without decodes whose sequences have a few queries each, such as drafts, is served by the kernels for decodes.
+Decodes with a few drafts are served by the kernels for decodes.
 """
 
 from __future__ import annotations

@@ -82,10 +82,10 @@ def plan_decode(
 
 
 def has_few_queries(batch: AttentionBatch, group: int) -> bool:
-    """Return true if the sequences of a step have few enough queries, of `group` heads for each KV head, for the rows
-    of a product.
+    """Return true if the sequences of a step are decodes with so few drafts that their queries, of `group` heads for
+    each KV head, fit the rows of a product.
     """
-    return not batch.num_decodes and 1 < batch.max_query_len <= MOST_ROWS // group
+    return batch.drafted and not batch.num_decodes and batch.max_query_len <= MOST_ROWS // group
 
 
 def default_options(head_dim: int) -> dict[str, int]:

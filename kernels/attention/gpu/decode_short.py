@@ -41,12 +41,12 @@ WARPS = 4  # for heads of up to 128 dimensions
 def plan_short(
     batch: AttentionBatch, kv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> ShortPlan | None:
-    """Return the plan of a step whose only decode, or only sequence with a few queries, is short; else None.
+    """Return the plan of a step whose only decode, or only sequence with drafts, is short; else None.
 
     Looks at shapes only.
     """
     queries = 1 if batch.num_decodes else batch.num_tokens
-    if batch.num_decodes > 1 or (queries > 1 and batch.num_seqs > 1):
+    if batch.num_decodes > 1 or (queries > 1 and not (batch.drafted and batch.num_seqs == 1)):
         return None
     if batch.max_seq_len > SHORT_CONTEXTS[-1] or queries > NEW_KEYS or head_dim * kv.itemsize > MOST_BYTES:
         return None

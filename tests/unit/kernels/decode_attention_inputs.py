@@ -45,6 +45,7 @@ def drafted(
         slots=torch.nn.functional.pad(batch.slots, (0, more_tokens), value=-1),
         max_query_len=most,
         num_decodes=0,
+        drafted=True,
     )
     return PagedSequences(sequences.kv.to(device), on_device(batch, device), query_lens)
 

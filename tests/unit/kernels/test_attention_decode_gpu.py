@@ -144,12 +144,14 @@ def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(
     torch.testing.assert_close(result[:num_tokens], attend(q[:num_tokens], alone, num_shares), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("most", "num_heads"), [(5, 14), (33, 2)])
-def test_more_queries_than_a_product_has_rows_for_are_prefill(
-    triton_device: torch.device, most: int, num_heads: int
+@pytest.mark.parametrize(("most", "num_heads", "is_drafted"), [(5, 14, True), (33, 2, True), (4, 4, False)])
+def test_more_queries_than_a_product_has_rows_for_are_prefill_and_so_are_prompts(
+    triton_device: torch.device, most: int, num_heads: int, is_drafted: bool
 ) -> None:
+    """Kernels for decodes read old keys while those before them still run: a prompt may have some of this step."""
     sequences = drafted(triton_device, most=most)
-    plans = prepared(prepare(sequences.batch, sequences.kv, num_heads=num_heads))
+    batch = dataclasses.replace(sequences.batch, drafted=is_drafted)
+    plans = prepared(prepare(batch, sequences.kv, num_heads=num_heads))
     assert plans.decode is None
     assert plans.prefill is not None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.attention import SHORT_CONTEXTS, AttentionBatch, AttentionRule, reference
 
 from ...helpers.aot import compile_for_h200
-from .decode_attention_inputs import LAYER, decodes, on_device, queries
+from .decode_attention_inputs import LAYER, decodes, drafted, on_device, queries
 from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, without_poison
 
 short = pytest.importorskip("baton.kernels.attention.gpu.decode_short")
@@ -130,8 +130,7 @@ def test_values_may_have_another_width_than_keys(
 
 def few_queries(device: torch.device, query_len: int, seq_len: int, **sizes: Any) -> PagedSequences:
     """One sequence whose last tokens are all in this step: known to be few, not how many."""
-    sequences = paged_sequences([query_len], [seq_len], **sizes)
-    return PagedSequences(sequences.kv.to(device), on_device(sequences.batch, device), sequences.query_lens)
+    return drafted(device, [query_len], [seq_len], most=query_len, **sizes)
 
 
 @pytest.mark.parametrize("seq_len", [4, short.KEYS - 1, short.KEYS, short.KEYS + 2, 2 * short.KEYS + 3, 700])

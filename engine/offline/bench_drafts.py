@@ -1,0 +1,134 @@
+"""What drafts save, by how many of them are right: `baton bench drafts`.
+
+Checkpoints without weights, and random prompts, leave nothing to guess from. So the drafter knows the answers, from a
+run without drafts, and errs in a given share of its guesses. Answers are drawn at a temperature at which they follow
+from the seeds alone: on a GPU, sums of steps with drafts are rounded otherwise, and answers that hang by a last bit
+would part from the known ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from ..core.sampling import SamplingParams
+from .bench import RandomBatch, engine_for, random_prompts
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+TEMPERATURE = 20.0
+NUM_RUNS = 3  # of each figure, of which the shortest counts
+
+
+class InformedDrafter:
+    """Guesses what a request will draw, from the known answer to its prompt. Implements `Drafter`.
+
+    Each guess is right by chance with a given probability, always the same ones.
+    """
+
+    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, vocab_size: int) -> None:
+        self._answers = answers  # by prompt
+        self._acceptance = acceptance
+        self._vocab_size = vocab_size
+        self._num_known: dict[str, int] = {}  # tokens of requests
+        self._whole: dict[str, list[int]] = {}  # prompts and answers of requests
+
+    def start(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        salt: str | None,
+        prediction: Sequence[int] = (),
+    ) -> None:
+        answer = self._answers.get(tuple(prompt_token_ids), ())
+        self._num_known[request_id] = len(prompt_token_ids) + len(output_token_ids)
+        self._whole[request_id] = [*prompt_token_ids, *answer]
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._num_known[request_id] += len(token_ids)
+
+    def propose(self, request_id: str, most: int) -> list[int]:
+        first, whole = self._num_known[request_id], self._whole[request_id]
+        return [self._guess(request_id, index, whole[index]) for index in range(first, min(first + most, len(whole)))]
+
+    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+        pass  # answers are known
+
+    def end(self, request_id: str) -> None:
+        del self._num_known[request_id], self._whole[request_id]
+
+    def _guess(self, request_id: str, index: int, right: int) -> int:
+        is_right = Random(f"{request_id}/{index}").random() < self._acceptance
+        return right if is_right else (right + 1) % self._vocab_size
+
+
+def drafts(
+    model: str,
+    batches: Sequence[RandomBatch],
+    *,
+    num_drafts: int,
+    acceptance: float,
+    engine_args: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return tokens per second of decoding without drafts and with up to `num_drafts`, by batch.
+
+    `acceptance` is the share of right guesses. Prompts are cached and not part of the time. `baseline_throughput` is of
+    an engine without speculation, `spec_decode_acceptance_length` the tokens of a step with drafts.
+    """
+    args = dict(engine_args or {})
+    known: dict[tuple[int, ...], list[int]] = {}
+    with engine_for(model, args) as llm:
+        baseline = [_decode(llm, batch, known) for batch in batches]
+    config = {"method": "suffix", "num_speculative_tokens": num_drafts}
+    results = []
+    with engine_for(model, {**args, "speculative_config": config}) as llm:
+        llm.engine.core.draft_with(InformedDrafter(known, acceptance, llm.engine.model_config.vocab_size))
+        for batch, without in zip(batches, baseline, strict=True):
+            before = llm.engine.core.stats().speculation
+            speed = _decode(llm, batch)
+            after = llm.engine.core.stats().speculation
+            assert before is not None
+            assert after is not None
+            num_steps = after.num_drafts - before.num_drafts
+            num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+            results.append(
+                {
+                    "batch_size": batch.num_prompts,
+                    "input_len": batch.input_len,
+                    "output_len": batch.output_len,
+                    "baseline_throughput": without,
+                    "output_throughput": speed,
+                    "speedup": speed / without,
+                    "spec_decode_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+                }
+            )
+    return {"num_drafts": num_drafts, "acceptance": acceptance, "batches": results}
+
+
+def _decode(llm: LLM, batch: RandomBatch, known: dict[tuple[int, ...], list[int]] | None = None) -> float:
+    """Return the tokens per second of a batch's decodes; let its answers be `known` by prompt."""
+    prompts = random_prompts(llm, batch)
+    params = [
+        SamplingParams(
+            temperature=TEMPERATURE, seed=index, ignore_eos=True, max_tokens=batch.output_len, detokenize=False
+        )
+        for index in range(batch.num_prompts)
+    ]
+    first = [param.clone(max_tokens=1) for param in params]
+    spans = []
+    for each in (first, params):
+        best = float("inf")
+        for _ in range(NUM_RUNS):
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, each, use_tqdm=False)
+            best = min(best, time.perf_counter() - start)
+        spans.append(best)
+    if known is not None:
+        known.update(
+            (tuple(prompt), output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)
+        )
+    return batch.num_prompts * (batch.output_len - 1) / (spans[1] - spans[0])
