@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ..requests.request import Request
 from ..speculation.config import SpeculativeConfig, make_drafter
-from ..speculation.drafter import Drafter
+from ..speculation.drafter import DraftedRequest, Drafter
 from ..speculation.length import DraftLengths
 from ..speculation.predicted_text import PredictedText
 from ..speculation.stats import SpeculationCounter, SpeculationStats
@@ -82,11 +82,18 @@ class Drafting:
         num_told = self._num_told.get(request)
         if num_told is None:
             message = request.message
-            output = known[request.num_prompt :]
             prediction = message.prediction_token_ids
             if prediction:
                 self._predicted[request] = PredictedText(prediction)
-            self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt, prediction)
+            self._drafter.start(
+                DraftedRequest(
+                    request.request_id,
+                    message.prompt_token_ids,
+                    known[request.num_prompt :],
+                    message.cache_salt,
+                    prediction,
+                )
+            )
         elif num_told < len(known):
             self._drafter.extend(request.request_id, known[num_told:])
         self._num_told[request] = len(known)
