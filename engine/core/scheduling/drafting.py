@@ -6,6 +6,9 @@
 Tokens that steps in flight draw are not known yet, so a guess begins behind the last known token, and the drafts are
 the part of it that lies behind those on their way. The drafter is told of a request and its tokens when it is asked for
 guesses, so that steps without drafts cost nothing.
+
+A request with a grammar draws nothing while a step of its own is in flight. Its guesses are made when that step is
+settled, so that its grammar, which makes the next mask in a thread, looks at them there as well.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ class Drafting:
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
 
     def may_draft(self, request: Request) -> bool:
-        """Return whether a request's draws can be checked against drafts. A grammar would have to see each first."""
-        return not request.is_constrained and (not self._only_plain or request.message.sampling.is_plain)
+        """Return whether a request's draws can be checked against drafts."""
+        return not self._only_plain or request.message.sampling.is_plain
 
     def propose(self, request: Request, room: int) -> Sequence[int]:
         """Return guesses of the tokens from the last known one on, up to `room` behind those that are on their way.
@@ -67,14 +70,31 @@ class Drafting:
         None where it gets no drafts.
         """
         num_drafts = min(room, self.most)
+        if request.is_constrained:
+            num_drafts = min(num_drafts, len(request.guesses))
         if self._lengths is not None:
             num_drafts = self._lengths.of(request.request_id, num_drafts)
         if not num_drafts:
             return ()
+        if request.is_constrained:
+            return request.guesses[:num_drafts]
         self._tell(request)
         num_coming = request.num_computed - len(request.token_ids)
         guesses = self._drafter.propose(request.request_id, num_coming + num_drafts)
         return guesses if len(guesses) > num_coming else ()
+
+    def guess_for_grammar(self, request: Request) -> tuple[int, Sequence[int]]:
+        """Return how many drafts a request may get in its next step, and guesses of them, for its grammar to look at.
+
+        It is called when all of its tokens are known; `propose` takes the drafts from what its grammar lets follow.
+        """
+        num_drafts = min(self.most, request.limit - 1 - len(request.token_ids)) if self.may_draft(request) else 0
+        if self._lengths is not None:
+            num_drafts = self._lengths.expected(request.request_id, num_drafts)
+        if num_drafts <= 0:
+            return 0, ()
+        self._tell(request)
+        return num_drafts, self._drafter.propose(request.request_id, num_drafts)
 
     def _tell(self, request: Request) -> None:
         """Tell the drafter all tokens of a request."""

@@ -26,6 +26,7 @@ from baton.engine.worker.warmup import ProfileRun, padding_steps
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
+from .narrow_grammars import NarrowGrammars, with_grammars
 from .random_workload import random_requests
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
@@ -53,7 +54,7 @@ class Engines:
             eos_token_ids=[2],
             depth=depth,
         )
-        return EngineCore(config, runner, drafting=drafting)
+        return EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +86,13 @@ def tokens_and_logprobs(outputs: Sequence[EngineOutput]) -> tuple[list[int], lis
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 16])
 @pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
 def test_answers_are_those_of_an_engine_without_drafts(
-    engines: Engines, errors: float, num_blocks: int, captured: bool, depth: int
+    engines: Engines, have_grammars: bool, errors: float, num_blocks: int, captured: bool, depth: int
 ) -> None:
     requests = random_requests(random.Random(5), 14)
+    if have_grammars:
+        requests = with_grammars(requests)
     plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), num_blocks), num_blocks, depth=1)
     expected = answers_of(plain, requests)
     whole = {
@@ -101,7 +105,11 @@ def test_answers_are_those_of_an_engine_without_drafts(
     if captured:
         runner.capture()
     core = engines.core(runner, num_blocks, depth, drafting)
-    for request_id, outputs in answers_of(core, requests).items():
+    answers = answers_of(core, requests)
+    if have_grammars and errors < 1:  # of wrong guesses nearly none fits
+        of_grammars = [output for number in range(1, 14, 2) for output in answers[str(number)]]
+        assert any(output.drafts and output.drafts.num_accepted_tokens for output in of_grammars)
+    for request_id, outputs in answers.items():
         tokens, values = tokens_and_logprobs(outputs)
         plain_tokens, plain_values = tokens_and_logprobs(expected[request_id])
         assert tokens == plain_tokens
