@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.models import load_config, load_model
-from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends import Backend, cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafted_sizes
 from baton.engine.worker.warmup import ProfileRun, padding_steps
+from baton.kernels import step
 
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
@@ -142,9 +144,19 @@ def test_sizes_hold_two_four_or_all_tokens_of_each_sequence() -> None:
     assert shapes.drafted(8, 41) is None
 
 
-def test_padding_of_every_size_with_drafts_runs(engines: Engines) -> None:
+def test_sizes_with_drafts_are_warmed_up_with_padding_and_draws_from_edited_logits(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted_again: list[int] = []
+
+    def accept_again(drawn: torch.Tensor, index: torch.Tensor, *others: Any) -> None:
+        accepted_again.extend(index.tolist())
+        step.accept_again(drawn, index, *others)
+
+    monkeypatch.setattr(cuda, "accept_again", accept_again)
     backend = cuda_backend(32)
     drafted = [shape for shape in backend.shapes.in_capture_order() if shape.max_drafts]
     padding_steps(engines.runner(backend, 4), drafted)
     memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), drafted, lambda work: work() or 0, LIMITS).run()
     assert memory.num_captured == len(drafted)
+    assert accepted_again == [0]
