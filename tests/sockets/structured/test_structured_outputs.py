@@ -12,9 +12,11 @@ import pytest
 from baton.engine import LLM, InvalidPrompt, SamplingParams, StructuredOutputsParams
 from baton.engine.core.messages import EngineRequest
 
+from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
 from ...helpers.member_pool import MemberPool
 from ...helpers.parallel_engine import engine_config, run, serve
 from ...helpers.structured_cases import CASES, Case
+from ...helpers.structured_fixtures import VOCAB_SIZE
 from ...helpers.structured_requests import DRAWN, GREEDY, PROMPTS, all_requests, asking
 
 PARAMS = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -86,6 +88,16 @@ def test_two_ranks_say_what_one_says(
     served, nothing = pool.run(serve, config, [requests], tp=2)
     assert nothing is None
     assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
+
+
+def test_two_ranks_say_it_with_drafts_too(
+    pool: MemberPool, structured_checkpoint: Path, structured_llm: LLM, alone: dict[str, list[int]]
+) -> None:
+    requests = all_requests(structured_llm)[3:11]
+    config = engine_config(str(structured_checkpoint), tensor_parallel_size=2, speculative_config=SPECULATIVE)
+    served, _ = pool.run(serve_with_drafts, config, [requests], alone, VOCAB_SIZE, tp=2)
+    assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
+    assert served.stats.speculation.num_accepted_tokens > 30
 
 
 def test_an_output_may_be_cut(structured_llm: LLM) -> None:
