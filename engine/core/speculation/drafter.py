@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
-    """What a drafter learns of a request before it guesses for it."""
+    """A request as a drafter first sees it."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
