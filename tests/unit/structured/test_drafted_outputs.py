@@ -19,6 +19,7 @@ from baton.engine.startup import build
 
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.parallel_engine import Answer, logprob_error, run
+from ...helpers.structured_cases import WITH_TEXT
 from ...helpers.structured_fixtures import VOCAB_SIZE
 from ...helpers.structured_requests import MAX_TOKENS, all_requests
 from ..engine.copy_connector import Room
@@ -40,13 +41,35 @@ Expected = dict[str, Answer]
 
 @pytest.fixture(scope="module")
 def requests(structured_llm: LLM) -> list[EngineRequest]:
-    return all_requests(structured_llm, KINDS)
+    return [*all_requests(structured_llm, KINDS), *requests_with_text(structured_llm)]
+
+
+def requests_with_text(llm: LLM) -> list[EngineRequest]:
+    """Return requests whose outputs are any text at first, up to a mark that the model likes to write."""
+    mark = llm.get_tokenizer().encode("<f>", add_special_tokens=False)
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=60, logprobs=0, logit_bias=dict.fromkeys(mark, 9.0), frequency_penalty=0.2
+    )
+    return [
+        EngineRequest(
+            request_id=f"{name} {seed}",
+            prompt_token_ids=[5, 9, 17],
+            sampling=msgspec.structs.replace(sampling, structured_outputs=asked),
+            seed=seed,
+        )
+        for name, asked in WITH_TEXT.items()
+        for seed in range(6)
+    ]
 
 
 @pytest.fixture(scope="module")
 def expected(structured_llm: LLM, requests: list[EngineRequest]) -> Expected:
     """The answer to each request that has an engine without drafts for itself."""
-    return {request.request_id: run(structured_llm.engine.core, [request])[0] for request in requests}
+    answers = {request.request_id: run(structured_llm.engine.core, [request])[0] for request in requests}
+    for name in WITH_TEXT:
+        texts = [structured_llm.get_tokenizer().decode(answers[f"{name} {seed}"].token_ids) for seed in range(6)]
+        assert any('f>"red"' in text or 'f>"green"' in text for text in texts), texts  # behind the mark
+    return answers
 
 
 @pytest.fixture(params=DRAFTERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -13,20 +12,13 @@ from baton.engine.core.grammar import LookAhead
 from baton.engine.structured import GrammarVocabulary, XGrammarBackend, output_grammar
 from baton.engine.text import Tokenizer
 
-from ...helpers.structured_cases import CASES, COLOR, SCHEMA
+from ...helpers.structured_cases import CASES, SCHEMA, WITH_TEXT
 from ...helpers.structured_fixtures import VOCAB_SIZE
 
 EOS = 0
-TRIGGERED = {
-    "type": "structural_tag",
-    "format": {
-        "type": "triggered_tags",
-        "triggers": ["<f>"],
-        "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": COLOR}, "end": "</f>"}],
-    },
-}
-ASKED = {name: case.asked for name, case in CASES.items()} | {
-    "calls in a text": StructuredOutputsParams(structural_tag=json.dumps(TRIGGERED)),
+ASKED = {
+    **{name: case.asked for name, case in CASES.items()},
+    **WITH_TEXT,
     "any whitespace": StructuredOutputsParams(json=SCHEMA),
 }
 
