@@ -4,13 +4,13 @@
                                                                  │ ^
                       a step that draws takes the mask, its token makes the next one
 
-Where the request gets drafts, the grammar looks ahead: tokens are guessed when those before them are known, and it
-makes the mask behind each guess that it lets follow, together with the first one.
+Where a request gets drafts, its grammar looks ahead: with the mask of the next token it makes one behind each guess
+that may follow.
 
 Compiling a grammar takes up to seconds, and a mask from microseconds to seconds: both happen in threads. A request
 without a mask sits steps out (`Request.horizon`), or stands aside in the queue where it was preempted, and nobody else
-waits for it longer than `PATIENCE_S`. So a token is drawn only when the one before it is known; other requests go on
-two steps at a time.
+waits for it longer than `PATIENCE_S`. So a token is drawn only when the one before it is known or guessed; other
+requests go on two steps at a time.
 """
 
 from __future__ import annotations
