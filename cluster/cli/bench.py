@@ -14,6 +14,7 @@ import typer
 from .cli_common import JsonFile, engine_args_from, fail, flat
 from .options import (
     AutoscaleOptions,
+    DraftsOptions,
     LatencyOptions,
     RouterOptions,
     ServeLoad,
@@ -89,6 +90,27 @@ def latency(context: typer.Context, model: Model, options: LatencyOptions, json_
             batch,
             num_iters_warmup=options.num_iters_warmup,
             num_iters=options.num_iters,
+            engine_args=engine_args_from(context.args),
+        )
+    _report(result, json_file)
+
+
+@bench_app.command(context_settings=ENGINE_ARGS)
+@flat
+def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_file: JsonFile = None) -> None:
+    """Measure the decoding of one engine with drafts, of which a given share is right, beside one without."""
+    from baton.engine.offline.bench import RandomBatch
+    from baton.engine.offline.bench_drafts import drafts as measure
+
+    batches = [
+        RandomBatch(size, options.input_len, options.output_len, options.seed) for size in options.batch_size or (1, 8)
+    ]
+    with _refusals_shown():
+        result = measure(
+            model,
+            batches,
+            num_drafts=options.num_drafts,
+            acceptance=options.acceptance,
             engine_args=engine_args_from(context.args),
         )
     _report(result, json_file)

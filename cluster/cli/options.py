@@ -110,6 +110,20 @@ class LatencyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftsOptions:
+    """`baton bench drafts`."""
+
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help=r"Requests at a time; may be repeated.  \[default: 1, 8]")
+    ] = None
+    input_len: Count = 512
+    output_len: Count = 128
+    num_drafts: Annotated[int, typer.Option(min=1, help="Drafts of a request in a step, at most.")] = 3
+    acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of guesses that are right.")] = 0.8
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeLoad:
     """`baton bench serve`: the requests to send."""
 

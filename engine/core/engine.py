@@ -28,6 +28,7 @@ from .lockstep import EMPTY_STEP, Lockstep
 from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
 from .scheduling.drafting import Drafting
 from .scheduling.scheduler import Scheduler
+from .speculation.drafter import Drafter
 from .step import PendingStep, Runner
 from .tiers import KVTiers
 
@@ -99,6 +100,15 @@ class EngineCore:
     def block_log(self) -> BlockLog:
         """Return the log of changes of the prefix cache and the tiers, which is kept from the first call on."""
         return self.scheduler.tier_copies.block_log()
+
+    def draft_with(self, drafter: Drafter) -> None:
+        """Have another drafter guess than the config names. Call it before the first request.
+
+        Raises `ValueError` for an engine without speculation.
+        """
+        if self.scheduler.drafting is None:
+            raise ValueError("the engine does not guess tokens: give it a speculative_config")
+        self.scheduler.drafting.drafter = drafter
 
     def has_work(self) -> bool:
         """Return False if `step` would do nothing before the next request, abort, connector event or wake."""

@@ -32,6 +32,16 @@ class GrammarStats(NamedTuple):
     compile_s: float = 0.0  # in which grammars were compiled or refused
 
 
+class LookAhead(NamedTuple):
+    """Tokens that may follow an output one after the other, and the masks behind them."""
+
+    guesses: Sequence[int]
+    masks: Sequence[bytes]  # as of `Grammar.advance`: of the tokens that may follow the output and guesses[: i + 1]
+
+
+NOT_AHEAD = LookAhead((), ())
+
+
 class Grammar(Protocol):
     """The grammar of one request's output, and its state. Calls come one after the other, on any thread."""
 
@@ -40,6 +50,14 @@ class Grammar(Protocol):
 
         A complete output may be followed by the model's end-of-sequence tokens. Raises `GrammarRefused` where one of
         the tokens may not come, or none may follow.
+        """
+        ...
+
+    def look_ahead(self, guesses: Sequence[int], most: int) -> LookAhead:
+        """Return the leading guesses that may come next, up to `most` tokens in all; the state stays as it is.
+
+        Tokens of the only text that may come take the place of guesses that may not, or that are not there. None of the
+        tokens ends the output.
         """
         ...
 

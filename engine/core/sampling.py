@@ -228,8 +228,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_plain(self) -> bool:
-        """True where draws depend on temperature, top-k, top-p and min-p, and on nothing else beside the logits."""
-        changes = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids, self.structured_outputs)
+        """True where draws depend on temperature, top-k, top-p, min-p, a grammar, and on nothing else beside logits."""
+        changes = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return not any(changes) and penalties == (1.0, 0.0, 0.0) and not self.min_tokens
 

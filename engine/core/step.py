@@ -62,15 +62,21 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         return self.num_drafts + 1 if self.samples else 0
 
     @property
+    def first_draw(self) -> int:
+        """Tokens of the row that precede the first one drawn."""
+        return self.start + self.num_tokens - self.num_drafts
+
+    @property
     def num_wanted(self) -> int:
         """Tokens that go through all of the last layer, since something is drawn or scored behind them."""
         return self.num_tokens if self.prompt_logprobs else self.num_draws
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens that one row may draw in this step; others draw from the whole vocabulary."""
+    """The tokens that one draw of this step may give; draws without a mask give any token of the vocabulary."""
 
     row: int
+    position: int  # tokens of the row that precede the drawn one; known, since nothing of such a row is unsettled
     words: bytes  # int32, little-endian: token t may be drawn where bit t % 32 of word t // 32 is set
 
 
@@ -109,7 +115,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     started_rows: list[RowStart]
     chunks: list[Chunk]
     group: GroupStep | None = None  # None: this rank runs by itself
-    masks: list[TokenMask] = []  # of rows with a grammar that draw
+    masks: list[TokenMask] = []  # of all draws of rows with a grammar
 
     @property
     def num_tokens(self) -> int:

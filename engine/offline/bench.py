@@ -48,9 +48,9 @@ def throughput(
     progress: bool = False,
 ) -> dict[str, Any]:
     """Run all prompts at once; return requests and tokens per second."""
-    llm = _make_llm(model, engine_args)
-    _run(llm, _prompts(llm, replace(batch, num_prompts=1, seed=batch.seed + 1)), min(batch.output_len, 8))
-    elapsed_s = _run(llm, _prompts(llm, batch), batch.output_len, progress)
+    llm = engine_for(model, engine_args)
+    _run(llm, random_prompts(llm, replace(batch, num_prompts=1, seed=batch.seed + 1)), min(batch.output_len, 8))
+    elapsed_s = _run(llm, random_prompts(llm, batch), batch.output_len, progress)
     output_tokens = batch.num_prompts * batch.output_len
     total_tokens = batch.num_prompts * batch.input_len + output_tokens
     return {
@@ -73,8 +73,8 @@ def latency(
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure the seconds of one batch, prompts included. The prefix cache is off by default."""
-    llm = _make_llm(model, {"enable_prefix_caching": False, **(engine_args or {})})
-    prompts = _prompts(llm, batch)
+    llm = engine_for(model, {"enable_prefix_caching": False, **(engine_args or {})})
+    prompts = random_prompts(llm, batch)
     for _ in range(num_iters_warmup):
         _run(llm, prompts, batch.output_len)
     latencies = [_run(llm, prompts, batch.output_len) for _ in range(num_iters)]
@@ -126,13 +126,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return found
 
 
-def _make_llm(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
+def engine_for(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
+    """Return an engine that takes token ids."""
     from .llm import LLM  # loads torch, which a command line that only prints its help need not do
 
     return LLM(model, **{"skip_tokenizer_init": True, **(engine_args or {})})
 
 
-def _prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
+def random_prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
+    """Return the token ids of the batch's prompts."""
     rng = random.Random(batch.seed)
     vocab_size = llm.engine.model_config.vocab_size
     return [[rng.randrange(vocab_size) for _ in range(batch.input_len)] for _ in range(batch.num_prompts)]
@@ -164,7 +166,7 @@ def _main() -> None:
     """Start one engine in this process: the first argument is engine arguments in JSON, the output seconds in JSON."""
     start = time.perf_counter()
     args = json.loads(sys.argv[1])
-    llm = _make_llm(args.pop("model"), args)
+    llm = engine_for(args.pop("model"), args)
     seconds = time.perf_counter() - start
     print(json.dumps({"total_startup_time": seconds, "phases": llm.engine.startup_s}))
 

@@ -1,4 +1,4 @@
-"""What drafts save, by how many of them are right: `baton bench drafts`.
+"""The time that drafts save, by how many of them are right: `baton bench drafts`.
 
 Checkpoints without weights, and random prompts, leave nothing to guess from. So the drafter knows the answers, from a
 run without drafts, and errs in a given share of its guesses. Answers are drawn at a temperature at which they follow
@@ -13,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..core.sampling import SamplingParams
+from ..core.speculation.drafter import DraftedRequest
+from ..core.speculation.stats import SpeculationStats
 from .bench import RandomBatch, engine_for, random_prompts
 
 if TYPE_CHECKING:
@@ -36,17 +40,10 @@ class InformedDrafter:
         self._num_known: dict[str, int] = {}  # tokens of requests
         self._whole: dict[str, list[int]] = {}  # prompts and answers of requests
 
-    def start(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        salt: str | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        answer = self._answers.get(tuple(prompt_token_ids), ())
-        self._num_known[request_id] = len(prompt_token_ids) + len(output_token_ids)
-        self._whole[request_id] = [*prompt_token_ids, *answer]
+    def start(self, request: DraftedRequest) -> None:
+        prompt = request.prompt_token_ids
+        self._num_known[request.request_id] = len(prompt) + len(request.output_token_ids)
+        self._whole[request.request_id] = [*prompt, *self._answers.get(tuple(prompt), ())]
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._num_known[request_id] += len(token_ids)
@@ -55,8 +52,8 @@ class InformedDrafter:
         first, whole = self._num_known[request_id], self._whole[request_id]
         return [self._guess(request_id, index, whole[index]) for index in range(first, min(first + most, len(whole)))]
 
-    def learn(self, answer: Sequence[int], salt: str | None) -> None:
-        pass  # answers are known
+    def learn(self, answer: Sequence[int], cache_salt: str) -> None:
+        """Answers are known already."""
 
     def end(self, request_id: str) -> None:
         del self._num_known[request_id], self._whole[request_id]
@@ -88,11 +85,9 @@ def drafts(
     with engine_for(model, {**args, "speculative_config": config}) as llm:
         llm.engine.core.draft_with(InformedDrafter(known, acceptance, llm.engine.model_config.vocab_size))
         for batch, without in zip(batches, baseline, strict=True):
-            before = llm.engine.core.stats().speculation
+            before = _checked(llm)
             speed = _decode(llm, batch)
-            after = llm.engine.core.stats().speculation
-            assert before is not None
-            assert after is not None
+            after = _checked(llm)
             num_steps = after.num_drafts - before.num_drafts
             num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
             results.append(
@@ -109,6 +104,10 @@ def drafts(
     return {"num_drafts": num_drafts, "acceptance": acceptance, "batches": results}
 
 
+def _checked(llm: LLM) -> SpeculationStats:
+    return llm.engine.core.stats().speculation or SpeculationStats()
+
+
 def _decode(llm: LLM, batch: RandomBatch, known: dict[tuple[int, ...], list[int]] | None = None) -> float:
     """Return the tokens per second of a batch's decodes; let its answers be `known` by prompt."""
     prompts = random_prompts(llm, batch)
@@ -118,7 +117,7 @@ def _decode(llm: LLM, batch: RandomBatch, known: dict[tuple[int, ...], list[int]
         )
         for index in range(batch.num_prompts)
     ]
-    first = [param.clone(max_tokens=1) for param in params]
+    first = [msgspec.structs.replace(param, max_tokens=1) for param in params]
     spans = []
     for each in (first, params):
         best = float("inf")

@@ -13,17 +13,17 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ..core.grammar import GrammarRefused, GrammarStats
 from ..core.sampling import StructuredOutputsParams
 from .compiler import Abandoned, CompilerClosed, CompilerFailed, CompilesTooSlowly, GrammarCompiler, always
 from .compiler_messages import CompileLimits, GrammarVocabulary
+from .output_grammar import OutputGrammar, TokenMask
 
 if TYPE_CHECKING:
     import xgrammar
@@ -38,8 +38,6 @@ _BOUNDED = re.compile(r"(min|max)Length")
 QUICK_S = 2  # grammars that take longer move to the slow compiler
 
 STARTING_THREAD = "baton-grammars-start"
-
-TokenMask = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is set
 
 
 class XGrammarBackend:
@@ -65,6 +63,7 @@ class XGrammarBackend:
         self._cache = GrammarCache()
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
         self._printable: TokenMask | None = None
+        self._pieces: list[bytes] | None = None
 
     def start(self) -> None:
         """Start a thread, and return at once. The thread starts the compiler and loads everything that the first
@@ -96,7 +95,8 @@ class XGrammarBackend:
         import xgrammar
 
         allowed = self._without_control_characters() if _has_bounded_strings(asked) else None
-        return OutputGrammar(xgrammar.GrammarMatcher(compiled), self._vocabulary.vocab_size, allowed)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return OutputGrammar(matcher, self._vocabulary.vocab_size, self._token_bytes, allowed)
 
     def stats(self) -> GrammarStats:
         cache = self._cache
@@ -163,40 +163,23 @@ class XGrammarBackend:
 
     def _without_control_characters(self) -> TokenMask:
         if self._printable is None:
-            assert self._tokenizer_info is not None
             fits = np.zeros(-(-self._vocabulary.vocab_size // 32) * 32, np.uint8)
-            pieces = self._tokenizer_info.decoded_vocab
+            pieces = self._token_bytes()
             fits[: len(pieces)] = [_CONTROL.search(piece) is None for piece in pieces]
             self._printable = np.packbits(fits, bitorder="little").view("<i4").astype(np.int32)
         return self._printable
+
+    def _token_bytes(self) -> list[bytes]:
+        """Return the text of each token, once a grammar was compiled."""
+        if self._pieces is None:
+            assert self._tokenizer_info is not None
+            self._pieces = self._tokenizer_info.decoded_vocab
+        return self._pieces
 
 
 def _has_bounded_strings(asked: StructuredOutputsParams) -> bool:
     text = asked.json if isinstance(asked.json, str) else asked.structural_tag
     return text is not None and _BOUNDED.search(text) is not None
-
-
-class OutputGrammar:
-    """The grammar of one output. Implements `engine.core.grammar.Grammar`."""
-
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int, allowed: TokenMask | None = None) -> None:
-        """`allowed`, if given, further restricts every mask."""
-        self._matcher = matcher
-        self._num_words = -(-vocab_size // 32)
-        self._allowed = allowed
-
-    def advance(self, token_ids: Sequence[int]) -> bytes:
-        """Implement `Grammar.advance`."""
-        for token_id in token_ids:
-            if not self._matcher.accept_token(token_id):
-                raise GrammarRefused(f"does not allow token {token_id}: the output was begun under another grammar")
-        words = np.full((1, self._num_words), -1, np.int32)
-        self._matcher.fill_next_token_bitmask(words)
-        if self._allowed is not None:
-            words &= self._allowed
-        if not words.any():
-            raise GrammarRefused("lets no token of the vocabulary follow")
-        return words.astype("<i4").tobytes()
 
 
 CACHE_BYTES = 256 << 20  # of compiled grammars, least recently used first out

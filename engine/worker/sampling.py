@@ -74,7 +74,10 @@ class LogitsProcessors:
     def mask(self, masks: Sequence[TokenMask]) -> None:
         """Set the tokens that rows with a grammar may draw in the next step: `[ceil(vocab_size / 32)]` int32 each."""
         self._sampling.mask(
-            {mask.row: torch.from_numpy(np.frombuffer(mask.words, "<i4").astype(np.int32)) for mask in masks}
+            {
+                (mask.row, mask.position): torch.from_numpy(np.frombuffer(mask.words, "<i4").astype(np.int32))
+                for mask in masks
+            }
         )
 
     def edited(self, draws: Draws) -> list[int]:

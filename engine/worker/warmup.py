@@ -121,6 +121,8 @@ class ProfileRun:
         captured_bytes = self._peak_bytes(lambda: padding_steps(self._make_runner(), self._captured[:1]))
         padding_steps(self._make_runner(), [*eager[1:], *self._captured[1:], *self._eager_decodes])
         scored_steps(self._make_runner(), limits, up_to=max(largest_captured, MAX_SCORED_ROWS))
+        if limits.max_drafts:
+            edited_drafts(self._make_runner())
         return StepMemory(step_bytes, captured_bytes, len(self._captured))
 
 
@@ -188,6 +190,15 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
     chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in rows]
     runner.launch(StepPlan(0, [], starts, chunks)).result()
     runner.launch(StepPlan(0, list(rows), [], [])).result()
+
+
+def edited_drafts(runner: ModelRunner) -> None:
+    """Run a decode with a draft, behind both tokens of which a token is drawn from edited logits, as with a grammar."""
+    start = _start(row=0, length=1, num_groups=len(runner.arenas))
+    drafted = Chunk(0, 1, 2, True, [], num_drafts=1, drafts=(0,))
+    runner.launch(StepPlan(0, [], [start], [Chunk(0, 0, 1, True, [])])).result()
+    runner.launch(StepPlan(0, [], [], [drafted])).result()
+    runner.launch(StepPlan(0, [0], [], [])).result()
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:

@@ -99,7 +99,7 @@ class SamplingRows:
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [B] int64, values [B] float32
         self._gates: dict[int, _StopGate] = {}
         self._edited: set[int] = set()  # rows whose logits change in every step
-        self._masks: dict[int, Tensor] = {}  # [ceil(V / 32)] int32, of this step alone
+        self._masks: dict[tuple[int, int], Tensor] = {}  # by row and position: [ceil(V / 32)] int32, of this step alone
         self._gathered: tuple[list[int], SamplingBatch] | None = None
 
     def start(
@@ -143,10 +143,11 @@ class SamplingRows:
             state.pop(row, None)
         self._gathered = None
 
-    def mask(self, masks: dict[int, Tensor]) -> None:
-        """Set the next step's masks beside what requests asked for: `AllowedTokens.bits` by row, on the CPU.
+    def mask(self, masks: dict[tuple[int, int], Tensor]) -> None:
+        """Set the next step's masks, which hold beside what requests asked for: `AllowedTokens.bits` on the CPU.
 
-        Masks of the step before are gone. A row that is not named has none.
+        They are by row and position, the number of tokens before the drawn one, so that a row which draws several
+        tokens has one for each. Masks of the step before are gone.
         """
         self._masks = masks
 
@@ -160,7 +161,7 @@ class SamplingRows:
         return [
             index
             for index, (row, position) in enumerate(zip(rows, positions, strict=True))
-            if row in self._edited or row in self._masks or self._shut(row, position) is not None
+            if row in self._edited or (row, position) in self._masks or self._shut(row, position) is not None
         ]
 
     def batch(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
@@ -169,7 +170,7 @@ class SamplingRows:
         if self._gathered is None or self._gathered[0] != rows:
             self._gathered = (rows, self._gather(rows))
         banned = self._banned(rows, positions) if self._gates else None
-        masked = self._gather_allowed(rows, self._masks) if self._masks else None
+        masked = self._gather_allowed(rows, positions) if self._masks else None
         changing = upload(_Changing(torch.tensor(positions), banned, masked), self._device)
         batch = replace(self._gathered[1], positions=changing.positions, banned=changing.banned)
         return batch if masked is None else replace(batch, allowed=changing.allowed)
@@ -202,7 +203,7 @@ class SamplingRows:
             top_k=truncation("top_k"),
             top_p=truncation("top_p"),
             min_p=truncation("min_p"),
-            allowed=self._gather_allowed(rows, {}) if self._allowed else None,
+            allowed=self._gather_allowed(rows) if self._allowed else None,
             bad_words=bad_words,
             bias=self._gather_bias(rows),
             penalties=penalties,
@@ -222,11 +223,12 @@ class SamplingRows:
         )
         return Penalties(torch.tensor(users), repetition, presence, frequency)
 
-    def _gather_allowed(self, rows: list[int], masks: Mapping[int, Tensor]) -> AllowedTokens | None:
-        """Gather the tokens that both the requests and the step's `masks` allow."""
+    def _gather_allowed(self, rows: list[int], positions: Sequence[int] | None = None) -> AllowedTokens | None:
+        """Gather the tokens that the requests allow, and with `positions` also the step's masks."""
+        masks = [None] * len(rows) if positions is None else map(self._masks.get, zip(rows, positions, strict=True))
         users, bits = [], []
-        for i, row in enumerate(rows):
-            if (words := _both(self._allowed.get(row), masks.get(row))) is not None:
+        for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+            if (words := _both(self._allowed.get(row), mask)) is not None:
                 users.append(i)
                 bits.append(words)
         return AllowedTokens(torch.tensor(users), torch.stack(bits)) if users else None

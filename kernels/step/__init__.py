@@ -8,6 +8,7 @@
     place_drafts     guesses                          ──> tokens of rows, where each draw belongs
     accept_tokens    drawn tokens of steps with drafts ──> as `store_tokens`, up to the first wrong draft
     replace_tokens   tokens that were drawn again     ──> the same places
+    accept_again     the same, of steps with drafts   ──> the same places, up to the first wrong draft
 
 None of it waits for the device, and none of its shapes depends on what the tables hold.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "StepBatch",
     "StepBuffers",
     "StepTables",
+    "accept_again",
     "accept_tokens",
     "apply_writes",
     "chunk_inputs",
@@ -93,7 +95,7 @@ def replace_tokens(
 ) -> None:
     """Replace the token of sequence `index[j]` by `drawn[j]`, also in entry `entries[j]` of the page. All [J] int64.
 
-    To be called after `store_tokens`, or after `accept_tokens` for sequences without drafts.
+    To be called after `store_tokens`.
     """
     _implementation(drawn).replace_tokens(drawn, index, entries, tables, batch, inputs, ring)
 
@@ -113,6 +115,23 @@ def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: Out
     what was kept. No sequence has more than `max_drafts` drafts. The ring turns to its next page.
     """
     _implementation(drawn).accept_tokens(drawn, tables, batch, ring, max_drafts)
+
+
+def accept_again(
+    drawn: Tensor,
+    index: Tensor,
+    tables: StepTables,
+    guesses: Guesses,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    ring: OutputRing,
+    max_drafts: int,
+) -> None:
+    """Accept the drafts of sequences `index` ([J] int64) once more: of their `drawn` tokens some were drawn again.
+
+    To be called after `accept_tokens`, in whose page and rows it takes back what these sequences kept or lost there.
+    """
+    _implementation(drawn).accept_again(drawn, index, tables, guesses, batch, inputs, ring, max_drafts)
 
 
 def _implementation(tensor: Tensor) -> ModuleType:

@@ -63,14 +63,31 @@ def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: Out
         if row < 0:
             continue
         first, end = query_start[seq], query_start[seq + 1]
-        draws, position = drawn[first:end].tolist(), starts[seq] + 1
+        position = starts[seq] + 1
         drafts = tables.tokens[row, position : position + end - first - 1].tolist()
-        num_right = next((i for i, draft in enumerate(drafts) if draft != draws[i]), len(drafts))
-        tables.tokens[row, position + num_right] = max(draws[num_right], 0)
-        tables.computed[row] = position + num_right
-        draws[num_right + 1 :] = [REJECTED] * (len(drafts) - num_right)
-        page[first:end] = torch.tensor(draws, dtype=torch.int32)
+        _accept(drawn[first:end].tolist(), drafts, tables, row, position, page[first:end])
     ring.turn.copy_((ring.turn + 1) % len(ring.pages))
+
+
+def accept_again(
+    drawn: Tensor,
+    index: Tensor,
+    tables: StepTables,
+    guesses: Guesses,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    ring: OutputRing,
+    max_drafts: int,
+) -> None:
+    page, query_start = ring.pages[int(ring.turn) - 1], batch.query_start.tolist()
+    width = guesses.token_ids.shape[1]
+    for seq in index.tolist():
+        row, first, end = int(batch.rows[seq]), query_start[seq], query_start[seq + 1]
+        num_drafts = end - first - 1
+        position = int(inputs.seq_lens[seq]) - num_drafts
+        numbers = range(position - int(guesses.first[row]), position - int(guesses.first[row]) + num_drafts)
+        drafts = [int(guesses.token_ids[row, number]) if 0 <= number < width else 0 for number in numbers]
+        _accept(drawn[first:end].tolist(), drafts, tables, row, position, page[first:end])
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
@@ -93,6 +110,16 @@ def replace_tokens(
 ) -> None:
     page = ring.pages[int(ring.turn) - 1]
     _store(drawn, index, entries, tables, batch, inputs, page)
+
+
+def _accept(draws: list[int], drafts: list[int], tables: StepTables, row: int, position: int, entries: Tensor) -> None:
+    """Make the leading draws up to the first that differs from its draft tokens of a row from `position` on."""
+    num_right = next((i for i, draft in enumerate(drafts) if draft != draws[i]), len(drafts))
+    kept = torch.tensor(draws[: num_right + 1], dtype=torch.int32).clamp(min=0)
+    tables.tokens[row, position : position + num_right + 1] = kept.to(tables.tokens.device)
+    tables.computed[row] = position + num_right
+    draws[num_right + 1 :] = [REJECTED] * (len(drafts) - num_right)
+    entries.copy_(torch.tensor(draws, dtype=torch.int32))
 
 
 def _starts(computed: Tensor, batch: StepBatch) -> Tensor:

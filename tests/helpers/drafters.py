@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
+from baton.engine.core.speculation.drafter import DraftedRequest
+
 
 class KnowingDrafter:
     """Guesses what a request will draw, from its undisturbed answer. Implements `Drafter`.
@@ -34,17 +36,11 @@ class KnowingDrafter:
         """The number of requests that it was told of and that are not over."""
         return len(self._known)
 
-    def start(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        salt: str | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
+    def start(self, request: DraftedRequest) -> None:
+        request_id, prompt = request.request_id, request.prompt_token_ids
         assert request_id not in self._known
-        self._known[request_id] = [*prompt_token_ids, *output_token_ids]
-        self._whole[request_id] = self._answer_to(request_id, prompt_token_ids)
+        self._known[request_id] = [*prompt, *request.output_token_ids]
+        self._whole[request_id] = self._answer_to(request_id, prompt)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._known[request_id] += token_ids
@@ -57,7 +53,7 @@ class KnowingDrafter:
         behind = range(len(known), min(len(known) + most, len(whole)))
         return [self._guess(request_id, position, whole[position]) for position in behind]
 
-    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+    def learn(self, answer: Sequence[int], cache_salt: str) -> None:
         assert answer
 
     def end(self, request_id: str) -> None:

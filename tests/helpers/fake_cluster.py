@@ -82,7 +82,7 @@ class FakeRunner:
         self._config = config
         self._scripts = scripts
         self._rows: dict[int, Row] = {}
-        self._masks: dict[str, bytes] = {}
+        self._masks: dict[tuple[str, int], bytes] = {}  # by request and the tokens before the drawn one
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         if self.explode:
@@ -94,7 +94,7 @@ class FakeRunner:
             self._rows[start.row] = Row(start, tokens, list(start.block_tables[0]), start.num_computed)
         for chunk in plan.chunks:
             self._write(self._rows[chunk.row], chunk)
-        self._masks = {self._rows[mask.row].start.request_id: mask.words for mask in plan.masks}
+        self._masks = {(self._rows[mask.row].start.request_id, mask.position): mask.words for mask in plan.masks}
         return FinishedStep(StepResult(plan.step, [self._run(self._rows[chunk.row], chunk) for chunk in plan.chunks]))
 
     def _write(self, row: Row, chunk: Chunk) -> None:
@@ -138,7 +138,8 @@ class FakeRunner:
         script = self._scripts.get(tuple(row.start.prompt_token_ids))
         if script is not None and done < len(script):
             return script[done]
-        if (mask := self._masks.get(row.start.request_id)) is not None:
+        position = len(row.start.prompt_token_ids) + done
+        if (mask := self._masks.get((row.start.request_id, position))) is not None:
             allowed = [token for token in range(self._config.vocab_size) if mask[token // 8] >> token % 8 & 1]
             return min(allowed, key=lambda token: hash((token, kv, row.start.seed)))
         eos = set(self._config.eos_token_ids)

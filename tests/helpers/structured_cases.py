@@ -35,6 +35,22 @@ TAG = {
     "type": "structural_tag",
     "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": COLOR}, "end": "</f>"},
 }
+_CALLS = {
+    "type": "triggered_tags",
+    "triggers": ["<f>"],
+    "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": COLOR}, "end": "</f>"}],
+}
+_THOUGHTS = {
+    "type": "sequence",
+    "elements": [
+        {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "f>"},
+        {"type": "json_schema", "json_schema": COLOR},
+    ],
+}
+WITH_TEXT = {  # outputs of which a part is any text
+    name: StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+    for name, form in (("calls in a text", _CALLS), ("thoughts before", _THOUGHTS))
+}
 CHOICES = ["yes", "no", 'naïve "quotes"', "a\nline", "back\\slash", "😀"]
 
 

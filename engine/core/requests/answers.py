@@ -73,13 +73,13 @@ def final_output(
     )
 
 
-def nothing_drawn(request: Request) -> EngineError:
-    """Return the error of a request whose newest row drew no token.
+def nothing_drawn(request: Request, num_before: int) -> EngineError:
+    """Return the error of a request for which the newest step drew no token, but `num_before` tokens before that.
 
     Either the request itself excludes every token, so that no engine could draw one; or the logits were not numbers, as
     with damaged weights or KV, and another engine may succeed.
     """
-    if not _excludes_all(request, _candidates(request)):
+    if not _excludes_all(request, _candidates(request, num_before)):
         reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
         return EngineError(ErrorKind.INTERNAL, f"no token could be drawn: {reason}")
     if request.is_constrained:
@@ -90,10 +90,10 @@ def nothing_drawn(request: Request) -> EngineError:
     return EngineError(ErrorKind.INVALID, reason, "allowed_token_ids")
 
 
-def _candidates(request: Request) -> Iterable[int] | None:
-    """Return the tokens that a list in the request limits the draw to; None where there is no list."""
+def _candidates(request: Request, number: int) -> Iterable[int] | None:
+    """Return the tokens that a list in the request limits the step's draw `number` to; None where there is no list."""
     if request.is_constrained:
-        mask = request.drawn_from
+        mask = request.drawn_from[number]
         return (token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> token_id % 8 & 1)
     return request.message.sampling.allowed_token_ids
 

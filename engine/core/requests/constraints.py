@@ -4,10 +4,13 @@
                                                                  │ ^
                       a step that draws takes the mask, its token makes the next one
 
+Where a request gets drafts, its grammar looks ahead: with the mask of the next token it makes one behind each guess
+that may follow.
+
 Compiling a grammar takes up to seconds, and a mask from microseconds to seconds: both happen in threads. A request
 without a mask sits steps out (`Request.horizon`), or stands aside in the queue where it was preempted, and nobody else
-waits for it longer than `PATIENCE_S`. So a token is drawn only when the one before it is known; other requests go on
-two steps at a time.
+waits for it longer than `PATIENCE_S`. So a token is drawn only when the one before it is known or guessed; other
+requests go on two steps at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from ..grammar import ASKED_BY, Grammar, GrammarRefused, GrammarSource, GrammarStats
+from ..grammar import ASKED_BY, NOT_AHEAD, Grammar, GrammarRefused, GrammarSource, GrammarStats, LookAhead
 from ..messages import EngineError, ErrorKind
 from ..sampling import StructuredOutputsParams
 from .request import Request, RequestStatus
@@ -35,7 +38,7 @@ MOST_OPENERS = 64  # they wait for a compiler; requests beyond these wait for on
 
 @dataclass(slots=True)
 class _Task:
-    work: Future[tuple[Grammar, bytes]]
+    work: Future[tuple[Grammar, bytes, LookAhead]]
     deadline_s: float
     is_fresh: bool = True  # no step has waited for it yet
 
@@ -81,10 +84,13 @@ class Constraints:
         work = threads.submit(_open, self._source, request)
         self._tasks[request] = _Task(work, self._clock() + OPENING_LIMIT_S, is_fresh=False)
 
-    def advance(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Start to compute the mask behind the next tokens of the output."""
+    def advance(self, request: Request, token_ids: Sequence[int], guesses: Sequence[int] = (), most: int = 0) -> None:
+        """Start to compute the mask behind the next tokens of the output, and to look ahead of them.
+
+        Up to `most` tokens may follow as drafts: `guesses`, as far as the grammar lets them.
+        """
         assert request.grammar is not None
-        work = self.maskers.submit(_advance, request.grammar, token_ids)
+        work = self.maskers.submit(_advance, request.grammar, token_ids, guesses, most)
         self._tasks[request] = _Task(work, self._clock() + MASK_LIMIT_S)
 
     def collect(self) -> list[tuple[Request, EngineError | None]]:
@@ -116,8 +122,8 @@ class Constraints:
             return _too_slow(request, has_begun=not task.work.cancel())
         match task.work.exception():
             case None:
-                request.grammar, mask = task.work.result()
-                request.allow(mask)
+                request.grammar, mask, ahead = task.work.result()
+                request.allow(mask, ahead)
                 return None
             case GrammarRefused() as refused:
                 if refused.detail:
@@ -135,13 +141,16 @@ def _asked_by(request: Request) -> StructuredOutputsParams:
     return asked
 
 
-def _open(source: GrammarSource, request: Request) -> tuple[Grammar, bytes]:
+def _open(source: GrammarSource, request: Request) -> tuple[Grammar, bytes, LookAhead]:
     grammar = source.open(_asked_by(request), lambda: request.status is RequestStatus.WAITING_FOR_GRAMMAR)
     return _advance(grammar, request.message.output_token_ids)
 
 
-def _advance(grammar: Grammar, token_ids: Sequence[int]) -> tuple[Grammar, bytes]:
-    return grammar, grammar.advance(token_ids)
+def _advance(
+    grammar: Grammar, token_ids: Sequence[int], guesses: Sequence[int] = (), most: int = 0
+) -> tuple[Grammar, bytes, LookAhead]:
+    mask = grammar.advance(token_ids)
+    return grammar, mask, grammar.look_ahead(guesses, most) if most else NOT_AHEAD
 
 
 def _too_slow(request: Request, *, has_begun: bool) -> EngineError:

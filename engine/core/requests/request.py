@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..config import EngineCoreConfig
-from ..grammar import Grammar
+from ..grammar import NOT_AHEAD, Grammar, LookAhead
 from ..layout import NOT_KEPT
 from ..logprobs import Logprobs
 from ..messages import EngineRequest, FinishReason
@@ -111,12 +111,13 @@ class Request:
         "first_kept",
         "generation",
         "grammar",
+        "guesses",
         "has_asked",
         "horizon",
         "is_constrained",
         "last_step",
         "limit",
-        "mask",
+        "masks",
         "message",
         "next_registration",
         "num_blocks_passed",
@@ -156,8 +157,9 @@ class Request:
         # Decodes may reach one token less. A grammar must know a token before the next is drawn.
         self.horizon = self.num_tokens if self.is_constrained else self.limit
         self.grammar: Grammar | None = None  # has taken in all tokens of the output, once it is there
-        self.mask: bytes | None = None  # of what it lets follow; gone with the step that draws
-        self.drawn_from = b""  # the mask of the newest step that draws
+        self.masks: list[bytes] = []  # of the next token, and behind each of `guesses`; gone with the step that draws
+        self.guesses: Sequence[int] = ()  # tokens that its grammar lets follow one after the other
+        self.drawn_from: list[bytes] = []  # the masks of the newest step's draws
         self.last_step = NEVER  # the newest step that touches its row and blocks
         self.num_blocks_passed = 0  # given to requests that overtook it at the head of the queue
 
@@ -276,19 +278,19 @@ class Request:
 
     @property
     def may_draw(self) -> bool:
-        return self.mask is not None or not self.is_constrained
+        return bool(self.masks) or not self.is_constrained
 
-    def allow(self, mask: bytes) -> None:
-        """Set the mask of the next token: the grammar has accepted all tokens so far."""
-        self.mask = mask
+    def allow(self, mask: bytes, ahead: LookAhead = NOT_AHEAD) -> None:
+        """Set the mask of the next token, and what may come behind it: the grammar has accepted all tokens so far."""
+        self.masks, self.guesses = [mask, *ahead.masks], ahead.guesses
         self.horizon = min(self.limit, len(self.token_ids) + 1)
 
-    def take_mask(self) -> bytes:
-        """Return the mask for the one step that draws out of it."""
-        mask, self.mask = self.mask, None
-        assert mask is not None, "a grammar's request was planned without a mask"
-        self.drawn_from = mask
-        return mask
+    def take_masks(self, num_draws: int) -> list[bytes]:
+        """Return the masks for the one step that draws out of them: behind the known tokens, and behind each draft."""
+        masks, self.masks, self.guesses = self.masks[:num_draws], [], ()
+        assert len(masks) == num_draws, "a grammar's request was planned without a mask for each draw"
+        self.drawn_from = masks
+        return masks
 
     def give_up_blocks(self) -> list[list[int]]:
         """Return the blocks of each group, which are the caller's now; of a request without blocks, no group."""

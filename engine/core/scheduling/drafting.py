@@ -6,6 +6,9 @@
 Tokens that steps in flight draw are not known yet, so a guess begins behind the last known token, and the drafts are
 the part of it that lies behind those on their way. The drafter is told of a request and its tokens when it is asked for
 guesses, so that steps without drafts cost nothing.
+
+A request with a grammar draws nothing while a step of its own is in flight. Its guesses are made when that step is
+settled, so that its grammar, which makes the next mask in a thread, looks at them there as well.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 
 from ..requests.request import Request
 from ..speculation.config import SpeculativeConfig, make_drafter
-from ..speculation.drafter import Drafter
+from ..speculation.drafter import DraftedRequest, Drafter
 from ..speculation.length import DraftLengths
 from ..speculation.predicted_text import PredictedText
 from ..speculation.stats import SpeculationCounter, SpeculationStats
@@ -25,21 +28,32 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
     """Return the drafting of an engine with these settings on a kind of device; None: tokens are not guessed ahead."""
     if config is None:
         return None
-    return Drafting(make_drafter(config), config.num_speculative_tokens, only_plain=device == "cuda")
+    on_gpu = device == "cuda"
+    return Drafting(make_drafter(config), config.num_speculative_tokens, only_plain=on_gpu, with_grammars=not on_gpu)
 
 
 class Drafting:
     """Asks one drafter for all running requests."""
 
-    def __init__(self, drafter: Drafter, most: int, *, adapts: bool = True, only_plain: bool = False) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        *,
+        adapts: bool = True,
+        only_plain: bool = False,
+        with_grammars: bool = True,
+    ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
         `only_plain`: there are drafts in steps without prompts only, and for requests whose draws follow from the
-        numbers in their row. That is what steps on a GPU are captured for.
+        numbers in their row. That is what steps on a GPU are captured for. `with_grammars`: so do requests whose output
+        must fit one.
         """
         self.most = most
-        self._drafter = drafter
+        self.drafter = drafter
         self._only_plain = only_plain
+        self._with_grammars = with_grammars
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # tokens that the drafter knows, of requests that it knows
@@ -58,8 +72,10 @@ class Drafting:
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
 
     def may_draft(self, request: Request) -> bool:
-        """Return whether a request's draws can be checked against drafts. A grammar would have to see each first."""
-        return not request.is_constrained and (not self._only_plain or request.message.sampling.is_plain)
+        """Return whether a request's draws can be checked against drafts."""
+        if request.is_constrained and not self._with_grammars:
+            return False
+        return not self._only_plain or request.message.sampling.is_plain
 
     def propose(self, request: Request, room: int) -> Sequence[int]:
         """Return guesses of the tokens from the last known one on, up to `room` behind those that are on their way.
@@ -67,14 +83,31 @@ class Drafting:
         None where it gets no drafts.
         """
         num_drafts = min(room, self.most)
+        if request.is_constrained:
+            num_drafts = min(num_drafts, len(request.guesses))
         if self._lengths is not None:
             num_drafts = self._lengths.of(request.request_id, num_drafts)
         if not num_drafts:
             return ()
+        if request.is_constrained:
+            return request.guesses[:num_drafts]
         self._tell(request)
         num_coming = request.num_computed - len(request.token_ids)
-        guesses = self._drafter.propose(request.request_id, num_coming + num_drafts)
+        guesses = self.drafter.propose(request.request_id, num_coming + num_drafts)
         return guesses if len(guesses) > num_coming else ()
+
+    def guess_for_grammar(self, request: Request) -> tuple[int, Sequence[int]]:
+        """Return how many drafts a request may get in its next step, and guesses of them, for its grammar to look at.
+
+        It is called when all of its tokens are known; `propose` takes the drafts from what its grammar lets follow.
+        """
+        num_drafts = min(self.most, request.limit - 1 - len(request.token_ids)) if self.may_draft(request) else 0
+        if self._lengths is not None:
+            num_drafts = self._lengths.expected(request.request_id, num_drafts)
+        if num_drafts <= 0:
+            return 0, ()
+        self._tell(request)
+        return num_drafts, self.drafter.propose(request.request_id, num_drafts)
 
     def _tell(self, request: Request) -> None:
         """Tell the drafter all tokens of a request."""
@@ -82,13 +115,20 @@ class Drafting:
         num_told = self._num_told.get(request)
         if num_told is None:
             message = request.message
-            output = known[request.num_prompt :]
             prediction = message.prediction_token_ids
             if prediction:
                 self._predicted[request] = PredictedText(prediction)
-            self._drafter.start(request.request_id, message.prompt_token_ids, output, message.cache_salt, prediction)
+            self.drafter.start(
+                DraftedRequest(
+                    request.request_id,
+                    message.prompt_token_ids,
+                    known[request.num_prompt :],
+                    message.cache_salt,
+                    prediction,
+                )
+            )
         elif num_told < len(known):
-            self._drafter.extend(request.request_id, known[num_told:])
+            self.drafter.extend(request.request_id, known[num_told:])
         self._num_told[request] = len(known)
 
     def settled(self, request: Request, chunk: Chunk, num_accepted: int) -> None:
@@ -128,9 +168,9 @@ class Drafting:
             self._tell(request)
             del self._num_told[request]
             self._predicted.pop(request, None)
-            self._drafter.end(request.request_id)
+            self.drafter.end(request.request_id)
         elif len(request.token_ids) > request.num_prompt:
-            self._drafter.learn(request.token_ids[request.num_prompt :], request.message.cache_salt)
+            self.drafter.learn(request.token_ids[request.num_prompt :], request.message.cache_salt)
 
     def stats(self) -> SpeculationStats:
         return self._counter.stats()

@@ -232,11 +232,16 @@ class Scheduler:
         num_new = num_known - num_before
         if reason is None and request.answered and 0 < num_new == len(token_ids):
             if request.is_constrained:
-                self.constraints.advance(request, token_ids)
+                self._advance_grammar(request, token_ids)
             self.requests.outputs.append(next_tokens(request, token_ids, drawn.logprobs))
         else:
             self._answer(request, drawn, num_new, reason)
         return num_new
+
+    def _advance_grammar(self, request: Request, token_ids: list[int]) -> None:
+        """Have the grammar take in new tokens, and look ahead of them at what may be the next step's drafts."""
+        most, guesses = (0, ()) if self.drafting is None else self.drafting.guess_for_grammar(request)
+        self.constraints.advance(request, token_ids, guesses, most)
 
     def _answer(self, request: Request, drawn: ChunkResult, num_new: int, reason: FinishReason | None) -> None:
         """Put out the first `num_new` tokens that were drawn: the first of an answer, or the last."""
@@ -247,7 +252,7 @@ class Scheduler:
             logprobs = logprobs.part(0, num_new) if logprobs else None
         if token_ids:
             if request.is_constrained and reason is None and not lacks_token:
-                self.constraints.advance(request, token_ids)
+                self._advance_grammar(request, token_ids)
             source = self.requests.leave(request, reason) if reason else None
             self.requests.outputs.append(first_or_last_tokens(request, token_ids, logprobs, reason, source))
         if lacks_token or not drawn.token_ids:
@@ -257,7 +262,7 @@ class Scheduler:
         """Answer a request for which no token could be drawn. Raises `StepMismatch` where none was to be."""
         if not drawn.token_ids:
             raise StepMismatch(f"no token was drawn for request {request.request_id}")
-        error = nothing_drawn(request)
+        error = nothing_drawn(request, len(drawn.token_ids) - 1)
         self.requests.leave(request, FinishReason.ERROR)
         self.requests.outputs.append(final_output(request.message, FinishReason.ERROR, error))
 

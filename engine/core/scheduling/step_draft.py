@@ -139,10 +139,12 @@ def _joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
 
 
 def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMask]:
+    """Return a mask for each draw of each request with a grammar."""
     return [
-        TokenMask(chunk.row, request.take_mask())
+        TokenMask(chunk.row, position, mask)
         for chunk, request in zip(chunks, requests, strict=True)
         if chunk.samples and request.is_constrained
+        for position, mask in enumerate(request.take_masks(chunk.num_draws), chunk.first_draw)
     ]
 
 

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRequest:
+    """A request as a drafter first sees it."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()  # that it has already drawn
+    cache_salt: str = ""  # only requests of the same salt may see each other's text
+    prediction_token_ids: Sequence[int] = ()  # the answer that the client expects; used for this request alone
 
 
 class Drafter(Protocol):
@@ -13,19 +25,8 @@ class Drafter(Protocol):
     keeps its id while it is preempted and resumed. Calls for an id that was never started, or has ended, do nothing.
     """
 
-    def start(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        salt: str | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        """Begin a request. `output_token_ids` are tokens that it has already drawn.
-
-        Only requests of the same `salt` may see each other's text. `prediction` is text that the client expects as the
-        answer (`prediction` in OpenAI's API); it is used for this request alone.
-        """
+    def start(self, request: DraftedRequest) -> None:
+        """Begin a request."""
         ...
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -36,7 +37,7 @@ class Drafter(Protocol):
         """Guess up to `most` tokens that follow the known ones; empty where there is nothing to guess from."""
         ...
 
-    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+    def learn(self, answer: Sequence[int], cache_salt: str) -> None:
         """Note the answer of a request of this salt that is over and was never begun here, as an example for others."""
         ...
 

@@ -144,13 +144,29 @@ class DraftLengths:
         tried = self._tried.get(request_id)
         if tried is None:
             tried = self._tried[request_id] = _Tried(self._most, self._step, chances(self._shares))
-        most = min(most, self._limit)
+        return self._worth(tried, min(most, self._limit), self._step)
+
+    def expected(self, request_id: str, most: int) -> int:
+        """Return the number of drafts that a request may get in the next step, for which `begin_step` was not called.
+
+        It may be more than `of` allows then, and now and then less.
+        """
+        if self._account_s is None or self._account_s < 0:
+            return 0
+        if self._threshold >= 1:
+            is_next_tried = self._step + 1 - self._last_drafts >= self._pause
+            return min(1, most) if is_next_tried else 0
+        tried = self._tried.get(request_id)
+        return most if tried is None else self._worth(tried, most, self._step + 1)
+
+    def _worth(self, tried: _Tried, most: int, step: int) -> int:
+        """Return the number of a request's drafts, up to `most`, that are worth their time or are due to be tried."""
         threshold, num_drafts = self._threshold, 0
         for chance in tried.chances[:most]:
             if chance < threshold:
                 break
             num_drafts += 1
-        if not num_drafts and self._step - tried.step >= tried.wait:
+        if not num_drafts and step - tried.step >= tried.wait:
             return min(1, most)
         return num_drafts
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .drafter import DraftedRequest
 from .own_text import OwnText
 from .token_index import anchors_of
 
@@ -23,17 +24,8 @@ class NgramDrafter:
         self._longest = lookup_max
         self._texts: dict[str, OwnText] = {}
 
-    def start(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        salt: str | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        text = OwnText(self._anchors, self._longest, prompt_token_ids, prediction)
-        text.extend(output_token_ids)
-        self._texts[request_id] = text
+    def start(self, request: DraftedRequest) -> None:
+        self._texts[request.request_id] = OwnText(request, self._anchors, self._longest)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         if (text := self._texts.get(request_id)) is not None:
@@ -44,7 +36,7 @@ class NgramDrafter:
         match = None if text is None else text.search(text.tail(), enough=1)
         return [] if text is None or match is None else text.following(match.places[0], most)
 
-    def learn(self, answer: Sequence[int], salt: str | None) -> None:
+    def learn(self, answer: Sequence[int], cache_salt: str) -> None:
         pass  # requests are guessed from their own text only
 
     def end(self, request_id: str) -> None:

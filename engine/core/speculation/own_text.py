@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from .drafter import DraftedRequest
 from .token_index import SEPARATOR, Match, TokenIndex
 
 _NUM_HASHES = 4096  # enough for 16 384 tokens; more where the prompt is longer
@@ -20,15 +21,15 @@ class OwnText:
 
     __slots__ = ("_answer_start", "_index", "_longest", "_start")
 
-    def __init__(
-        self, anchors: Sequence[int], longest: int, prompt_token_ids: Sequence[int], prediction: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, request: DraftedRequest, anchors: Sequence[int], longest: int) -> None:
         """`longest`: tokens of the text's end that are searched for."""
-        expected = [*prompt_token_ids[-longest:], *prediction, SEPARATOR] if prediction else []
-        self._index = TokenIndex(anchors, [*expected, *prompt_token_ids], num_hashes=_NUM_HASHES)
+        prompt, prediction = request.prompt_token_ids, request.prediction_token_ids
+        expected = [*prompt[-longest:], *prediction, SEPARATOR] if prediction else []
+        self._index = TokenIndex(anchors, [*expected, *prompt], num_hashes=_NUM_HASHES)
         self._longest = longest
         self._start = len(expected)
         self._answer_start = len(self._index)
+        self.extend(request.output_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._index.extend(token_ids)

@@ -22,6 +22,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence, Set
 
+from .drafter import DraftedRequest
 from .own_text import OwnText
 from .token_index import SEPARATOR, Match, TokenIndex
 
@@ -46,19 +47,11 @@ class SuffixDrafter:
         self._min_prob = min_token_prob
         self.recent = RecentAnswers(max_cached_requests)
         self._texts: dict[str, OwnText] = {}
-        self._salts: dict[str, str | None] = {}
+        self._salts: dict[str, str] = {}
 
-    def start(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        salt: str | None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        text = OwnText(_ANCHORS, self._longest, prompt_token_ids, prediction)
-        text.extend(output_token_ids)
-        self._texts[request_id], self._salts[request_id] = text, salt
+    def start(self, request: DraftedRequest) -> None:
+        self._texts[request.request_id] = OwnText(request, _ANCHORS, self._longest)
+        self._salts[request.request_id] = request.cache_salt
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         if (text := self._texts.get(request_id)) is not None:
@@ -86,8 +79,8 @@ class SuffixDrafter:
             return []
         return most_frequent([source.following(place, most) for place in match.places[:_VOTES]], self._min_prob)
 
-    def learn(self, answer: Sequence[int], salt: str | None) -> None:
-        self.recent.add(salt, array("i", answer[-ANSWER_TOKENS:]))
+    def learn(self, answer: Sequence[int], cache_salt: str) -> None:
+        self.recent.add(cache_salt, array("i", answer[-ANSWER_TOKENS:]))
 
     def end(self, request_id: str) -> None:
         if (text := self._texts.pop(request_id, None)) is not None:
@@ -128,20 +121,20 @@ class RecentAnswers:
     def __init__(self, max_answers: int) -> None:
         """`max_answers` of all salts together; 0: none."""
         self._max_answers = max_answers
-        self._by_salt: dict[str | None, deque[_AnswerBatch]] = {}
+        self._by_salt: dict[str, deque[_AnswerBatch]] = {}
         self._by_age: deque[_AnswerBatch] = deque()  # the oldest first
         self.num_tokens = 0
         self.num_answers = 0
 
     @property
-    def salts(self) -> Set[str | None]:
+    def salts(self) -> Set[str]:
         return self._by_salt.keys()
 
-    def of(self, salt: str | None) -> Iterator[TokenIndex]:
+    def of(self, salt: str) -> Iterator[TokenIndex]:
         """Yield the texts of a salt, the newest first."""
         return (batch.index for batch in self._by_salt.get(salt, ()))
 
-    def add(self, salt: str | None, answer: array[int]) -> None:
+    def add(self, salt: str, answer: array[int]) -> None:
         if not answer or not self._max_answers:
             return
         batch = self._newest(salt, len(answer) + 1)
@@ -153,7 +146,7 @@ class RecentAnswers:
         while self.num_tokens > RECENT_TOKENS or self.num_answers > self._max_answers:
             self._drop_oldest()
 
-    def _newest(self, salt: str | None, num_tokens: int) -> _AnswerBatch:
+    def _newest(self, salt: str, num_tokens: int) -> _AnswerBatch:
         """Return the batch that takes the next answer, of so many tokens."""
         batches = self._by_salt.setdefault(salt, deque())
         most_answers = max(1, self._max_answers // 4)
@@ -181,7 +174,7 @@ class _AnswerBatch:
 
     __slots__ = ("index", "most_tokens", "num_answers", "salt")
 
-    def __init__(self, salt: str | None, *, is_first: bool) -> None:
+    def __init__(self, salt: str, *, is_first: bool) -> None:
         self.salt = salt
         self.most_tokens = _FIRST_BATCH_TOKENS if is_first else BATCH_TOKENS
         self.index = TokenIndex(_ANCHORS, num_hashes=_FIRST_HASHES if is_first else _HASHES)

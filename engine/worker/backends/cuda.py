@@ -20,6 +20,7 @@ from baton.kernels.sampling import sample, sample_rows
 from baton.kernels.step import (
     Guesses,
     StepBuffers,
+    accept_again,
     accept_tokens,
     chunk_inputs,
     decode_inputs,
@@ -85,6 +86,7 @@ class CudaStep:
         num_drawn = parts.limits.max_num_draws if parts.limits.max_drafts else 0
         self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # of each token, with drafts
         self._has_drafts = False  # the newest step
+        self._guesses = Guesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         return None
@@ -110,7 +112,7 @@ class CudaStep:
     def _run_drafts(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         parts, tables = self._parts, self._parts.tables
         batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_tokens)
-        place_drafts(tables.step, Guesses(tables.guesses.tensor, tables.first_guess.tensor[0]), batch, places)
+        place_drafts(tables.step, self._guesses, batch, places)
         chunk_inputs(tables.step, batch, self._buffers(shape))
         inputs = parts.inputs.of(shape)
         hidden = parts.model.forward(inputs.token_ids, inputs.caches, None, ranks)
@@ -137,13 +139,16 @@ class CudaStep:
         if not numbers:
             return
         edited = draws.pick(numbers)
-        index, entries = self.indices(edited.chunks), self.indices(edited.entries)
+        entries = self.indices(edited.entries)
         tables, ring = self._parts.tables, self._parts.outputs.ring
         drawn = sample(self.logits[entries], processors.of_draws(edited))
         batch_rows, buffers = tables.batch(shape.num_seqs), self._buffers(shape)
-        replace_tokens(drawn, index, entries, tables.step, batch_rows, buffers, ring)
         if self._has_drafts:
             self._drawn[entries] = drawn
+            index = self.indices(list(dict.fromkeys(edited.chunks)))
+            accept_again(self._drawn, index, tables.step, self._guesses, batch_rows, buffers, ring, shape.max_drafts)
+        else:
+            replace_tokens(drawn, self.indices(edited.chunks), entries, tables.step, batch_rows, buffers, ring)
 
     def logits_of(self, numbers: list[int]) -> Tensor:
         return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).entries)]

@@ -50,6 +50,40 @@ def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: Out
     )
 
 
+def accept_again(
+    drawn: Tensor,
+    index: Tensor,
+    tables: StepTables,
+    guesses: Guesses,
+    batch: StepBatch,
+    inputs: StepBuffers,
+    ring: OutputRing,
+    max_drafts: int,
+) -> None:
+    _accept_again[(1,)](
+        drawn,
+        index,
+        tables.tokens,
+        tables.computed,
+        guesses.token_ids,
+        guesses.first,
+        batch.rows,
+        batch.query_start,
+        inputs.seq_lens,
+        ring.pages,
+        ring.turn,
+        len(index),
+        max_drafts,
+        tables.tokens.stride(0),
+        guesses.token_ids.shape[1],
+        len(ring.pages),
+        ring.pages.stride(0),
+        NOT_ACCEPTED=REJECTED,
+        BLOCK=PIECE,
+        num_warps=4,
+    )
+
+
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
     _store(drawn, drawn, drawn, tables, batch, inputs, ring, again=False)
 
@@ -172,6 +206,55 @@ def _accept_tokens(
             num_right += (kept & (number < num_drafts) & (draft == token)).to(tl.int32)
         tl.store(computed + some_row, position + num_right, mask=real)
     tl.store(turn, (page_number + 1) % num_pages)
+
+
+@triton.jit(do_not_specialize=["count", "max_drafts", "width"])
+def _accept_again(
+    drawn,
+    index,
+    tokens,
+    computed,
+    guesses,
+    first_guess,
+    rows,
+    query_start,
+    seq_lens,
+    pages,
+    turn,
+    count,
+    max_drafts,
+    tokens_stride,
+    width,
+    num_pages,
+    page_stride,
+    NOT_ACCEPTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Accept drafts of some sequences once more. Their rows may have lost them, so they are read as guesses."""
+    page = pages + ((tl.load(turn) + num_pages - 1) % num_pages) * page_stride
+    for first_entry in range(0, count, BLOCK):
+        entry = first_entry + tl.arange(0, BLOCK)
+        mask = entry < count
+        seq = tl.load(index + entry, mask=mask, other=0)
+        row = tl.load(rows + seq, mask=mask, other=-1)
+        real = mask & (row >= 0)
+        some_row = tl.maximum(row, 0).to(tl.int64)
+        first = tl.load(query_start + seq, mask=mask, other=0)
+        num_drafts = tl.load(query_start + seq + 1, mask=mask, other=0) - first - 1
+        position = tl.load(seq_lens + seq, mask=real, other=0) - num_drafts
+        first_number = position - tl.load(first_guess + some_row, mask=real, other=0)
+        own = tokens + some_row * tokens_stride + position
+        num_right = tl.zeros([BLOCK], tl.int32)
+        for number in range(0, max_drafts + 1):
+            here = real & (number <= num_drafts)
+            token = tl.load(drawn + first + number, mask=here, other=0).to(tl.int32)
+            kept = here & (num_right == number)
+            tl.store(page + first + number, tl.where(kept, token, NOT_ACCEPTED), mask=here)
+            known = kept & (first_number + number >= 0) & (first_number + number < width)
+            draft = tl.load(guesses + some_row * width + first_number + number, mask=known, other=0)
+            tl.store(own + number, tl.maximum(token, 0), mask=kept)
+            num_right += (kept & (number < num_drafts) & (draft == token)).to(tl.int32)
+        tl.store(computed + some_row, position + num_right, mask=real)
 
 
 @triton.jit(do_not_specialize=["count"])

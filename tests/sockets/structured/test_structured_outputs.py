@@ -12,36 +12,14 @@ import pytest
 from baton.engine import LLM, InvalidPrompt, SamplingParams, StructuredOutputsParams
 from baton.engine.core.messages import EngineRequest
 
+from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
 from ...helpers.member_pool import MemberPool
 from ...helpers.parallel_engine import engine_config, run, serve
 from ...helpers.structured_cases import CASES, Case
+from ...helpers.structured_fixtures import VOCAB_SIZE
+from ...helpers.structured_requests import DRAWN, GREEDY, PROMPTS, all_requests, asking
 
-PROMPTS = [[5, 9, 17], list(range(40, 90))]
-MAX_TOKENS = 150
-GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-DRAWN = SamplingParams(temperature=1.2, top_p=0.95, presence_penalty=0.5, seed=77, max_tokens=MAX_TOKENS, logprobs=1)
 PARAMS = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-EMPTY = "{}"  # one token: what a model of random weights writes into an object of anything has no end
-
-
-def asking(case: Case, params: SamplingParams, llm: LLM) -> SamplingParams:
-    (empty,) = llm.get_tokenizer().encode(EMPTY, add_special_tokens=False)
-    bias = {empty: 9.0} if case.asked.json_object else {}
-    return msgspec.structs.replace(params, structured_outputs=case.asked, logit_bias=bias)
-
-
-def all_requests(llm: LLM) -> list[EngineRequest]:
-    """Every case with every prompt, greedy and drawn, and free ones in between."""
-    found: list[EngineRequest] = []
-    for prompt in PROMPTS:
-        for params in (GREEDY, DRAWN):
-            free = msgspec.structs.replace(params, max_tokens=20, ignore_eos=True)
-            for each in (free, *(asking(case, params, llm) for case in CASES.values())):
-                request_id = str(len(found))
-                found.append(
-                    EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=each, seed=len(found))
-                )
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +88,16 @@ def test_two_ranks_say_what_one_says(
     served, nothing = pool.run(serve, config, [requests], tp=2)
     assert nothing is None
     assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
+
+
+def test_two_ranks_say_it_with_drafts_too(
+    pool: MemberPool, structured_checkpoint: Path, structured_llm: LLM, alone: dict[str, list[int]]
+) -> None:
+    requests = all_requests(structured_llm)[3:11]
+    config = engine_config(str(structured_checkpoint), tensor_parallel_size=2, speculative_config=SPECULATIVE)
+    served, _ = pool.run(serve_with_drafts, config, [requests], alone, VOCAB_SIZE, tp=2)
+    assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
+    assert served.stats.speculation.num_accepted_tokens > 30
 
 
 def test_an_output_may_be_cut(structured_llm: LLM) -> None:

@@ -31,7 +31,7 @@ from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 
-from .core_grammars import num_known
+from .core_grammars import draw_allowed, made_for
 
 GARBAGE = -1
 
@@ -62,6 +62,8 @@ def expected_answer(request: EngineRequest, config: EngineCoreConfig) -> tuple[l
     while True:
         outputs_before = len(request.output_token_ids) + len(drawn)
         drawn.append(next_token(kv, request.seed, config.vocab_size))
+        if sampling.structured_outputs is not None:
+            drawn[-1] = draw_allowed(drawn[-1], tokens[len(request.prompt_token_ids) :])
         tokens.append(drawn[-1])
         kv = hash((kv, drawn[-1]))
         if drawn[-1] in stops and outputs_before >= sampling.min_tokens:
@@ -227,22 +229,28 @@ class FakeRunner:
             assert row.num_computed <= chunk.start, "a token is left out"
             if chunk.num_tokens == 1:
                 self._check_kv(row, row.num_computed, row.num_computed, "a decode's old KV is of this step")
-        self._check_masks(plan)
         for chunk in plan.chunks:
             append(self.rows[chunk.row].tables, chunk.new_block_ids)
         for number, states in self.states.items():
             self._run_states(plan.chunks, number, states)
         for chunk in plan.chunks:
             self._write(chunk)
+        self._check_masks(plan)
         return StepResult(plan.step, [self._read_and_draw(chunk) for chunk in plan.chunks])
 
     def _check_masks(self, plan: StepPlan) -> None:
-        """Exactly those with a grammar have one where they draw, and it knows all tokens before the one drawn."""
-        masks = {mask.row: mask.words for mask in plan.masks}
-        drawing = [chunk.row for chunk in plan.chunks if chunk.samples]
-        assert masks.keys() == {row for row in drawing if self.rows[row].is_constrained}
-        for row, words in masks.items():
-            assert num_known(words) == len(self.rows[row].tokens) - self.rows[row].num_prompt, "an old mask"
+        """Each draw of those with a grammar has one, made for exactly the tokens before it, drafts among them."""
+        masks = {(mask.row, mask.position): mask.words for mask in plan.masks}
+        draws = {
+            (chunk.row, len(self.rows[chunk.row].tokens) - behind)
+            for chunk in plan.chunks
+            if chunk.samples and self.rows[chunk.row].is_constrained
+            for behind in range(chunk.num_drafts + 1)
+        }
+        assert masks.keys() == draws
+        for (number, position), words in masks.items():
+            row = self.rows[number]
+            assert made_for(words) == hash(tuple(row.tokens[row.num_prompt : position])), "a mask of other tokens"
 
     def _write(self, chunk: Chunk) -> None:
         """Write the chunk's KV. Its drafts are tokens of the row until others are drawn in their place."""
@@ -300,6 +308,8 @@ class FakeRunner:
         drawn, last = [], end - 1 - chunk.num_drafts  # the position of the last known token
         for position in range(last, end):
             drawn.append(next_token(row.kv[position], row.seed, self.config.vocab_size))
+            if row.is_constrained:
+                drawn[-1] = draw_allowed(drawn[-1], row.tokens[row.num_prompt : position + 1])
             if position + 1 == end or row.tokens[position + 1] != drawn[-1]:
                 break
         logprobs = Logprobs.pack([logprob_of(row.kv[last + i], token) for i, token in enumerate(drawn)])

@@ -1,4 +1,4 @@
-"""XGrammarBackend that allow everything, and threads for them that work when a test says so."""
+"""Grammars of tokens, and threads for them that work when a test says so."""
 
 from __future__ import annotations
 
@@ -9,31 +9,72 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from baton.engine.core.grammar import GrammarRefused, GrammarStats
+from baton.engine.core.grammar import GrammarRefused, GrammarStats, LookAhead
 from baton.engine.core.sampling import StructuredOutputsParams
 
+NUM_TOKENS = 50
 _MASK = struct.Struct("<qq")
 
 
-def num_known(mask: bytes) -> int:
-    """Tokens of the output that a grammar knew when it made this mask."""
-    count: int = _MASK.unpack(mask)[1]
-    return count
+def allowed_after(output: Sequence[int]) -> list[int]:
+    """The tokens that may follow an output: three of four, and now and then a single one."""
+    last, length = output[-1] if output else 0, len(output)
+    if hash((last, length)) % 5 == 0:
+        return [hash((last, 1, length)) % NUM_TOKENS]
+    return [token for token in range(NUM_TOKENS) if hash((last, token)) % 4]
+
+
+def draw_allowed(token: int, output: Sequence[int]) -> int:
+    """What is drawn behind an output where `token` would be drawn without a grammar."""
+    return min(allowed_after(output), key=lambda each: (each - token) % NUM_TOKENS)
+
+
+def made_for(mask: bytes) -> int:
+    """The hash of the output behind which a grammar made this mask."""
+    output: int = _MASK.unpack(mask)[1]
+    return output
 
 
 class FakeGrammar:
-    """Allows every token, or all but number 0. Behind its masks stands how many tokens it knew when it made them."""
+    """Allows what `allowed_after` says, or all of it but number 0. A mask ends with the hash of its output.
+
+    It takes in no other tokens, but for those that were drawn before it was opened.
+    """
 
     def __init__(self, source: FakeGrammars) -> None:
         self._source = source
+        self._is_open = False
         self.tokens: list[int] = []
 
     def advance(self, token_ids: Sequence[int]) -> bytes:
         assert self._source.may_advance.wait(30.0)
-        self.tokens += token_ids
-        if len(self.tokens) == self._source.refuse_at:
+        for token in token_ids:
+            assert not self._is_open or token in allowed_after(self.tokens), f"{token} behind {self.tokens}"
+            self.tokens.append(token)
+        self._is_open = True
+        if self._source.refuse_at is not None and len(self.tokens) >= self._source.refuse_at:
             raise GrammarRefused("not this one")
-        return _MASK.pack(-1 if self._source.allows_0 else -2, len(self.tokens))
+        return self._mask(self.tokens)
+
+    def look_ahead(self, guesses: Sequence[int], most: int) -> LookAhead:
+        assert most > 0
+        output, rest = [*self.tokens], [*guesses]
+        masks: list[bytes] = []
+        while len(masks) < most:
+            allowed = allowed_after(output)
+            if rest and rest[0] in allowed:
+                output.append(rest.pop(0))
+            elif len(allowed) == 1:
+                output.append(allowed[0])
+                rest = []
+            else:
+                break
+            masks.append(self._mask(output))
+        return LookAhead(output[len(self.tokens) :], masks)
+
+    def _mask(self, output: Sequence[int]) -> bytes:
+        bits = sum(1 << token for token in allowed_after(output) if token or self._source.allows_0)
+        return _MASK.pack(bits, hash(tuple(output)))
 
 
 class FakeGrammars:

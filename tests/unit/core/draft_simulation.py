@@ -44,13 +44,16 @@ def simulate(
     answer_steps: int = 200,
     noise: float = 0.02,
     seed: int = 0,
+    looks_ahead: bool = False,
 ) -> Simulated:
     """Run steps in which a draft is right at the rate of its request; `rates` are dealt out to requests in turn.
 
-    After `answer_steps` steps a request gives its place to the next one.
+    After `answer_steps` steps a request gives its place to the next one. Where it `looks_ahead`, a request has guesses
+    only as far as they were expected when its step before was settled, as those with a grammar.
     """
     draw, policy, done = random.Random(seed), DraftLengths(most), Simulated()
     places = [f"{place} 0" for place in range(num_requests)]
+    guessed: dict[str, int] = {}  # guesses of the next step by request, where they are made ahead
     in_flight: deque[tuple[list[str], list[int]]] = deque()
     for step in range(num_steps):
         if step and step % (answer_steps // min(answer_steps, num_requests) or 1) == 0:
@@ -58,7 +61,9 @@ def simulate(
             policy.end(places[place])
             places[place] = f"{place} {step}"
         limit = policy.begin_step(num_requests)
-        in_flight.append((places.copy(), [policy.of(request, most) if limit else 0 for request in places]))
+        rooms = [guessed.pop(request, 0) if looks_ahead else most for request in places]
+        counts = [policy.of(request, room) if limit else 0 for request, room in zip(places, rooms, strict=True)]
+        in_flight.append((places.copy(), counts))
         if len(in_flight) < depth:
             continue
         requests, drafts = in_flight.popleft()
@@ -70,6 +75,7 @@ def simulate(
                 accepted += 1
             num_accepted += accepted
             policy.settled(request, count, accepted)
+            guessed[request] = policy.expected(request, most)
         seconds = device(num_requests + num_drafts) * draw.uniform(1 - noise, 1 + noise)
         policy.observe(num_requests + num_drafts, seconds, num_drafts, num_accepted)
         done.tokens += num_requests + num_accepted

@@ -85,7 +85,7 @@ def test_a_token_is_drawn_only_when_its_grammar_knows_all_before_it(
 
 def test_others_keep_their_pace_beside_a_grammar(grammars: FakeGrammars) -> None:
     harness = harness_with(grammars, depth=2, eos_token_ids=[EOS])
-    harness.add(request("free", 4, max_tokens=12, ignore_eos=True), constrained("c", 4, max_tokens=12))
+    harness.add(request("free", 4, max_tokens=30, ignore_eos=True), constrained("c", 4, max_tokens=12))
     watch = Watch(harness)
     watch.run()
     free = watch.planned["free"]

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import FinishReason
+from baton.engine.core.sampling import StructuredOutputsParams
 from baton.engine.core.speculation.stats import NO_DRAFTS
 
 from .core_grammars import FakeGrammars
-from .core_harness import Harness, config, request
+from .core_harness import VOCAB_SIZE, Harness, config, request
 from .core_machine import EngineMachine
 from .core_prompts import crowd
+
+ANY = StructuredOutputsParams(regex=".*")
 
 
 class DraftingMachine(EngineMachine):
@@ -136,6 +139,48 @@ def test_drafts_behind_a_stop_token_are_not_told_as_accepted() -> None:
         assert last.drafts is None or last.drafts.num_accepted_tokens <= len(last.token_ids)
         accepted = sum((each.drafts for each in [*before, last] if each.drafts is not None), NO_DRAFTS)
         assert accepted.num_accepted_tokens < len(engine.answer(name).token_ids)
+
+
+def num_constrained_steps(depth: int, errors: float | None) -> int:
+    """Return the steps of a request with a grammar, of whose drafts a share is wrong."""
+    engine = Harness(
+        config(depth=depth, eos_token_ids=[VOCAB_SIZE - 1]),
+        grammars=FakeGrammars(),
+        num_drafts=0 if errors is None else 3,
+        draft_errors=errors or 0.0,
+    )
+    engine.add(request("a", 10, max_tokens=40, seed=4, structured_outputs=ANY))
+    engine.run_to_the_end()
+    assert len(engine.answer("a").token_ids) == 40
+    stats = engine.core.stats().speculation
+    assert errors != 0 or (stats is not None and stats.acceptance_rate == 1)
+    return len(engine.runner.plans)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_requests_with_a_grammar_get_drafts_which_it_has_looked_at(depth: int) -> None:
+    alone = num_constrained_steps(depth, None)
+    assert num_constrained_steps(depth, errors=0.0) <= alone / 4 + 4
+    assert alone / 4 < num_constrained_steps(depth, errors=0.5) < alone
+
+
+def test_tokens_that_a_grammar_forces_are_drafts_without_a_drafter() -> None:
+    alone, wrong = num_constrained_steps(1, None), num_constrained_steps(1, errors=1.0)
+    assert wrong < alone, "every guess is wrong, and every fifth token is the only one that may come"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("errors", [0.0, 0.4, 1.0])
+def test_drafts_are_right_beside_a_grammar_whose_masks_come_late(depth: int, errors: float) -> None:
+    few_blocks = config(depth=depth, num_blocks=14, max_num_batched_tokens=12, eos_token_ids=[1])
+    engine = Harness(few_blocks, grammars=FakeGrammars(), num_drafts=4, draft_errors=errors)
+    engine.think_late()
+    for index in range(8):
+        asked = ANY if index % 2 else None
+        engine.add(request(f"r{index}", 6 + index, max_tokens=25, seed=index, structured_outputs=asked))
+    engine.run_to_the_end()
+    assert engine.core.stats().num_preemptions > 0
+    assert any(len({mask.row for mask in plan.masks}) < len(plan.masks) for plan in engine.runner.plans)
 
 
 def test_drafts_are_left_out_where_the_length_leaves_no_room_for_them() -> None:

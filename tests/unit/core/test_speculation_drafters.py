@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
-from baton.engine.core.speculation.drafter import Drafter
+from baton.engine.core.speculation.drafter import DraftedRequest, Drafter
 from baton.engine.core.speculation.ngram import NgramDrafter
 from baton.engine.core.speculation.suffix import RECENT_TOKENS, SuffixDrafter, most_frequent
 from baton.engine.core.speculation.token_index import MOST_PLACES, SEPARATOR, TokenIndex
@@ -57,7 +57,7 @@ def test_ngram_finds_the_longest_run_and_of_these_the_newest(
     text: list[int], shortest: int, more: int, most: int, num_prompt: int
 ) -> None:
     drafter = NgramDrafter(shortest, shortest + more)
-    drafter.start("a", text[:num_prompt], [], None)
+    drafter.start(DraftedRequest("a", text[:num_prompt]))
     drafter.extend("a", text[num_prompt:])
     assert drafter.propose("a", most) == looked_up(text, shortest, shortest + more, most)
 
@@ -67,7 +67,7 @@ def test_suffix_finds_the_longest_run_too_and_texts_may_grow_in_any_steps(
     text: list[int], most: int, sizes: list[int]
 ) -> None:
     drafter = suffix()
-    drafter.start("a", [], [], None)
+    drafter.start(DraftedRequest("a", []))
     rest = text
     for size in [*sizes, len(text)]:
         drafter.extend("a", rest[:size])
@@ -88,9 +88,9 @@ def test_the_longest_match_of_own_text_and_recent_answers_decides(
 ) -> None:
     drafter = suffix()
     for number, answer in enumerate(answers):
-        drafter.start(str(number), [9, 9, 9], answer, None)
+        drafter.start(DraftedRequest(str(number), [9, 9, 9], answer))
         drafter.end(str(number))
-    drafter.start("a", text, [], None)
+    drafter.start(DraftedRequest("a", text))
     shared = [token for answer in answers if answer for token in (*answer, SEPARATOR)]
     own = max(runs(text, text, 24).values(), default=0)
     other = max(runs(shared, text, 24).values(), default=0)
@@ -109,7 +109,7 @@ def test_calls_for_unknown_requests_do_nothing(method: str) -> None:
     drafter.extend("a", [1])
     drafter.end("a")
     assert drafter.propose("a", 3) == []
-    drafter.start("a", [1, 2, 3, 4, 5, 1, 2, 3, 4, 5], [], None)
+    drafter.start(DraftedRequest("a", [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]))
     assert drafter.propose("a", 3) == [1, 2, 3]
     drafter.end("a")
     assert drafter.propose("a", 3) == []
@@ -123,32 +123,32 @@ def make(method: str) -> Drafter:
 def test_a_predicted_answer_is_guessed_from_its_first_token_on(method: str) -> None:
     prompt, prediction = list(range(100, 140)), list(range(200, 230))
     drafter = make(method)
-    drafter.start("a", prompt, [], None, prediction)
-    drafter.start("b", prompt, [], None)
+    drafter.start(DraftedRequest("a", prompt, prediction_token_ids=prediction))
+    drafter.start(DraftedRequest("b", prompt))
     assert drafter.propose("a", 40) == prediction
     assert drafter.propose("b", 40) == []
     drafter.extend("a", [*prediction[:3], 7, *prediction[10:16]])
     assert drafter.propose("a", 4) == prediction[16:20]
     drafter.end("a")
-    drafter.start("c", [1, 2, *prediction[20:26]], [], None)
+    drafter.start(DraftedRequest("c", [1, 2, *prediction[20:26]]))
     assert drafter.propose("c", 4) == [], "a prediction is no answer"
 
 
 def test_answers_serve_only_requests_of_their_salt() -> None:
     drafter, answer = suffix(), [5, 6, 7, 8, 9]
-    drafter.start("a", [1], [], "tenant")
+    drafter.start(DraftedRequest("a", [1], cache_salt="tenant"))
     drafter.extend("a", answer)
     drafter.end("a")
-    for request_id, salt, guess in (("b", "tenant", [7, 8, 9]), ("c", "other", []), ("d", None, []), ("e", "", [])):
-        drafter.start(request_id, [5, 6], [], salt)
+    for request_id, salt, guess in (("b", "tenant", [7, 8, 9]), ("c", "other", []), ("d", "", [])):
+        drafter.start(DraftedRequest(request_id, [5, 6], cache_salt=salt))
         assert drafter.propose(request_id, 5) == guess, salt
 
 
 def test_prompts_serve_only_their_own_request() -> None:
     drafter = suffix()
-    drafter.start("a", [5, 6, 7, 8, 9], [1], None)
+    drafter.start(DraftedRequest("a", [5, 6, 7, 8, 9], [1]))
     drafter.end("a")
-    drafter.start("b", [5, 6], [], None)
+    drafter.start(DraftedRequest("b", [5, 6]))
     assert drafter.propose("b", 5) == []
 
 
@@ -156,7 +156,7 @@ def test_a_longer_match_allows_more_guesses() -> None:
     text = list(range(100))
     for length in (2, 5, 10, 24, 40):
         drafter = suffix(factor=1.0)
-        drafter.start("a", [*text, *text[:length]], [], None)
+        drafter.start(DraftedRequest("a", [*text, *text[:length]]))
         assert len(drafter.propose("a", 30)) == (length if length < 24 else 30)
     assert suffix(factor=0.0).propose("a", 5) == []
 
@@ -173,19 +173,19 @@ def test_recent_answers_are_bounded_in_number_and_tokens() -> None:
     drafter, draw = suffix(cached=8), random.Random(0)
     answers = [[draw.randrange(10_000) for _ in range(50)] for _ in range(100)]
     for number, answer in enumerate(answers):
-        drafter.start(str(number), [1], answer, f"salt {number % 3}")
+        drafter.start(DraftedRequest(str(number), [1], answer, cache_salt=f"salt {number % 3}"))
         drafter.end(str(number))
         assert drafter.recent.num_answers <= 8
     assert len(drafter.recent.salts) <= 3
     known = 0
     for number, answer in enumerate(answers):
-        drafter.start("probe", answer[:10], [], f"salt {number % 3}")
+        drafter.start(DraftedRequest("probe", answer[:10], cache_salt=f"salt {number % 3}"))
         known += drafter.propose("probe", 5) == answer[10:15]
     assert 3 <= known <= 8
 
     drafter = suffix(cached=10_000)
     for _ in range(80):
-        drafter.start("a", [1], [draw.randrange(100_000) for _ in range(10_000)], None)
+        drafter.start(DraftedRequest("a", [1], [draw.randrange(100_000) for _ in range(10_000)]))
         drafter.end("a")
         assert drafter.recent.num_tokens <= RECENT_TOKENS
     assert drafter.recent.num_answers < 80
@@ -193,9 +193,9 @@ def test_recent_answers_are_bounded_in_number_and_tokens() -> None:
 
 def test_no_answers_are_kept_where_none_are_asked_for() -> None:
     drafter = suffix(cached=0)
-    drafter.start("a", [1], [5, 6, 7], None)
+    drafter.start(DraftedRequest("a", [1], [5, 6, 7]))
     drafter.end("a")
-    drafter.start("b", [5, 6], [], None)
+    drafter.start(DraftedRequest("b", [5, 6]))
     assert drafter.propose("b", 3) == []
 
 
@@ -218,7 +218,7 @@ def test_a_search_looks_at_few_places_in_any_text(text: list[int]) -> None:
     assert match is None or len(match.places) <= MOST_PLACES
     assert index.num_bytes <= 28 * len(text)
     drafter = suffix()
-    drafter.start("a", text, [], None)
+    drafter.start(DraftedRequest("a", text))
     assert len(drafter.propose("a", 32)) <= 32
 
 

@@ -38,6 +38,24 @@ def test_on_a_device_bound_by_its_memory_it_comes_near_the_best_number(
     assert 1 / done.slowdown(memory_bound, num_requests) >= times
 
 
+@pytest.mark.parametrize(("num_requests", "rate"), [(1, 0.6), (1, 0.9), (8, 0.3), (64, 0.9)])
+def test_guesses_that_are_made_a_step_ahead_are_nearly_as_many(num_requests: int, rate: float) -> None:
+    ahead, late = (
+        simulate(memory_bound, num_requests, [rate], depth=1, looks_ahead=looks_ahead) for looks_ahead in (True, False)
+    )
+    assert ahead.slowdown(memory_bound, num_requests) < 1.04 * late.slowdown(memory_bound, num_requests)
+
+
+@pytest.mark.parametrize("num_requests", [1, 64])
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_guesses_that_are_made_a_step_ahead_are_made_and_tried_seldom_where_they_are_not_worth_it(
+    num_requests: int, rate: float
+) -> None:
+    done = simulate(compute_bound, num_requests, [rate], depth=1, looks_ahead=True)
+    assert done.slowdown(compute_bound, num_requests) <= MOST_SLOWDOWN
+    assert done.drafts > 0
+
+
 @pytest.mark.parametrize("num_requests", [8, 64, 256])
 def test_where_a_draft_costs_what_a_request_costs_there_are_next_to_none(num_requests: int) -> None:
     done = simulate(compute_bound, num_requests, [0.9], num_steps=1000)

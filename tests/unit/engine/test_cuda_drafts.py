@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +18,18 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.models import load_config, load_model
-from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends import Backend, cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafted_sizes
 from baton.engine.worker.warmup import ProfileRun, padding_steps
+from baton.kernels import step
 
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
+from .narrow_grammars import NarrowGrammars, with_grammars
 from .random_workload import random_requests
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
@@ -54,7 +57,7 @@ class Engines:
             eos_token_ids=[2],
             depth=depth,
         )
-        return EngineCore(config, runner, drafting=drafting)
+        return EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +89,13 @@ def tokens_and_logprobs(outputs: Sequence[EngineOutput]) -> tuple[list[int], lis
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 16])
 @pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
 def test_answers_are_those_of_an_engine_without_drafts(
-    engines: Engines, errors: float, num_blocks: int, captured: bool, depth: int
+    engines: Engines, have_grammars: bool, errors: float, num_blocks: int, captured: bool, depth: int
 ) -> None:
     requests = random_requests(random.Random(5), 14)
+    if have_grammars:
+        requests = with_grammars(requests)
     plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), num_blocks), num_blocks, depth=1)
     expected = answers_of(plain, requests)
     whole = {
@@ -102,7 +108,11 @@ def test_answers_are_those_of_an_engine_without_drafts(
     if captured:
         runner.capture()
     core = engines.core(runner, num_blocks, depth, drafting)
-    for request_id, outputs in answers_of(core, requests).items():
+    answers = answers_of(core, requests)
+    if have_grammars and errors < 1:  # of wrong guesses nearly none fits
+        of_grammars = [output for number in range(1, 14, 2) for output in answers[str(number)]]
+        assert any(output.drafts and output.drafts.num_accepted_tokens for output in of_grammars)
+    for request_id, outputs in answers.items():
         tokens, values = tokens_and_logprobs(outputs)
         plain_tokens, plain_values = tokens_and_logprobs(expected[request_id])
         assert tokens == plain_tokens
@@ -140,9 +150,19 @@ def test_one_short_sequence_with_drafts_has_sizes_of_its_own() -> None:
     assert {shapes.drafted(1, tokens, alone=length, longest=tokens) for tokens, length in lengths} <= set(captured)
 
 
-def test_padding_of_every_size_with_drafts_runs(engines: Engines) -> None:
+def test_sizes_with_drafts_are_warmed_up_with_padding_and_draws_from_edited_logits(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted_again: list[int] = []
+
+    def accept_again(drawn: torch.Tensor, index: torch.Tensor, *others: Any) -> None:
+        accepted_again.extend(index.tolist())
+        step.accept_again(drawn, index, *others)
+
+    monkeypatch.setattr(cuda, "accept_again", accept_again)
     backend = cuda_backend(32)
     drafted = [shape for shape in backend.shapes.in_capture_order() if shape.max_drafts]
     padding_steps(engines.runner(backend, 4), drafted)
     memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), drafted, lambda work: work() or 0, LIMITS).run()
     assert memory.num_captured == len(drafted)
+    assert accepted_again == [0]

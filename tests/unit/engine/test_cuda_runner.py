@@ -8,17 +8,16 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from baton.engine import SamplingParams, StructuredOutputsParams
+from baton.engine import SamplingParams
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
-from baton.engine.core.grammar import GrammarSource, GrammarStats
+from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
@@ -34,6 +33,7 @@ from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, lar
 
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
+from .narrow_grammars import NarrowGrammars, with_grammars
 from .random_workload import live, random_requests, same
 
 MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN = 8, 64, 200
@@ -116,45 +116,6 @@ def test_random_lives_are_those_of_an_engine_on_a_cpu(
         assert runner.captured.num_replays == 0
     if num_blocks == 13:
         assert ours.stats().num_preemptions > 0
-
-
-class NarrowGrammar:
-    """A dozen tokens may follow, others after each token; the end from the tenth on, and nothing else in the end."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._allowed = set(range(256))
-
-    def advance(self, token_ids: Sequence[int]) -> bytes:
-        for token in token_ids:
-            assert token in self._allowed, "drawn from outside of the mask"
-            self._tokens.append(token)
-            self._allowed = set(random.Random(str(self._tokens)).sample(range(3, 256), 12))
-            if len(self._tokens) > 10:
-                self._allowed = {2} | (self._allowed if len(self._tokens) < 30 else set())
-        mask = sum(1 << token for token in self._allowed)
-        return mask.to_bytes(32, "little")
-
-
-class NarrowGrammars:
-    def knows(self, asked: StructuredOutputsParams) -> bool:
-        return True
-
-    def open(self, asked: StructuredOutputsParams, is_wanted: Callable[[], bool]) -> NarrowGrammar:
-        return NarrowGrammar()
-
-    def stats(self) -> GrammarStats:
-        return GrammarStats()
-
-
-def with_grammars(requests: list[EngineRequest]) -> list[EngineRequest]:
-    """Every other one gets a grammar."""
-    replace = msgspec.structs.replace
-    grammar = {"structured_outputs": StructuredOutputsParams(regex="x"), "min_tokens": 0, "ignore_eos": False}
-    grammar |= {"allowed_token_ids": None, "bad_words_token_ids": [], "stop_token_ids": []}  # they could exclude all
-    return [
-        replace(each, sampling=replace(each.sampling, **grammar)) if i % 2 else each for i, each in enumerate(requests)
-    ]
 
 
 @pytest.mark.parametrize("num_blocks", [64, 13])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.offline import bench
+from baton.engine.offline import bench, bench_drafts
 
 ARGS = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 64}
 
@@ -41,3 +41,20 @@ def test_percentiles_interpolate() -> None:
     assert bench.percentiles([3.0, 1.0, 2.0]) == pytest.approx(
         {"10": 1.2, "25": 1.5, "50": 2.0, "75": 2.5, "90": 2.8, "99": 2.98}
     )
+
+
+@pytest.mark.parametrize(("acceptance", "fewest", "most"), [(0.0, 1.0, 1.0), (1.0, 3.0, 4.0)])
+def test_of_drafts_the_given_share_is_accepted(checkpoint: Path, acceptance: float, fewest: float, most: float) -> None:
+    batches = [bench.RandomBatch(1, 20, 30), bench.RandomBatch(3, 20, 30)]
+    result = bench_drafts.drafts(
+        str(checkpoint), batches, num_drafts=3, acceptance=acceptance, engine_args={**ARGS, "device": "cpu"}
+    )
+    assert [found["batch_size"] for found in result["batches"]] == [1, 3]
+    for found in result["batches"]:
+        assert fewest <= found["spec_decode_acceptance_length"] <= most
+        assert found["speedup"] == pytest.approx(found["output_throughput"] / found["baseline_throughput"])
+
+
+def test_an_engine_that_does_not_guess_takes_no_drafter(checkpoint: Path) -> None:
+    with bench.engine_for(str(checkpoint), ARGS) as llm, pytest.raises(ValueError, match="speculative_config"):
+        llm.engine.core.draft_with(bench_drafts.InformedDrafter({}, 1.0, 256))

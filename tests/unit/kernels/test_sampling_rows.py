@@ -214,7 +214,7 @@ def test_a_mask_holds_for_one_step_and_goes_with_what_the_request_allows() -> No
     words = torch.tensor([1 << 9 | 1 << 4, 1 << 1], dtype=torch.int32)  # 9, 4 and 33
     assert allowed_in(rows, [2, 1, 0]) == {1: {3, 9, 33}}
     for _ in range(2):
-        rows.mask({1: words, 2: words})
+        rows.mask({(1, 5): words, (2, 5): words})
         assert allowed_in(rows, [2, 1, 0]) == {0: {4, 9, 33}, 1: {9, 33}}
         assert rows.edited([0, 1, 2], [5, 5, 5]) == [1, 2]
         rows.mask({})
@@ -227,5 +227,17 @@ def test_rows_without_a_mask_draw_what_they_draw_beside_none() -> None:
     rows, _ = rows_with(**requests)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     free = sample(logits, rows.batch([0, 1, 2], [5, 6, 7])).tolist()
-    rows.mask({1: torch.tensor([1 << 4, 0], dtype=torch.int32)})
+    rows.mask({(1, 6): torch.tensor([1 << 4, 0], dtype=torch.int32)})
     assert sample(logits, rows.batch([0, 1, 2], [5, 6, 7])).tolist() == [free[0], 4, free[2]]
+
+
+def test_draws_of_one_row_have_a_mask_each() -> None:
+    rows, _ = rows_with(row0=SamplingParams(), row1=SamplingParams(temperature=0.9))
+    words = {token: torch.tensor([1 << token, 0], dtype=torch.int32) for token in (3, 4, 7)}
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    wanted, positions = [0, 1, 1, 1], [9, 5, 6, 7]
+    free = sample(logits, rows.batch(wanted, positions)).tolist()
+    for last in (7, 3):  # the same rows, other masks
+        rows.mask({(1, 5): words[4], (1, 6): words[3], (1, 7): words[last], (0, 5): words[7]})
+        assert sample(logits, rows.batch(wanted, positions)).tolist() == [free[0], 4, 3, last]
+        assert rows.edited(wanted, positions) == [1, 2, 3]

@@ -275,6 +275,42 @@ def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, t
     assert mailbox.turn.tolist() == [1]
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
+    kernels: object, triton_device: torch.device, lag: int
+) -> None:
+    lens, before, after = [4, 1, 3, 3, 2], [3, 0, 1, 0, 1], [1, 0, 1, 2, 0]  # drafts that are right
+    step = make_step(triton_device, lens, 7, 16)
+    guesses, places = make_drafts(step, triton_device, width=4 + lag, lag=lag)
+    kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
+    kernels.chunk_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
+    wrong = torch.arange(100, 116, device=triton_device)
+
+    def drawn(right: list[int]) -> torch.Tensor:
+        tokens, first = wrong.clone(), 0
+        for row, length, num_right in zip(step.batch.rows.tolist(), lens, right, strict=False):
+            tokens[first : first + num_right] = guesses.token_ids[row, lag : lag + num_right]
+            first += length
+        return tokens
+
+    redrawn = [4, 3, 0, 1]  # of the third sequence nothing is drawn again
+    twin = copy.deepcopy(step)
+    for each, right in ((step, before), (twin, after)):
+        ring = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), each.mailbox.turn)
+        each.mailbox = ring
+        kernels.accept_tokens(drawn(right), each.tables, each.batch, ring, 3)  # type: ignore[attr-defined]
+    index = torch.tensor(redrawn, device=triton_device)
+    kernels.accept_again(  # type: ignore[attr-defined]
+        drawn(after), index, step.tables, guesses, step.batch, step.inputs, step.mailbox, 3
+    )
+    assert torch.equal(step.tables.computed, twin.tables.computed)
+    assert torch.equal(step.mailbox.pages, twin.mailbox.pages)
+    assert torch.equal(step.mailbox.turn, twin.mailbox.turn)
+    for row in step.batch.rows[: len(lens)].tolist():
+        known = int(step.tables.computed[row]) + 1
+        assert torch.equal(step.tables.tokens[row, :known], twin.tables.tokens[row, :known])
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_writes_change_what_they_name_and_nothing_else(
     kernels: object, triton_device: torch.device, count: int
@@ -343,6 +379,16 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
             **dict.fromkeys(("num_tokens", "num_seqs", "tokens_stride", "width"), "i32"),
         },
         {"BLOCK": 128},
+    ),
+    (
+        "draws._accept_again",
+        {
+            **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
+            **dict.fromkeys(("seq_lens", "pages", "turn"), "*i32"),
+            **dict.fromkeys(("count", "max_drafts", "tokens_stride", "width", "num_pages", "page_stride"), "i32"),
+            **dict.fromkeys(("drawn", "index"), "*i64"),
+        },
+        {"NOT_ACCEPTED": REJECTED, "BLOCK": PIECE},
     ),
     (
         "draws._accept_tokens",
