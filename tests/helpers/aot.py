@@ -18,11 +18,13 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 H200_SHARED_BYTES = 227 * 1024  # that one program can have
 
@@ -74,6 +76,60 @@ def compile_for_h200(
             f"{name} spills {compiled.spill_bytes} bytes a thread, at {registers} registers: at most {max_spill_bytes}"
         )
     return compiled
+
+
+def compile_launches(function: Callable[..., object], *args: object) -> list[str]:
+    """Compile for an H200 what a function launches on tensors of a CPU, and return the names of the kernels.
+
+    The function is at the top of a module. Nothing runs, so values are arbitrary. The interpreter does not check that
+    both branches of a condition give values of one type: this does. Raises what the compiler raises.
+    """
+    return _compiler().submit(_compile_launches, function, args).result()
+
+
+def _compile_launches(function: Callable[..., object], args: tuple[object, ...]) -> list[str]:
+    from triton.runtime.jit import JITFunction
+
+    names = []
+
+    def compile_instead(kernel: Any, *given: object, grid: object, warmup: bool, **named: object) -> None:
+        signature, constexprs, options = _arguments_of_launch(kernel, given, named)
+        _compile_here(kernel, signature, constexprs, options)
+        names.append(kernel.__name__)
+
+    run = JITFunction.run
+    JITFunction.run = compile_instead
+    try:
+        function(*args)
+    finally:
+        JITFunction.run = run
+    return names
+
+
+def _arguments_of_launch(
+    kernel: Any, given: tuple[object, ...], named: dict[str, object]
+) -> tuple[dict[str, str], dict[str, object], dict[str, Any]]:
+    """Return what `_compile_here` takes: types of arguments, constants and options of a launch."""
+    from triton.runtime.jit import type_canonicalisation_dict
+
+    values = dict(zip(kernel.arg_names, given, strict=False))
+    values |= {name: value for name, value in named.items() if name in kernel.arg_names}
+    options = {name: value for name, value in named.items() if name in ("num_warps", "num_stages", "maxnreg")}
+    signature: dict[str, str] = {}
+    constexprs: dict[str, object] = {}
+    for parameter in kernel.params:
+        value = values.get(parameter.name, parameter.default)
+        if parameter.is_constexpr or value is None:
+            constexprs[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            signature[parameter.name] = "*" + type_canonicalisation_dict[dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            is_multiple = not parameter.do_not_specialize and isinstance(value, int) and value % 16 == 0
+            signature[parameter.name] = "i32:16" if is_multiple else "i32"
+    return signature, constexprs, options
 
 
 def _check_arguments(kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, object]) -> None:
