@@ -420,6 +420,7 @@ def simulated(sizer: Sizer, arrivals: list[RequestArrival]) -> ScalingOutcome:
     return AutoscalerSimulation(WORLD, sizer).run(arrivals)
 
 
+@pytest.mark.slow
 def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_than_the_mean() -> None:
     arrivals = tides(TrafficShape(500, 4.0, 1536, 32), period_s=120.0)
     scaled = simulated(Autoscaled(SLOW), arrivals)

@@ -118,6 +118,7 @@ def test_a_lone_request_takes_what_the_formula_says() -> None:
     assert divided.tpot_mean_ms == pytest.approx(1e3 * (transfer_s + 2 * (speed.step_s + speed.row_s)) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow", "num_unified", "num_prefill"),
     [(SlowSpell(5.0, 30.0, 90.0), 4, 0), (SlowSpell(5.0, 30.0, 90.0), 0, 4)],

@@ -63,6 +63,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 gpu = pytest.importorskip("baton.kernels.causal_conv.gpu")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -39,6 +39,7 @@ prepare = functools.partial(gpu.prepare, tile=16)
 # ---- absorbed -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seq_lens", [RAGGED, [1], [15], [500]], ids=str)
 def test_decodes_of_any_lengths(seq_lens: list[int], triton_device: torch.device) -> None:
     step = latent_step([1] * len(seq_lens), seq_lens, triton_device)

@@ -225,6 +225,7 @@ def run(machine: type[HandoffMachine], num_examples: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_mixed_up_whatever_happens() -> None:
     HandoffMachine.num_steps, HandoffMachine.ends = 0, Counter()
     run(HandoffMachine, NUM_EXAMPLES)
@@ -409,6 +410,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plant", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
