@@ -19,7 +19,7 @@ SEEN_BY = {
     "hosts": {"helpers"},
     "chaos": {"helpers", "hosts"},
 }
-PLANTS_BUGS = TESTS / "unit/kv_transfer/test_handoff_simulation.py"  # inside of what it tests
+PLANTS_BUGS = TESTS / "unit/kv_transfer/test_handoff_planted_bugs.py"  # inside of what it tests
 
 
 def imported(file: Path) -> Iterator[str]:

@@ -59,6 +59,7 @@ def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
     assert all(not +gateway.outstanding for gateway in replay.gateways)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES | OF_TIERS)
 @pytest.mark.parametrize("fleets", [TIERED, TIERED_AND_DIVIDED], ids=["unified", "divided"])
 def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: SimulatedFleets, policy: str) -> None:

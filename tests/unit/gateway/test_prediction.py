@@ -212,6 +212,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("prediction", "param"), REFUSED.values(), ids=REFUSED)
 async def test_other_predictions_are_refused(service: Service, prediction: Any, param: str) -> None:
     response = await service.chat("hello", prediction=prediction)

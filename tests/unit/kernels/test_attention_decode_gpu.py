@@ -158,6 +158,7 @@ def test_sequences_may_lie_in_any_row_of_the_tables(triton_device: torch.device)
     check(queries(sequences, 4), dataclasses.replace(sequences, batch=batch), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shares", [1, 4, 30])
 def test_padding_sequences_give_zeros_and_change_no_other(triton_device: torch.device, num_shares: int) -> None:
     sequences = decodes(triton_device, [40, 5, 100])
@@ -176,6 +177,7 @@ def test_decodes_and_chunks_of_one_step_go_to_their_own_kernels(triton_device: t
     check(queries(sequences, 4), sequences, 3, window=10)
 
 
+@pytest.mark.slow
 def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device) -> None:
     sequences = decodes(triton_device)
     q = queries(sequences, 4)

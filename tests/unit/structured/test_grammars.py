@@ -326,6 +326,7 @@ def test_a_compiler_that_was_started_ahead_is_the_one_that_the_first_grammar_fin
     source.close()
 
 
+@pytest.mark.slow
 def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
@@ -353,6 +354,7 @@ def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_a
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
