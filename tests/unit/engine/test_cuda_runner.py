@@ -157,6 +157,7 @@ def with_grammars(requests: list[EngineRequest]) -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_blocks", [64, 13])
 @pytest.mark.parametrize("seed", range(3))
 def test_masked_draws_are_those_of_an_engine_on_a_cpu(workshop: Workshop, seed: int, num_blocks: int) -> None:

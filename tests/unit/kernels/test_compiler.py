@@ -178,6 +178,7 @@ def test_processes_that_end_early_are_survived(compiler: Compiler, caplog: pytes
     assert caplog.text.count("1 kernels are compiled one after another") == 2
 
 
+@pytest.mark.slow
 def test_the_processes_end_with_the_one_that_started_them(compiler: Compiler) -> None:
     """All of them: orders end when this process does, however it does."""
     compiler.submit(Variant("no.such.module", "{}"))

@@ -40,6 +40,7 @@ def test_the_result_is_right_however_many_programs_share_the_work(
     step.check(step.attend(prepare, gpu.mla_attention))
 
 
+@pytest.mark.slow
 def test_chunks_of_any_lengths_and_decodes_among_them(triton_device: torch.device) -> None:
     step = latent_step(*MIXED, triton_device)
     step.check(step.attend(prepare, gpu.mla_attention))
@@ -66,6 +67,7 @@ def test_half_precision_sums_in_float32(triton_device: torch.device) -> None:
     step.check(step.attend(prepare, gpu.mla_attention))
 
 
+@pytest.mark.slow
 def test_queries_may_be_a_view_into_a_fused_projection(triton_device: torch.device) -> None:
     step = latent_step(*MIXED, triton_device)
     fused = torch.cat([step.q.flatten(1), torch.full((len(step.q), 9), float("nan"), device=triton_device)], dim=1)
