@@ -13,7 +13,7 @@ from baton.cluster.gateway import ServedModel
 from baton.engine.core.speculation.drafter import Drafter
 
 from ...helpers.drafters import KnowingDrafter
-from ...helpers.fake_cluster import Scripts
+from ...helpers.fake_runner import Scripts
 from ...helpers.gateway_service import Service, events
 from ...helpers.reasoning_model import CUT, FOLD, HELLO, TOOLS
 
