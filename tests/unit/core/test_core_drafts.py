@@ -59,7 +59,7 @@ class DraftingMachine(EngineMachine):
         self.engine.think_late()
 
 
-TestDrafts = pytest.mark.slow(DraftingMachine.TestCase)
+TestDrafts = DraftingMachine.TestCase
 TestDrafts.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
