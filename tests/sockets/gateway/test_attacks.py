@@ -79,6 +79,7 @@ def _wait_for_refusals(uploads: list[socket.socket], count: int) -> None:
             waiting.remove(upload)
 
 
+@pytest.mark.slow
 async def test_large_template_variables_leave_nothing_behind() -> None:
     """Four of 16 MiB at once took 3 GB, and left 0.5 GB or more."""
     route, body = ATTACKS["template variables"]

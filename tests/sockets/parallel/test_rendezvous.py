@@ -34,11 +34,11 @@ SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client
 def _no_thread_is_left_behind() -> Iterator[None]:
     """A thread whose answer nobody waits for any more ends with its connection; torch's complaint is this test's."""
     yield
-    gc.collect()  # places, whose connections end with them
-    for thread in threading.enumerate():
-        if thread.name == "baton-rendezvous":
-            thread.join(SOON_S)
-            assert not thread.is_alive()
+    if waiting := [thread for thread in threading.enumerate() if thread.name == "baton-rendezvous"]:
+        gc.collect()  # places, whose connections end with them
+    for thread in waiting:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
 
 
 @pytest.fixture

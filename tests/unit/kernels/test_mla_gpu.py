@@ -23,6 +23,7 @@ RAGGED = [37, 1, 16, 70, 17, 32]
 MIXED = ([1, 1, 5, 40], [50, 33, 60, 40])
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seq_lens", [RAGGED, [1], [15], [500]], ids=str)
 def test_decodes_of_any_lengths(seq_lens: list[int], triton_device: torch.device) -> None:
@@ -62,6 +63,7 @@ def test_padding_is_zero_and_changes_nothing(lengths: tuple[list[int], list[int]
     assert not result[-9:].any()
 
 
+@pytest.mark.slow
 def test_half_precision_sums_in_float32(triton_device: torch.device) -> None:
     step = latent_step(*MIXED, triton_device, dtype=torch.float16)
     step.check(step.attend(prepare, gpu.mla_attention))
