@@ -28,6 +28,8 @@ SLICE ?= $(shell echo $$(( $$(git rev-list --count HEAD 2>/dev/null || echo 0) %
 # Several processes share few cores: one thread each, and no spinning while waiting.
 export OMP_WAIT_POLICY ?= passive
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Else every process of a test compiles what it imports anew, and each of pytest's all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help serve test test-fast test-exhaustive chaos test-gpu lint docs format wheel clean
 

@@ -24,6 +24,7 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCOPES = ("application", "node")  # of the metrics in an answer
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
+VERSION = importlib.metadata.version("baton")
 
 
 class ModelCard(msgspec.Struct):
@@ -134,11 +135,9 @@ def add_state_routes(
     load_balancing: LoadBalancing,
     apis: list[str],
 ) -> None:
-    version = importlib.metadata.version("baton")
-
     @app.api_route("/version", methods=READ)
     async def version_of_server() -> Response:
-        return _json(Version(version))
+        return _json(Version(VERSION))
 
     @app.api_route("/load", methods=READ)
     async def load() -> Response:
@@ -147,7 +146,7 @@ def add_state_routes(
     @app.api_route("/server_info", methods=READ)
     async def server_info() -> Response:
         engines = Counter(view.record.role.value for view in serving.client.engines())
-        return _json(ServerInfo(model.model_id, model.max_model_len, version, load_balancing, dict(engines), apis))
+        return _json(ServerInfo(model.model_id, model.max_model_len, VERSION, load_balancing, dict(engines), apis))
 
     @app.api_route("/v1/cluster/ranks", methods=READ)
     async def ranks() -> Response:

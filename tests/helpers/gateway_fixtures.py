@@ -20,7 +20,8 @@ from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 from baton.engine.text import Tokenizer
 
-from .fake_cluster import FakeCluster, Scripts
+from .fake_cluster import FakeCluster
+from .fake_runner import Scripts
 from .gateway_service import Service
 from .reasoning_model import reasoning_model
 from .tiny_model import tiny_model, tiny_tokenizer

@@ -25,6 +25,7 @@ class SilentProxy:
         self._pumps: set[asyncio.Task[None]] = set()
         self._mesh: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # to who connected, to the target
         self._left_open: list[asyncio.StreamWriter] = []
+        self._waiting: set[asyncio.StreamWriter] = set()  # to who connected in the silence
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.address = ""
 
@@ -63,14 +64,16 @@ class SilentProxy:
 
     async def _end(self) -> None:
         self._server.close()
-        for writer in self._left_open:
+        for writer in (*self._left_open, *self._waiting):
             writer.close()
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._waiting.add(writer)
         await self._speaks.wait()
+        self._waiting.discard(writer)
         there, back = await asyncio.open_connection(self._host, self._port)
         self._mesh.append((writer, back))
         for source, sink in ((reader, back), (there, writer)):

@@ -50,17 +50,25 @@ def test_the_machines_of_a_cloud_are_those_that_the_application_asks_for(file: P
     assert config["max_workers"] == sum(kind["max_workers"] for kind in workers)
 
 
+@pytest.fixture(scope="module")
+def start_options() -> str:
+    """The options that `ray start --help` lists."""
+    asked = subprocess.run([BIN / "ray", "start", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    return asked.stdout
+
+
 @pytest.mark.parametrize("file", FILES, **ids)
-def test_every_machine_starts_with_the_token_and_every_option_is_one_of_rays(file: Path) -> None:
+def test_machines_start_with_the_token_without_niceness_and_with_options_of_rays(
+    file: Path, start_options: str
+) -> None:
     config = yaml.safe_load(file.read_text())
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-    asked = subprocess.run([BIN / "ray", "start", "--help"], capture_output=True, text=True, check=True, timeout=60)
     starts = [command for command in commands_of(config) if "ray start" in command]
     assert len(starts) == 2, "a head and a worker"
     for command in starts:
-        assert command.startswith("RAY_AUTH_MODE=token ")
+        assert command.startswith("RAY_AUTH_MODE=token RAY_worker_niceness=0 ")
         for option in re.findall(r"(--[a-z-]+)", command.partition("ray start")[2]):
-            assert re.search(rf"{option}\s", asked.stdout), option
+            assert re.search(rf"{option}\s", start_options), option
 
 
 @pytest.mark.parametrize("file", FILES, **ids)

@@ -24,9 +24,7 @@ UP_S = 120.0
 READY_S = 150.0
 GONE_S = 60.0
 # Workers end when they have not heard of a head for so long: it is a minute otherwise.
-SMALL_MACHINE = (
-    "UCX_TLS=tcp UCX_NET_DEVICES=eth0 OMP_NUM_THREADS=1 RAY_gcs_rpc_server_reconnect_timeout_s=5 RAY_worker_niceness=0"
-)
+SMALL_MACHINE = "UCX_TLS=tcp UCX_NET_DEVICES=eth0 OMP_NUM_THREADS=1 RAY_gcs_rpc_server_reconnect_timeout_s=5"
 KEY = ".ssh/id_ed25519"
 
 SSHD = """

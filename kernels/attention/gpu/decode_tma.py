@@ -57,7 +57,7 @@ class Fitting:
 
 @dataclasses.dataclass(frozen=True)
 class Fittings:
-    """What fits a multiprocessor, by dimensions of a head."""
+    """The fitting of each head size."""
 
     few_rows: Mapping[int, Fitting]  # query heads that read one KV head, of all queries of a sequence
     many_rows: Mapping[int, Fitting]

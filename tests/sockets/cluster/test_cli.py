@@ -1,4 +1,7 @@
-"""The command line, as far as it goes without a server."""
+"""The command line, as far as it goes without a server.
+
+Commands that start nothing are called in this process (`run_baton`), others in one of their own (`baton`).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from baton.cluster.cli.local_application import last_error
 from baton.cluster.cli.serve import PortTaken, claimed_ports
 from baton.cluster.spec import FleetSpec, load_spec
 
+from ...helpers.baton_command import run_baton
 from ...helpers.free_ports import free_port
 from ...helpers.served import BATON
 
@@ -38,15 +42,21 @@ def baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def serving_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `baton serve` that would start something in this process fails instead."""
+    monkeypatch.setattr("baton.cluster.cli.serve.run", lambda *_: pytest.fail("it would have been served"))
+
+
 def test_help_names_every_command() -> None:
-    done = baton("--help")
+    done = run_baton("--help")
     assert done.returncode == 0
     for command in ("serve", "chat", "check", "drain", "plan", "status", "bench", "eval"):
         assert command in done.stdout
 
 
 def test_help_of_serve_tells_how_to_start() -> None:
-    assert "baton serve configs/demo/model --prefill 1 --decode 1" in baton("serve", "--help").stdout
+    assert "baton serve configs/demo/model --prefill 1 --decode 1" in run_baton("serve", "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -63,8 +73,9 @@ def test_help_of_serve_tells_how_to_start() -> None:
         (("--api-key", ""), "not empty"),
     ],
 )
+@pytest.mark.usefixtures("serving_fails")
 def test_serve_refuses_what_cannot_work(model: Path, words: tuple[str, ...], said: str) -> None:
-    done = baton("serve", str(model), *words)
+    done = run_baton("serve", str(model), *words)
     assert done.returncode == 2
     assert said in done.stderr
 
@@ -155,9 +166,9 @@ def test_serve_refuses_an_address_of_another_machine(model: Path) -> None:
 
 def test_a_server_may_be_named_without_its_scheme_but_not_with_a_foreign_one() -> None:
     port = free_port()
-    assert f"no answer from http://localhost:{port}" in baton("status", "--url", f"localhost:{port}").stderr
+    assert f"no answer from http://localhost:{port}" in run_baton("status", "--url", f"localhost:{port}").stderr
     for url in ("ftp://localhost", "http://"):
-        done = baton("status", "--url", url)
+        done = run_baton("status", "--url", url)
         assert done.returncode == 2
         assert url in done.stderr
 
@@ -223,14 +234,14 @@ def test_status_shows_what_engines_measured() -> None:
 
 
 def test_unknown_environment_variables_are_an_error() -> None:
-    done = baton("status", BATON_PORT="1")
+    done = run_baton("status", BATON_PORT="1")
     assert done.returncode == 2
     assert "BATON_PORT" in done.stderr
 
 
 def test_status_and_chat_say_when_nobody_answers() -> None:
     for command in ("status", "chat"):
-        done = baton(command, "--url", f"http://127.0.0.1:{free_port()}")
+        done = run_baton(command, "--url", f"http://127.0.0.1:{free_port()}")
         assert done.returncode == 1
         assert "no answer from" in done.stderr
 
@@ -247,8 +258,8 @@ def test_check_judges_every_file(model: Path, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(yaml.safe_dump({"model": str(model), "fleets": {"unified": {}}}))
     bad.write_text(yaml.safe_dump({"model": str(model), "fleets": {"decode": {}}}))
-    assert baton("check", str(good)).returncode == 0
-    done = baton("check", str(good), str(bad))
+    assert run_baton("check", str(good)).returncode == 0
+    done = run_baton("check", str(good), str(bad))
     assert done.returncode == 1
     assert "is fine" in done.stdout
     assert "decode engines need prefill engines" in done.stderr
@@ -268,7 +279,7 @@ def test_check_takes_what_another_command_writes_into_a_pipe(file: str) -> None:
 
 def test_check_takes_every_config_that_is_shipped() -> None:
     files = sorted(str(file) for kind in ("ray", "serve") for file in (CONFIGS / kind).glob("*.yaml"))
-    done = baton("check", *files)
+    done = run_baton("check", *files)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == files
 
@@ -288,7 +299,7 @@ def test_check_refuses_a_cluster_that_ray_up_would_not_start(
     file = tmp_path / "cluster.yaml"
     config = yaml.safe_load((CONFIGS / "ray/on-prem.yaml").read_text()) | change
     file.write_text(yaml.safe_dump({key: value for key, value in config.items() if value is not None}))
-    done = baton("check", str(file))
+    done = run_baton("check", str(file))
     assert done.returncode == 1
     assert said in done.stderr
 
@@ -304,13 +315,13 @@ def test_a_ray_cluster_whose_machines_reach_each_other_by_tcp_alone_is_said(
     config["worker_start_ray_commands"][-1] = f"{setting} {config['worker_start_ray_commands'][-1]}"
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(config))
-    done = baton("check", str(file))
+    done = run_baton("check", str(file))
     assert done.returncode == 0, done.stderr
     assert (f"{setting}: KV blocks of GPUs go from machine to machine through TCP" in done.stdout) is is_said
 
 
 def test_a_ray_cluster_is_not_taken_for_an_application() -> None:
-    done = baton("plan", str(CONFIGS / "ray/on-prem.yaml"))
+    done = run_baton("plan", str(CONFIGS / "ray/on-prem.yaml"))
     assert done.returncode == 1
     assert "describes a Ray cluster" in done.stderr
 
@@ -323,10 +334,11 @@ def test_a_ray_cluster_is_not_taken_for_an_application() -> None:
         ("model: configs/demo/model\nfleets: {unified: {}}\nengine:", "engine: "),
     ],
 )
+@pytest.mark.usefixtures("serving_fails")
 def test_serve_refuses_a_file_in_the_words_of_check(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "f.yaml"
     file.write_text(content)
-    served, checked = baton("serve", "--config", str(file), "--port", "9000"), baton("check", str(file))
+    served, checked = run_baton("serve", "--config", str(file), "--port", "9000"), run_baton("check", str(file))
     assert (served.returncode, checked.returncode) == (2, 1)
     assert said in served.stderr
     assert said in checked.stderr

@@ -79,6 +79,7 @@ def _wait_for_refusals(uploads: list[socket.socket], count: int) -> None:
             waiting.remove(upload)
 
 
+@pytest.mark.slow
 async def test_large_template_variables_leave_nothing_behind() -> None:
     """Four of 16 MiB at once took 3 GB, and left 0.5 GB or more."""
     route, body = ATTACKS["template variables"]
@@ -95,6 +96,7 @@ async def test_large_template_variables_leave_nothing_behind() -> None:
         assert sum(after.values()) - sum(before.values()) < 150
 
 
+@pytest.mark.slow
 async def test_answers_with_many_log_probabilities_hold_no_more_than_they_may() -> None:
     """Each has a million values, of which some 100 MB would be held until it is whole."""
     body = {"model": "tiny", "prompt": "hello", "n": 64, "max_tokens": 800, "logprobs": 20, "ignore_eos": True}

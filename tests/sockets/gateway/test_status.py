@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 from baton.cluster.contracts import Role
 
+from ...helpers.baton_command import run_baton
 from ...helpers.gateway_service import Service
-from ...helpers.served import BATON
 
 
 async def status(url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [BATON, "status", "--url", url, *words]
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=50)
+    return await asyncio.to_thread(run_baton, "status", "--url", url, *words)
 
 
 async def test_programs_are_told_what_the_gateway_knows_and_whether_it_is_ready(service: Service) -> None:

@@ -22,7 +22,8 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.pace import StepTimes
 from baton.engine.net.curve import ClusterKey
 
-from ...helpers.fake_cluster import FakeConnector, FakeRunner, Wire
+from ...helpers.fake_cluster import FakeConnector, Wire
+from ...helpers.fake_runner import FakeRunner
 from ...helpers.fakes import ListedSource
 from ...helpers.gateway_service import until
 from ...helpers.tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer

@@ -6,12 +6,10 @@ import contextlib
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from baton.engine.core.connector import (
@@ -23,22 +21,15 @@ from baton.engine.core.connector import (
     ReceiveFailed,
 )
 from baton.engine.core.layout import KVLayout
-from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
-from baton.kv_transfer.channel import Route, ZmqChannel
-from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
-from baton.kv_transfer.errors import TransferThreadDied, TransportError
-from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.connector import TransferSettings
 
-from .engine_process import DEFAULT_SETTINGS, EngineProcess, untimed
+from .connector_cases import QUICK, SMALL, wait_until
+from .engine_process import DEFAULT_SETTINGS, EngineProcess
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(120)]
 
-SMALL = KVLayout(model="small", num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")  # 32 KB a block
 LARGE = KVLayout(model="large", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 2 MB a block
-QUICK = TransferSettings(lease_s=3.0, margin_s=0.2, retry_s=0.2, connect_s=2.0)
-
 Start = Callable[..., EngineProcess]
 Pair = tuple[EngineProcess, EngineProcess]
 
@@ -97,13 +88,6 @@ def pair(transport: str) -> Iterator[Pair]:
 def slow_pair(start: Start) -> Pair:
     """A quarter of a gigabyte over TCP: slow enough to be caught at it."""
     return meet(start, LARGE, num_blocks=128, environ=(("UCX_TLS", "tcp"),))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def kinds(events: list[ConnectorEvent]) -> list[type]:
@@ -336,216 +320,3 @@ def test_many_hand_offs_at_once_leave_nothing_behind(pair: Pair) -> None:
         mine, theirs = 4 * (63 - number), 4 * number
         assert decode.content(range(mine, mine + 4)) == prefill.content(range(theirs, theirs + 4))
     assert decode.stats().receives_active == decode.stats().blocks_quarantined == prefill.stats().leases_held == 0
-
-
-# ---------------------------------------------------------------------- one process
-
-
-@contextlib.contextmanager
-def connecting(
-    engine_id: str, settings: TransferSettings = QUICK, wake: Callable[[], None] = lambda: None
-) -> Iterator[TransferConnector]:
-    memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
-    region = CacheRegion.of(ArenaRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
-    connector = TransferConnector(
-        region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings, wake=wake
-    )
-    try:
-        yield connector
-    finally:
-        connector.close()
-
-
-@pytest.fixture
-def connector() -> Iterator[TransferConnector]:
-    with connecting("alone") as connector:
-        yield connector
-
-
-def events_of(connector: TransferConnector, count: int) -> list[ConnectorEvent]:
-    found: list[ConnectorEvent] = []
-
-    def enough() -> bool:
-        found.extend(connector.poll())
-        return len(found) >= count
-
-    wait_until(enough)
-    return untimed(found)
-
-
-def transfer_thread() -> int:
-    """Return the id of the one transfer thread of this process."""
-    (thread_id,) = (each.native_id for each in threading.enumerate() if each.name == "baton-transfer")
-    assert thread_id is not None
-    return thread_id
-
-
-def test_the_transfer_thread_runs_where_the_settings_say() -> None:
-    allowed = os.sched_getaffinity(0)
-    cpu = max(allowed)
-    with connecting("pinned", QUICK.model_copy(update={"cpu_affinity": str(cpu)})):
-        assert os.sched_getaffinity(transfer_thread()) == {cpu}
-    assert os.sched_getaffinity(0) == allowed
-
-
-def test_the_transfer_thread_sleeps_no_longer_than_it_asks_to(connector: TransferConnector) -> None:
-    """Linux adds up to 50 us to a sleep, which is what a whole read takes over NVLink."""
-    slack = Path(f"/proc/{transfer_thread()}/timerslack_ns").read_text()
-    assert int(slack) == 1
-    assert int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text()) > 1
-
-
-def test_prompts_are_offered_early_unless_the_settings_say_otherwise(connector: TransferConnector) -> None:
-    assert connector.offers_early
-    with connecting("patient", QUICK.model_copy(update={"progressive": False})) as patient:
-        assert not patient.offers_early
-
-
-def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_made_it(
-    connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with connecting("reader") as reader:
-        reader.peers_changed([PeerInfo("alone", 1, connector.address, SMALL.fingerprint)])
-        wait_until(lambda: reader.stats().peers_ready == 1)
-        listening, claimed, receive = threading.Event(), threading.Event(), ZmqChannel.receive
-
-        def receive_late(channel: ZmqChannel) -> list[tuple[Route, bytes]]:
-            if channel.address == connector.address:
-                listening.set()
-                claimed.wait(30.0)
-                time.sleep(0.1)  # the claim arrives
-            return receive(channel)
-
-        monkeypatch.setattr(ZmqChannel, "receive", receive_late)
-        connector.cancel(12345)  # any call: the thread looks up
-        assert listening.wait(30.0)
-        offer = connector.offer("request", 0, [1], 16)
-        transfer = reader.receive("request", 0, offer.ticket, 0, [1])
-        claimed.set()
-        assert events_of(reader, 1) == [Received(transfer)]
-
-
-@pytest.mark.parametrize("ticket", [b"", b"\xc1", b"nonsense" * 100])
-def test_a_ticket_that_is_none_fails_the_receive(ticket: bytes, connector: TransferConnector) -> None:
-    transfer = connector.receive("request", 0, ticket, 0, [1])
-    failed, released = events_of(connector, 2)
-    assert "no ticket" in failed.reason
-    assert released == BlocksReleased(transfer)
-
-
-def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connector: TransferConnector) -> None:
-    offer = connector.offer("request", 0, [1, 2, 3], 48)
-    connector.receive("request", 0, offer.ticket, 1, [5])
-    failed, _ = events_of(connector, 2)
-    assert "offers 3 blocks; from block 1 on that is 2, but 1 are to be filled" in failed.reason
-
-
-def ticket_of_nobody(address: str = "tcp://127.0.0.1:9") -> bytes:
-    """Of a holder that does not exist."""
-    lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
-    ticket = Ticket(
-        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])
-    )
-    return ticket.encode()
-
-
-def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
-    connector.receive("request", 0, ticket_of_nobody(), 0, [1])
-    failed, _ = events_of(connector, 2)
-    assert "no connection to nobody at tcp://127.0.0.1:9 within 2 s" in failed.reason
-
-
-@pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
-def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
-    for _ in range(2):
-        connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
-        connector.receive("request", 0, ticket_of_nobody(address), 0, [1])
-        failed, released = events_of(connector, 2)
-        assert address in failed.reason
-        assert released == BlocksReleased(failed.transfer_id)
-
-
-def test_the_engine_is_woken_once_for_each_event() -> None:
-    woken: list[int] = []
-    with connecting("alone", wake=lambda: woken.append(1)) as connector:
-        connector.receive("request", 0, b"no ticket", 0, [1])
-        wait_until(lambda: len(woken) == 2)
-        connector.cancel(12345)  # another round, with the events still unread
-        connector.receive("request", 0, b"no ticket", 0, [1])
-        wait_until(lambda: len(woken) >= 4)
-        assert len(woken) == len(connector.poll()) == 4
-
-
-def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[ZmqChannel] = []
-    monkeypatch.setattr(ZmqChannel, "close", lambda channel: closed.append(channel))
-    monkeypatch.setattr("baton.kv_transfer.connector.open_transport", lambda *_: 1 / 0)
-    region = CacheRegion.of(ArenaRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
-    with pytest.raises(ZeroDivisionError):
-        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
-    assert len(closed) == 1
-    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
-    monkeypatch.undo()
-    closed[0].close()
-
-
-def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
-    connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transfer = connector.receive("request", 0, ticket_of_nobody(), 0, [1])
-    wait_until(lambda: connector.stats().receives_active == 1)
-    monkeypatch.setattr(HandoffCoordinator, "pump", lambda self, calls: 1 / 0)
-    connector.cancel(12345)  # any call: the thread looks up
-    failed, released = events_of(connector, 2)
-    assert failed == ReceiveFailed(transfer, "KV transfers stopped: division by zero")
-    assert released == BlocksReleased(transfer)
-    with pytest.raises(TransferThreadDied, match="division by zero"):
-        connector.poll()
-
-
-def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> None:
-    region = CacheRegion.of(ArenaRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads))
-    with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
-        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
-
-
-# ---------------------------------------------------------------------- the clock of leases
-
-
-@pytest.fixture
-def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """The machine was suspended for so long: its monotonic clock does not know."""
-    slept_s = [0.0]
-    clock_gettime = time.clock_gettime
-
-    def with_sleep(clock: int) -> float:
-        return clock_gettime(clock) + (slept_s[0] if clock == time.CLOCK_BOOTTIME else 0.0)
-
-    monkeypatch.setattr(time, "clock_gettime", with_sleep)
-
-    def suspend(seconds: float) -> None:
-        slept_s[0] += seconds
-
-    return suspend
-
-
-def test_leases_run_on_while_the_machine_is_suspended(suspend: Callable[[float], None]) -> None:
-    with connecting("holder", QUICK.model_copy(update={"lease_s": 3600.0})) as holder:
-        offer = holder.offer("request", 0, [1, 2], 32)
-        wait_until(lambda: holder.stats().leases_held == 1)
-        suspend(3601.0)
-        holder.peers_changed([])  # a call wakes the thread
-        assert events_of(holder, 1) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
-
-
-def test_the_engine_hears_of_times_by_its_own_clock(suspend: Callable[[float], None]) -> None:
-    suspend(3600.0)
-    with connecting("holder") as holder, connecting("reader") as reader:
-        offer = holder.offer("request", 0, [1], 16)
-        began_s = time.monotonic()
-        reader.receive("request", 0, offer.ticket, 0, [1])
-        found: list[ConnectorEvent] = []
-        wait_until(lambda: found.extend(reader.poll()) or bool(found))
-        (received,) = found
-        assert isinstance(received, Received)
-        assert began_s <= received.claimed_s <= received.pulled_s <= time.monotonic()

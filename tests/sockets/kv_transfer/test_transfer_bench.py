@@ -25,6 +25,7 @@ def test_it_measures_the_connector_beside_raw_nixl() -> None:
     assert len(table(result).splitlines()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
     (row,) = measure(
@@ -35,6 +36,7 @@ def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
     assert row["gb_per_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
     result = measure(LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=3, stages=True))

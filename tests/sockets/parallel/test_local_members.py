@@ -81,6 +81,7 @@ def test_two_processes_say_what_one_says_and_one_of_them_ends_with_the_block(mak
     assert members() == []
 
 
+@pytest.mark.slow
 def test_two_engines_in_one_process_do_not_mix(make: Callable[..., LLM]) -> None:
     with make() as first, make(load_format="dummy") as second:
         apart = tokens(first), tokens(second)

@@ -60,8 +60,12 @@ def expected(folder: Path) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("tp", "changes"),
-    [(1, {}), (2, {}), (1, {**EXPERTS, "all2all_backend": "all_to_all"}), (2, {**EXPERTS, **REVIEWS})],
-    ids=["apart", "pairs apart", "together", "pairs that move experts"],
+    [
+        pytest.param(1, {}, id="apart"),
+        pytest.param(2, {}, id="pairs apart", marks=pytest.mark.slow),
+        pytest.param(1, {**EXPERTS, "all2all_backend": "all_to_all"}, id="together"),
+        pytest.param(2, {**EXPERTS, **REVIEWS}, id="pairs that move experts", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_answer_as_one_engine_again_and_again(
     tp: int, changes: dict[str, Any], make: Callable[..., LLM], expected: list[list[list[int]]]
@@ -87,6 +91,7 @@ def test_ranks_without_requests_cost_nothing(make: Callable[..., LLM]) -> None:
         assert cpu_seconds(pids) - before < 0.05
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_no_files(
     make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +112,9 @@ def test_nobody_waits_for_ranks_that_have_no_requests(
         assert len(result.outputs[0].token_ids) == 3
 
 
-@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["apart", "together"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="apart", marks=pytest.mark.slow), pytest.param(EXPERTS, id="together")]
+)
 @pytest.mark.parametrize("busy", [True, False], ids=["in a step", "between requests"])
 def test_a_rank_that_dies_ends_all_soon(busy: bool, changes: dict[str, Any], make: Callable[..., LLM]) -> None:
     llm = make(data_parallel_size=2, **changes)

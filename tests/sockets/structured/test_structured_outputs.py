@@ -49,7 +49,10 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("arguments", ENGINES.values(), ids=ENGINES)
+SLOW = [pytest.param(arguments, id=name, marks=pytest.mark.slow) for name, arguments in list(ENGINES.items())[1:]]
+
+
+@pytest.mark.parametrize("arguments", [pytest.param(ENGINES["together"], id="together"), *SLOW])
 def test_tokens_are_those_of_a_request_alone(
     make_structured_llm: Callable[..., LLM], alone: dict[str, list[int]], arguments: dict[str, int]
 ) -> None:

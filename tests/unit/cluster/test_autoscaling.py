@@ -1,16 +1,11 @@
-"""The autoscaler's measurements and decisions, and their outcome in virtual time. Without Ray."""
+"""The autoscaler's measurements and decisions. Without Ray."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import msgspec
 import pytest
-from ray.serve._private.common import DeploymentID, ReplicaID
-from ray.serve.config import AutoscalingContext
-from typer.testing import CliRunner
 
 from baton.cluster.autoscaling.load_samples import (
     FIRST_TOKEN_S,
@@ -23,32 +18,13 @@ from baton.cluster.autoscaling.load_samples import (
     percentile,
 )
 from baton.cluster.autoscaling.policy import Moment, decide, desired_sizes
-from baton.cluster.autoscaling.scaler import FleetTarget, Scaler, scaler_for
-from baton.cluster.cli.main import app
-from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse, Role, ScalePlan
+from baton.cluster.autoscaling.scaler import FleetTarget, Scaler
+from baton.cluster.contracts import Bounds, EngineGroup, EnginePulse
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.rates import CostRates
-from baton.cluster.serve_policy import target_replicas
-from baton.cluster.simulation.autoscaler_simulation import AutoscalerSimulation, ScalingOutcome, SimulatedHardware
-from baton.cluster.simulation.fleet_sizing import Autoscaled, FixedSizes, Sizer
-from baton.cluster.simulation.traffic import RequestArrival, TrafficShape, bursts, tides
-from baton.cluster.simulation.virtual_engine import Speed
 
 from ...helpers.fakes import CountingEngine, make_record
 from .engine_groups import group_of
-
-P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
-PLAN = ScalePlan(
-    fleets={P: Bounds(1, 8), D: Bounds(1, 8)},
-    ttft_s=1.0,
-    inter_token_s=0.05,
-    percentile=0.9,
-    target_utilization=0.5,
-    look_back_period_s=10.0,
-    upscale_delay_s=4.0,
-    downscale_delay_s=20.0,
-    downscale_to_zero_delay_s=30.0,
-)
+from .scaling_samples import PLAN, D, P, U
 
 
 def samples(
@@ -230,6 +206,7 @@ def test_a_wish_that_comes_and_goes_changes_nothing() -> None:
 
 # ---- zero ----
 
+
 ZERO = msgspec.structs.replace(PLAN, fleets={P: Bounds(0, 8), D: Bounds(0, 8)})
 
 
@@ -318,167 +295,3 @@ def test_a_gateway_reports_what_its_histograms_counted() -> None:
     expected[-1] += 1
     assert list(load.first_token) == expected
     assert sum(load.inter_token) == 0
-
-
-# ---- who leaves ----
-
-UNIFIED = msgspec.structs.replace(PLAN, fleets={U: Bounds(1, 4)}, downscale_to_zero_delay_s=3.0)
-
-
-def groups_with(live: dict[str, int], scaler: Scaler) -> list[EngineGroup]:
-    groups = [group_of(name, size=1) for name in live]
-    for group in groups:
-        scaler.update_group(group, [EnginePulse(0.0, live[group.group_id], 0, 0)])
-    return groups
-
-
-def test_the_group_with_the_least_to_lose_leaves_and_counts_until_it_is_gone() -> None:
-    scaler = Scaler(UNIFIED)
-    scaler.start_from({U: 3})
-    orders: dict[str, bool] = {}
-    for second in range(6):
-        groups = groups_with({"a": 5, "b": 1, "c": 2}, scaler)
-        orders |= scaler.update(float(second), [], groups)
-    assert orders == {"b": True, "c": True}
-    wanted = scaler.wanted(U)
-    assert wanted is not None
-    assert (wanted.replicas, wanted.leaving) == (1, ["b", "c"])
-
-
-def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_started() -> None:
-    scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={U: Bounds(1, 2)}))
-    scaler.start_from({U: 2})
-    for second in range(6):
-        scaler.update(float(second), [], groups_with({"a": 5, "b": 1}, scaler))
-    wanted = scaler.wanted(U)
-    assert wanted is not None
-    assert wanted.leaving == ["b"]
-    orders = {}
-    first = [0.0] * (len(FIRST_TOKEN_S) + 1)
-    for second in range(6, 16):  # every first token comes too late
-        first[-1] += 20
-        load = GatewayLoad(requests=20 * second, first_token=tuple(first), inflight=20)
-        scaler.update_gateway("g", load)
-        orders |= scaler.update(float(second), ["g"], groups_with({"a": 20, "b": 1}, scaler))
-    assert orders == {"b": False}
-    wanted = scaler.wanted(U)
-    assert wanted is not None
-    assert (wanted.replicas, wanted.leaving) == (2, [])
-
-
-def test_a_fleet_of_a_fixed_size_does_not_keep_the_other_from_following_its_load() -> None:
-    scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={P: Bounds(2, 2), D: Bounds(0, 2)}))
-    scaler.start_from({D: 0})
-    scaler.update_gateway("g", GatewayLoad(requests=1, inflight=1, unplaced=1))
-    scaler.update(0.0, ["g"], [])
-    assert [each.replicas for role in (P, D) if (each := scaler.wanted(role))] == [2, 1]
-
-
-def test_nothing_is_wanted_of_fleets_that_serve_has_not_told_of() -> None:
-    assert Scaler(UNIFIED).wanted(U) is None
-
-
-def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() -> None:
-    """Else it would stop another one as well."""
-    wanted = FleetTarget(replicas=1, leaving=["decode-b"])
-
-    def context(*running: str) -> AutoscalingContext:
-        return AutoscalingContext(
-            deployment_id=DeploymentID("decode", "app"),
-            deployment_name="decode",
-            app_name="app",
-            current_num_replicas=len(running),
-            target_num_replicas=2,
-            running_replicas=[ReplicaID(name, DeploymentID("decode", "app")) for name in running],
-            total_num_requests=0,
-            total_queued_requests=0,
-            aggregated_metrics={},
-            raw_metrics={},
-            capacity_adjusted_min_replicas=1,
-            capacity_adjusted_max_replicas=2,
-            policy_state={},
-            last_scale_up_time=None,
-            last_scale_down_time=None,
-            current_time=None,
-            config=None,
-        )
-
-    assert target_replicas(wanted, context("a", "b")) == 2
-    assert target_replicas(wanted, context("a")) == 1
-
-
-# ---- in virtual time ----
-
-SPEED = Speed(step_s=0.02, row_s=0.0006, prefill_tokens_per_s=6000.0)
-WORLD = SimulatedHardware(SPEED, CostRates(prefill_tokens_per_s=6000.0), 10.0, 2048, ttft_s=2.0, inter_token_s=0.05)
-SLOW = msgspec.structs.replace(
-    PLAN, ttft_s=2.0, fleets={P: Bounds(1, 4), D: Bounds(1, 4)}, target_utilization=0.7, look_back_period_s=20.0
-)
-
-
-def simulated(sizer: Sizer, arrivals: list[RequestArrival]) -> ScalingOutcome:
-    return AutoscalerSimulation(WORLD, sizer).run(arrivals)
-
-
-def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_than_the_mean() -> None:
-    arrivals = tides(TrafficShape(500, 4.0, 1536, 32), period_s=120.0)
-    scaled = simulated(Autoscaled(SLOW), arrivals)
-    largest, mean = (simulated(FixedSizes({P: size, D: 1}), arrivals) for size in (4, 1))
-    assert scaled.num_requests == largest.num_requests == 500
-    assert scaled.gpu_seconds < 0.8 * largest.gpu_seconds
-    assert scaled.ttft_attained > mean.ttft_attained + 0.2
-    assert scaled.changes >= 3, "up and down"
-
-
-def test_other_targets_hold_at_once_and_what_was_decided_and_measured_stays() -> None:
-    scaler = scaler_for(UNIFIED, None)
-    assert scaler is not None
-    scaler.start_from({U: 2})
-    targets = msgspec.structs.replace(UNIFIED, ttft_s=UNIFIED.ttft_s / 2)
-    assert scaler_for(targets, scaler) is scaler
-    assert scaler.plan is targets
-    assert scaler.wanted(U) == FleetTarget(2, [])
-    bounds = scaler_for(msgspec.structs.replace(targets, fleets={U: Bounds(1, 9)}), scaler)
-    assert bounds is not scaler, "a fleet with other bounds is another fleet"
-    assert scaler_for(None, scaler) is None
-
-
-def test_a_steady_load_changes_nothing_once_it_is_served() -> None:
-    arrivals = bursts(TrafficShape(300, 2.0, 1024, 32), every_s=1000.0, lasting_s=1.0, times=1.0)
-    assert simulated(Autoscaled(SLOW), arrivals).changes <= 1
-
-
-def test_an_application_without_engines_answers_its_first_request_when_they_have_started() -> None:
-    plan = msgspec.structs.replace(SLOW, fleets={P: Bounds(0, 2), D: Bounds(0, 2)})
-    outcome = simulated(Autoscaled(plan), [RequestArrival(30.0, [1] * 64, 4), RequestArrival(31.0, [2] * 64, 4)])
-    assert outcome.num_requests == 2
-    assert WORLD.start_s <= outcome.ttft_p50_s <= WORLD.start_s + 3.0
-    assert outcome.gpu_seconds < 2 * 20.0, "two groups, from the first request on"
-
-
-def test_the_same_simulation_gives_the_same_figures() -> None:
-    arrivals = tides(TrafficShape(150, 4.0, 1024, 16), period_s=60.0)
-    assert simulated(Autoscaled(SLOW), arrivals) == simulated(Autoscaled(SLOW), arrivals)
-
-
-def test_the_command_compares_and_writes_its_figures(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    words = ["--num-prompts", "40", "--input-len", "512", "--output-len", "8", "--json", str(file)]
-    result = CliRunner().invoke(app, ["bench", "autoscale", *words])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(file.read_text())
-    sizes = ["autoscaled", "ongoing requests", "fixed 2 + 2", "fixed 4 + 4"]
-    assert [(row["traffic"], row["outcome"]["sizes"]) for row in rows] == [
-        (traffic, name) for traffic in ("tides", "bursts") for name in sizes
-    ]
-    lines = [{"timestamp": 1e3 * at, "input_length": 600, "output_length": 4, "hash_ids": [at, 99]} for at in range(9)]
-    trace = tmp_path / "recorded.jsonl"
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    recorded = CliRunner().invoke(app, ["bench", "autoscale", "--trace", str(trace), "--json", str(file)])
-    assert recorded.exit_code == 0, recorded.output
-    assert {(row["traffic"], row["outcome"]["num_requests"]) for row in json.loads(file.read_text())} == {
-        ("recorded.jsonl", 9)
-    }
-    refused = CliRunner().invoke(app, ["bench", "autoscale", "--max-replicas", "1"])
-    assert refused.exit_code != 0
-    assert "give 2 or more" in refused.output

@@ -59,6 +59,7 @@ def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
     assert all(not +gateway.outstanding for gateway in replay.gateways)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES | OF_TIERS)
 @pytest.mark.parametrize("fleets", [TIERED, TIERED_AND_DIVIDED], ids=["unified", "divided"])
 def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: SimulatedFleets, policy: str) -> None:
@@ -118,6 +119,7 @@ def test_a_lone_request_takes_what_the_formula_says() -> None:
     assert divided.tpot_mean_ms == pytest.approx(1e3 * (transfer_s + 2 * (speed.step_s + speed.row_s)) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow", "num_unified", "num_prefill"),
     [(SlowSpell(5.0, 30.0, 90.0), 4, 0), (SlowSpell(5.0, 30.0, 90.0), 0, 4)],

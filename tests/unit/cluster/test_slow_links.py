@@ -108,6 +108,7 @@ def mixed(num_requests: int) -> list[RequestArrival]:
     return arrivals
 
 
+@pytest.mark.slow
 def test_a_link_that_recovers_is_found_out_by_trials_that_cost_little() -> None:
     arrivals = mixed(1200)
     simulation = changing(arrivals, SLOW, 60.0, FAST)

@@ -239,6 +239,7 @@ def native_core(num_blocks: int, *, captured: bool) -> tuple[EngineCore, ModelRu
     return EngineCore(config, runner), runner
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(native.function("baton_rms_norm") is None, reason="no compiler for the native kernels")
 @pytest.mark.parametrize("num_blocks", [64, 13])
 @pytest.mark.parametrize("seed", range(5))

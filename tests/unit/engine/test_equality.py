@@ -50,6 +50,7 @@ def test_batched_equals_alone(llm: LLM, params: SamplingParams) -> None:
     assert continue_all(llm, PROMPTS, params) == alone(llm, PROMPTS, params)
 
 
+@pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("chunk", [8, 16, 50])
 def test_chunked_equals_whole(llm: LLM, make_llm: Callable[..., LLM], params: SamplingParams, chunk: int) -> None:
@@ -57,6 +58,7 @@ def test_chunked_equals_whole(llm: LLM, make_llm: Callable[..., LLM], params: Sa
     assert continue_all(chunked, PROMPTS, params) == alone(llm, PROMPTS, params)
 
 
+@pytest.mark.exhaustive
 @PARAMS
 def test_cached_equals_uncached(llm: LLM, make_llm: Callable[..., LLM], params: SamplingParams) -> None:
     cached = make_llm()
@@ -78,6 +80,7 @@ def test_a_prompt_that_shares_half_its_blocks_with_another_equals_one_that_share
     assert cached.engine.core.stats().prefix_cache_hits == 64
 
 
+@pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("caching", [False, True])
 def test_preempted_equals_not(llm: LLM, make_llm: Callable[..., LLM], params: SamplingParams, caching: bool) -> None:
@@ -88,12 +91,14 @@ def test_preempted_equals_not(llm: LLM, make_llm: Callable[..., LLM], params: Sa
     assert tight.engine.core.stats().num_preemptions > 0
 
 
+@pytest.mark.exhaustive
 @PARAMS
 def test_two_steps_in_flight_equal_one(llm: LLM, make_llm: Callable[..., LLM], params: SamplingParams) -> None:
     ahead = make_llm(async_scheduling=True, enable_prefix_caching=False, max_num_batched_tokens=40)
     assert continue_all(ahead, PROMPTS, params) == alone(llm, PROMPTS, params)
 
 
+@pytest.mark.exhaustive
 @PARAMS
 def test_two_steps_in_flight_under_preemption_equal_one(
     llm: LLM, make_llm: Callable[..., LLM], params: SamplingParams
@@ -116,6 +121,7 @@ def pair(checkpoint: Any) -> Callable[..., tuple[Room, EngineCore, EngineCore]]:
     return make
 
 
+@pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("depth2", [False, True])
 def test_handed_off_equals_unified(llm: LLM, pair: Any, params: SamplingParams, depth2: bool) -> None:
@@ -132,6 +138,7 @@ def test_handed_off_equals_unified(llm: LLM, pair: Any, params: SamplingParams, 
         assert (stats.num_blocks_free, stats.num_blocks_held, stats.num_blocks_quarantined) == (stats.num_blocks, 0, 0)
 
 
+@pytest.mark.exhaustive
 @PARAMS
 def test_a_second_hand_off_fetches_only_what_the_prefix_cache_lacks(
     llm: LLM, pair: Any, params: SamplingParams
@@ -146,6 +153,7 @@ def test_a_second_hand_off_fetches_only_what_the_prefix_cache_lacks(
     assert 0 < room.peers[1].bytes_moved - moved < moved
 
 
+@pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("produced", [1, 7, 20])
 def test_migrated_in_mid_stream_equals_not(llm: LLM, params: SamplingParams, produced: int) -> None:

@@ -19,7 +19,7 @@ from ...helpers.fake_gpu import FAKE_GPU
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 SCRIPT = (
     FAKE_GPU

@@ -6,28 +6,19 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from baton.cluster.contracts import Role
 
 from ...helpers.gateway_service import Service, check_refused
+from .refusals import BOTH, CHAT, HUGE, check_alive
 
 pytestmark = pytest.mark.exhaustive
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HUGE = 10**30
 
 
 @pytest.fixture
 async def service(start: Callable[..., Service]) -> Service:
     return start(Role.UNIFIED, max_body_bytes=200_000, max_choices=8)
-
-
-async def check_alive(service: Service) -> None:
-    response = await service.complete("hello", max_tokens=2)
-    assert response.status_code == 200
-    await service.cluster.settled()
 
 
 SAMPLING: list[tuple[str, Any]] = [
@@ -75,9 +66,6 @@ async def test_sampling_values_out_of_range_or_of_a_wrong_type_are_named(
     assert param.split(".")[0].split("[")[0] == field
     assert field in message
     await check_alive(service)
-
-
-BOTH = [(COMPLETIONS, {"prompt": "hello"}), (CHAT, {"messages": [{"role": "user", "content": "hello"}]})]
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
@@ -217,8 +205,6 @@ MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}], ARGUMENTS),
     ([{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[" * 10000}}]}], ARGUMENTS),
 ]
-
-
 FEW_VALUES = [
     ({"store": True}, "'store' must be false."),
     ({"service_tier": "flex"}, "'service_tier' must be 'auto' or 'default', not 'flex'."),
@@ -314,131 +300,3 @@ COMPLETION_FIELDS = [
 @pytest.mark.parametrize(("fields", "param"), COMPLETION_FIELDS)
 async def test_completion_fields_out_of_place_are_refused(service: Service, fields: Any, param: str) -> None:
     check_refused(await service.complete("hello", **fields), 400, param)
-
-
-BROKEN = [
-    b"",
-    b"{",
-    b"[]",
-    b"3",
-    b"null",
-    b'"text"',
-    b'{"model": "tiny", "prompt": "hello",}',
-    b'{"model": "tiny", "prompt": "hello"} trailing',
-    b"\xff\xfe{}",
-    '{"model": "tiny"}'.encode("utf-16"),
-    b'{"model": "tiny", "prompt": "\xff"}',
-    b'{"model": "tiny", "prompt": "hello", "n": ' + b"9" * 5000 + b"}",
-    b'{"model": "tiny", "prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-    b'{"model": "tiny", "metadata": ' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000 + b"}",
-]
-
-
-@pytest.mark.parametrize("body", BROKEN, ids=lambda body: repr(body)[:40])
-async def test_broken_json_is_refused(service: Service, body: bytes) -> None:
-    for path in (COMPLETIONS, CHAT, "/tokenize"):
-        check_refused(await service.http.post(path, content=body), 400, None, "invalid_json")
-    await check_alive(service)
-
-
-async def test_a_key_given_twice_is_named(service: Service) -> None:
-    body = b'{"model": "tiny", "prompt": "hello", "seed": 1, "seed": 2}'
-    check_refused(await service.http.post(COMPLETIONS, content=body), 400, "seed", "invalid_json")
-
-
-async def test_escaped_pairs_of_surrogates_are_text(service: Service) -> None:
-    body = b'{"model": "tiny", "prompt": "\\ud83e\\udd8a", "max_tokens": 1, "echo": true}'
-    response = await service.http.post(COMPLETIONS, content=body)
-    assert response.json()["choices"][0]["text"].startswith("🦊")
-
-
-async def test_more_messages_than_the_context_has_tokens_are_refused_unrendered(service: Service) -> None:
-    messages = [{"role": "user", "content": ""}] * 257
-    response = await service.http.post(CHAT, json={"model": "tiny", "messages": messages})
-    check_refused(response, 400, "messages", "context_length_exceeded")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("field", "body"),
-    [
-        ("prompt", {"prompt": "fox " * 2_500_000}),
-        ("prompt", {"prompt": [1234567] * 1_000_000}),
-        ("allowed_token_ids", {"prompt": "hello", "allowed_token_ids": [1234567] * 1_000_000}),
-    ],
-    ids=["text", "token ids", "a list in another field"],
-)
-async def test_ten_megabytes_within_the_default_limit_are_refused_by_field(
-    start: Callable[..., Service], field: str, body: dict[str, Any]
-) -> None:
-    service = start(Role.UNIFIED)
-    content = json.dumps({"model": "tiny", **body}).encode()
-    assert len(content) > 8_000_000
-    check_refused(await service.http.post(COMPLETIONS, content=content, timeout=60), 400, field)
-    await check_alive(service)
-
-
-async def test_a_body_over_the_limit_is_refused_unread(service: Service) -> None:
-    pulled = 0
-
-    class Endless(httpx.AsyncByteStream):
-        async def __aiter__(self) -> Any:
-            nonlocal pulled
-            while True:
-                pulled += 1
-                yield b" " * 10_000
-
-    response = await service.complete("x" * 10_000_000)
-    check_refused(response, 413, None, "body_too_large")
-    response = await service.http.post(COMPLETIONS, content=Endless())
-    check_refused(response, 413, None, "body_too_large")
-    assert pulled < 30
-    await check_alive(service)
-
-
-@pytest.mark.parametrize(("path", "body"), BOTH)
-async def test_an_unknown_model_is_not_found(service: Service, path: str, body: Any) -> None:
-    response = await service.http.post(path, json={"model": "gpt-4", **body})
-    message = check_refused(response, 404, "model", "model_not_found")
-    assert "gpt-4" in message
-    assert "tiny" in message
-    check_refused(await service.http.post(path, json=body), 400, "model")
-    check_refused(await service.http.post(path, json={"model": 3, **body}), 400, "model")
-    check_refused(await service.http.get("/v1/models/gpt-4"), 404, "model", "model_not_found")
-
-
-async def test_wrong_methods_and_paths_have_the_same_shape(service: Service) -> None:
-    check_refused(await service.http.get(COMPLETIONS), 405, None)
-    check_refused(await service.http.delete("/v1/models"), 405, None)
-    message = check_refused(await service.http.post("/v1/embeddings", json={}), 404, None)
-    assert "'/v1/embeddings'" in message
-    assert "/v1/chat/completions" in message
-    check_refused(await service.http.get("/"), 404, None)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": 3}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "x", "mode": 1}, "mode"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "x"}, "tokens"),
-        ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [HUGE]}, "tokens"),
-    ],
-)
-async def test_token_routes_name_the_field(service: Service, path: str, body: Any, param: str) -> None:
-    check_refused(await service.http.post(path, json=body), 400, param)
-
-
-async def test_template_variables_nested_as_deep_as_json_allows_do_no_harm(service: Service) -> None:
-    value: Any = 1
-    for _ in range(400):
-        value = {"a": value}
-    response = await service.chat("hello", max_tokens=1, chat_template_kwargs={"k": value})
-    assert response.status_code in (200, 400)
-    await check_alive(service)

@@ -107,6 +107,7 @@ def check(error: ApiError, body: dict[str, Any], path: str) -> None:
     assert error.message.endswith((".", "?"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MORE)
 def test_a_value_of_a_wrong_type_is_refused_by_the_name_of_its_field(name: str) -> None:
     path, body = MORE[name]

@@ -13,7 +13,8 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import Drafter
 
-from ...helpers.fake_cluster import MOST_DRAFTS, Scripts
+from ...helpers.fake_cluster import MOST_DRAFTS
+from ...helpers.fake_runner import Scripts
 from ...helpers.gateway_service import Service, check_refused, events
 
 ANSWER = "the lazy dog sleeps, and the quick brown fox jumps over the runner of the relay team"
@@ -212,6 +213,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("prediction", "param"), REFUSED.values(), ids=REFUSED)
 async def test_other_predictions_are_refused(service: Service, prediction: Any, param: str) -> None:
     response = await service.chat("hello", prediction=prediction)

@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView, Role
-from baton.cluster.gateway.routing.cost import UNTRIED, Cost, Load
-from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S, engine_key
-from baton.cluster.gateway.routing.rates import CostRates, LearntRates
-from baton.cluster.gateway.routing.router import Path, Route, Router, RoutingQuery
+from baton.cluster.gateway.routing.cost import Load
+from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
+from baton.cluster.gateway.routing.rates import CostRates
+from baton.cluster.gateway.routing.router import Path
 from baton.engine.core.layout import BLOCK_SIZE
-from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.tiers import TierStats
 
 from ...helpers.gateway_service import Clock
 from .engine_views import view
-
-PROMPT = list(range(1, 40 * BLOCK_SIZE))
-IN_BLOCKS = len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
-FAST = TierStats(min_tokens=256, restore_s={"host": 0.1, "disk": 0.5}, compute_s=1.0)
-RATES = CostRates()
-
-
-def request(tokens: list[int], name: str = "r", **fields: Any) -> EngineRequest:
-    sampling = fields.pop("sampling", SamplingParams())
-    return EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling, **fields)
-
-
-def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None, **rates: float) -> Router:
-    clock = clock or Clock()
-    return Router(
-        gateway_id,
-        rates=LearntRates(CostRates(**rates), clock),
-        session_patience_s=0.1,
-        local_prefill_max_tokens=local,
-        clock=clock,
-    )
-
-
-def wanted(tokens: list[int], name: str = "r", **fields: Any) -> RoutingQuery:
-    return router().read(request(tokens, name, **fields))
-
-
-def route(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> Route:
-    chosen = chooser.route(engines, chooser.read(request(tokens, name), **fields))
-    assert chosen is not None
-    return chosen
-
-
-def rank_of(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> int:
-    return route(chooser, engines, tokens, name, **fields).placement.engine.rank
+from .router_requests import PROMPT, RATES, rank_of, request, route, router, wanted
 
 
 def test_work_in_progress_goes_where_least_of_it_is() -> None:
@@ -246,127 +206,6 @@ def test_the_link_and_what_is_cached_already_choose_the_decode_engine() -> None:
     assert placed(view(1, Role.DECODE, node="b", cached=PROMPT), near) == 1
     assert placed(far, view(2, Role.DECODE, node="a", num_requests_running=5)) == 1
     assert placed(far, view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)) == 1
-
-
-class TestTiers:
-    """Engines that could restore the prompt, and one that has to compute it."""
-
-    def cost_s(self, engine: EngineView, tokens: list[int] = PROMPT) -> float:
-        query, cost = wanted(tokens), Cost(LearntRates(RATES, Clock()))
-        found = router().prefixes.find(engine.cached, engine_key(engine.record), query.names)
-        work = cost.prefill_work(engine, query.num_tokens, found)
-        return cost.whole_s(engine, router().loads.of(engine), work)
-
-    def test_a_prefix_in_a_tier_costs_less_than_none_and_more_than_one_in_the_pool(self) -> None:
-        costs = [
-            self.cost_s(view(0, cached=PROMPT, tiers=FAST)),
-            self.cost_s(view(0, host=PROMPT, tiers=FAST)),
-            self.cost_s(view(0, disk=PROMPT, tiers=FAST)),
-            self.cost_s(view(0, tiers=FAST)),
-        ]
-        compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
-        assert [round((cost - costs[0]) / compute_s, 6) for cost in costs] == [0, 0.1, 0.5, 1]
-        engines = [view(0), view(1, disk=PROMPT, tiers=FAST), view(2, host=PROMPT, tiers=FAST)]
-        assert rank_of(router(), engines, PROMPT) == 2
-        assert rank_of(router(), engines[:2], PROMPT) == 1
-        assert rank_of(router(), [*engines, view(3, cached=PROMPT)], PROMPT) == 3
-
-    @given(
-        found=st.tuples(*[st.integers(0, 10)] * 3),
-        restore_s=st.dictionaries(st.sampled_from(["host", "disk"]), st.floats(0, 3)),
-        compute_s=st.floats(0, 3),
-        min_tokens=st.integers(0, 200),
-        num_before=st.integers(0, 5),
-        num_requests=st.integers(0, 5),
-    )
-    def test_whatever_engines_say_it_is_never_cheaper_than_the_pool_nor_dearer_than_computing(
-        self,
-        found: tuple[int, int, int],
-        restore_s: dict[str, float],
-        compute_s: float,
-        min_tokens: int,
-        num_before: int,
-        num_requests: int,
-    ) -> None:
-        tiers = TierStats(min_tokens=min_tokens, restore_s=restore_s, compute_s=compute_s)
-        engine, load = view(0, tiers=tiers, num_requests_waiting_for_kv=num_before), Load(num_requests, 100)
-        cost, known = Cost(LearntRates(RATES, Clock())), FoundPrefix(*found)
-        in_pool = FoundPrefix(known.pool + known.in_tiers)
-        costs = [
-            cost.whole_s(engine, load, cost.prefill_work(engine, 500, each))
-            for each in (in_pool, known, FoundPrefix(known.pool))
-        ]
-        assert costs[0] <= costs[1] + 1e-12
-        assert costs[1] <= costs[2] + 1e-12
-
-    def test_only_what_has_to_be_computed_is_in_the_queue(self) -> None:
-        engine = view(0, cached=PROMPT[: 10 * BLOCK_SIZE], host=PROMPT, tiers=FAST)
-        chosen = route(router(), [engine], PROMPT)
-        assert (chosen.placement.uncached, chosen.reason) == (len(PROMPT) - IN_BLOCKS, "prefix-hit")
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"restore_s": {"host": 1.0}},
-            {"restore_s": {"host": 9.0}},
-            {"min_tokens": IN_BLOCKS + 1},
-            {"answers": False},
-        ],
-        ids=["as slow as computing", "slower", "too short", "a tier that does not answer"],
-    )
-    def test_what_the_engine_would_compute_costs_as_much(self, change: dict[str, Any]) -> None:
-        engine = view(0, host=PROMPT, tiers=msgspec.structs.replace(FAST, **change))
-        assert self.cost_s(engine) == self.cost_s(view(0))
-        assert route(router(), [engine], PROMPT).placement.uncached == len(PROMPT)
-
-    def test_an_engine_whose_pace_is_not_known_is_believed_to_be_somewhat_faster_than_computing(self) -> None:
-        compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
-        for tiers in (
-            TierStats(),
-            TierStats(restore_s={"disk": 0.1}, compute_s=1.0),
-            TierStats(restore_s={"host": 1.0}),
-        ):
-            saved_s = self.cost_s(view(0)) - self.cost_s(view(0, host=PROMPT, tiers=tiers))
-            assert saved_s == pytest.approx(compute_s * (1 - UNTRIED))
-
-    def test_restores_that_are_under_way_come_first(self) -> None:
-        found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
-        share = (20 * 0.1 + 10 * 0.5) / 30
-        readings = [
-            Cost(LearntRates(RATES, Clock())).prefill_work(
-                view(0, tiers=FAST, num_requests_waiting_for_kv=number), 500, found
-            )
-            for number in (0, 1, 9)
-        ]
-        assert [reading.uncached for reading in readings] == [20, 20, 500]
-        assert [reading.restore_s for reading in readings] == pytest.approx(
-            [share * compute_s, 2 * share * compute_s, 0]
-        )
-
-    def test_a_long_queue_before_a_tier_is_worth_less_than_computing_at_once(self) -> None:
-        for queue, expected in {IN_BLOCKS // 2: 1, 2 * IN_BLOCKS: 0}.items():
-            there = view(1, host=PROMPT, tiers=FAST, num_waiting_tokens=queue)
-            assert rank_of(router(), [view(0), there], PROMPT) == expected
-
-    def test_a_prefill_engine_restores_and_hands_over_but_a_hand_off_is_not_read_from_tiers(self) -> None:
-        prefill = [view(0, Role.PREFILL), view(1, Role.PREFILL, host=PROMPT, tiers=FAST)]
-        decode = [view(2, Role.DECODE), view(3, Role.DECODE, host=PROMPT, tiers=FAST)]
-        assert rank_of(router(local=0), [*prefill, decode[0]], PROMPT) == 1
-        chooser = router()
-        placed = {
-            placement.engine.rank
-            for number in range(20)
-            if (placement := chooser.decode_placement(decode, wanted(PROMPT, f"{number}"), prefill[0].record))
-        }
-        assert placed == {2, 3}
-        chosen = route(router(), [prefill[0], decode[1]], PROMPT)
-        assert (chosen.path, chosen.reason) == (Path.LOCAL_PREFILL, "cheaper"), "but it may restore the prompt itself"
-
-    def test_what_is_on_its_way_up_for_another_request_counts_as_cached(self) -> None:
-        chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
-        chooser.loads.sent(route(chooser, [engine], PROMPT).placement)
-        found = chooser.prefixes.find(engine.cached, ("e0", 0), wanted(PROMPT).names)
-        assert found == (IN_BLOCKS // BLOCK_SIZE, 0, 0)
 
 
 def test_prefill_engines_full_of_held_blocks_are_spared() -> None:

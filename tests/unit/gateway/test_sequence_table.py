@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Role
-from baton.cluster.gateway.errors import ApiError
-from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.breaker import Breakers, CircuitKey
-from baton.cluster.gateway.routing.rates import LearntRates
-from baton.cluster.gateway.routing.router import Router
+from baton.cluster.contracts import EngineGone, EngineView
 from baton.cluster.gateway.serving import sequence as sequence_module
-from baton.cluster.gateway.serving.admission import AdmissionControl
-from baton.cluster.gateway.serving.attempt import Deadline
-from baton.cluster.gateway.serving.context import ServingContext
-from baton.cluster.gateway.serving.sequence import ServedSequence
 from baton.cluster.gateway.serving.sequence_table import SEQUENCE_TABLE, Effect, SequenceEvent, SequenceState
-from baton.cluster.gateway.serving.timeline import Timeline
-from baton.cluster.gateway.settings import GatewaySettings
-from baton.engine.core.messages import (
-    EngineError,
-    EngineOutput,
-    EngineRequest,
-    ErrorKind,
-    FinishReason,
-    KVSource,
-)
-from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.messages import EngineOutput, ErrorKind, FinishReason
 
-from .engine_views import view
+from .sequence_scenes import (
+    DECODE,
+    EARLY,
+    HANDOFF,
+    LAST,
+    PREFILL,
+    SECOND,
+    TOKEN,
+    UNIFIED,
+    E,
+    F,
+    S,
+    Scene,
+    check_nothing_is_left,
+    decoding,
+    done,
+    engines,
+    failure,
+    handing_off,
+    output,
+    prefilling,
+)
 
 PAGE = Path(__file__).parents[3] / "docs/concepts/serving.md"
-S, E, F = SequenceState, SequenceEvent, Effect
 LIVE = (S.PREFILLING, S.HANDING_OFF, S.DECODING)
-PROMPT = list(range(20, 60))
-KV, NEW_KV = KVSource(b"ticket", len(PROMPT)), KVSource(b"another", len(PROMPT))
-PREFILL, DECODE = view(0, Role.PREFILL), view(1, Role.DECODE)
-UNIFIED, SECOND = view(2), view(3)
-
-# ---------------------------------------------------------------------- the page
 
 
 def table() -> str:
@@ -96,140 +88,6 @@ def test_every_first_output_is_noted_and_every_output_with_tokens_is_delivered()
         assert (F.NOTE_FIRST_OUTPUT in row.effects) is (brings_tokens and state is not S.DECODING)
 
 
-# ---------------------------------------------------------------------- the code
-
-
-class ScriptedStream:
-    """An attempt's outputs, which a test gives."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.outputs: asyncio.Queue[EngineOutput | EngineGone] = asyncio.Queue()
-        self.name, self._log = name, log
-
-    def __aiter__(self) -> AsyncIterator[EngineOutput]:
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        output = await self.outputs.get()
-        if isinstance(output, EngineGone):
-            raise output
-        return output
-
-    async def aclose(self) -> None:
-        self._log.append(f"close {self.name}")
-
-
-class ScriptedClient:
-    """Engines that say what a test makes them say. What they are asked is in `log`."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.views: list[EngineView] = []
-        self.log = log
-        self.requests: list[EngineRequest] = []
-        self.streams: list[ScriptedStream] = []
-
-    def engines(self) -> list[EngineView]:
-        return self.views
-
-    def listed(self) -> DirectorySnapshot:
-        return DirectorySnapshot(0, [view.record for view in self.views])
-
-    def counters(self) -> ClientCounters:
-        return ClientCounters()
-
-    def last_message_s(self, engine: EngineRecord) -> float:
-        return 0.0
-
-    def submit(self, engine: EngineRecord, request: EngineRequest) -> ScriptedStream:
-        kind = "early" if request.awaits_first_token else "reader" if request.kv_source else "attempt"
-        self.log.append(f"submit {kind}")
-        self.requests.append(request)
-        self.streams.append(ScriptedStream(kind, self.log))
-        return self.streams[-1]
-
-    def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
-        self.log.append(f"begin {token_id}")
-
-    def abort(self, engine: EngineRecord, request_id: str, generation: int = 0) -> None:
-        self.log.append("withdraw")
-
-
-class LoggingBreakers(Breakers):
-    def __init__(self, settings: GatewaySettings, log: list[str]) -> None:
-        super().__init__(settings.breaker, time.monotonic)
-        self._log = log
-
-    def succeeded(self, peers: Any) -> None:
-        self._log.append("first output")
-
-    def failed(self, peer: CircuitKey) -> None:
-        self._log.append("circuit")
-
-
-class Scene:
-    """One sequence between scripted engines, whose outputs a test asks for one by one."""
-
-    def __init__(self, *views: EngineView, capacity_timeout_s: float = 60.0) -> None:
-        self.log: list[str] = []
-        self.client = ScriptedClient(self.log)
-        self.client.views = list(views)
-        settings = GatewaySettings(capacity_timeout_s=capacity_timeout_s, retry_budget=0.0, retry_budget_min=0)
-        rates = LearntRates(settings.cost, time.monotonic)
-        router = Router("g", rates=rates, session_patience_s=0.0, local_prefill_max_tokens=0)
-        self.metrics = GatewayMetrics("m", self.client.engines)
-        admission, breakers = AdmissionControl(settings, rates, time.monotonic), LoggingBreakers(settings, self.log)
-        serving = ServingContext(self.client, router, settings, self.metrics, admission, breakers)
-        request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=9))
-        over = Deadline(at_s=asyncio.get_running_loop().time())
-        self.sequence = ServedSequence(serving, request, Timeline(0.0, 0.0), deadline=over)
-        self._outputs = self.sequence.outputs()
-        self._reader: asyncio.Task[None] | None = None
-
-    async def read(self) -> None:
-        """Ask for an output, if none is asked for, and wait until nothing more happens."""
-        if self._reader is None or self._reader.done():
-            self._reader = asyncio.create_task(self._read())
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    async def _read(self) -> None:
-        try:
-            await anext(self._outputs)
-            self.log.append("deliver")
-        except ApiError as error:
-            self.log.append(f"error {error.status}")
-
-    async def say(self, output: EngineOutput | EngineGone) -> None:
-        """Let the engine of the attempt that is read say something."""
-        stream = [stream for stream in self.client.streams if stream.name != "early"][-1]
-        stream.outputs.put_nowait(output)
-        await self.read()
-
-    async def close(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        await self._outputs.aclose()
-
-    def num_retries(self) -> float:
-        samples = [sample for metric in self.metrics.retries.collect() for sample in metric.samples]
-        return sum(sample.value for sample in samples if sample.name.endswith("_total"))
-
-
-def output(**fields: Any) -> EngineOutput:
-    return EngineOutput(request_id="r", **fields)
-
-
-def failure(kind: ErrorKind) -> EngineOutput:
-    return output(finish_reason=FinishReason.ERROR, error=EngineError(kind, f"{kind}!"))
-
-
-TOKEN = output(token_ids=[7])
-LAST = output(token_ids=[8], finish_reason=FinishReason.LENGTH)
-HANDOFF = output(token_ids=[7], finish_reason=FinishReason.HANDOFF, kv_source=KV)
-EARLY, STALE_EARLY = output(kv_source=KV), output(kv_source=NEW_KV)
-
-
 async def placing(event: SequenceEvent) -> Scene:
     """Return a sequence for which no engine is there. For events of readers, KV is on offer."""
     if event is E.NO_ENGINE:
@@ -249,35 +107,6 @@ async def placing(event: SequenceEvent) -> Scene:
     return scene
 
 
-async def prefilling(event: SequenceEvent) -> Scene:
-    """Return a sequence beside which a decode engine fetches early, unless the event is that it begins to."""
-    scene = Scene(PREFILL, DECODE)
-    await scene.read()
-    if event is not E.OFFERED_EARLY:
-        await scene.say(STALE_EARLY)
-    return scene
-
-
-async def handing_off(_: SequenceEvent) -> Scene:
-    scene = Scene(PREFILL, DECODE)
-    await scene.read()
-    await scene.say(HANDOFF)
-    return scene
-
-
-async def decoding(_: SequenceEvent) -> Scene:
-    scene = Scene(UNIFIED)
-    await scene.read()
-    await scene.say(TOKEN)
-    return scene
-
-
-async def done(_: SequenceEvent) -> Scene:
-    scene = await decoding(E.FINISHED)
-    await scene.say(LAST)
-    return scene
-
-
 SCENES: dict[SequenceState, Callable[[SequenceEvent], Awaitable[Scene]]] = {
     S.PLACING: placing,
     S.PREFILLING: prefilling,
@@ -285,16 +114,6 @@ SCENES: dict[SequenceState, Callable[[SequenceEvent], Awaitable[Scene]]] = {
     S.DECODING: decoding,
     S.DONE: done,
 }
-
-
-def engines(*views: EngineView) -> Callable[[Scene], Awaitable[None]]:
-    """These engines are there now, and no others."""
-
-    async def happen(scene: Scene) -> None:
-        scene.client.views = list(views)
-        await scene.read()
-
-    return happen
 
 
 def said(output: EngineOutput | EngineGone, *left: EngineView) -> Callable[[Scene], Awaitable[None]]:
@@ -417,58 +236,3 @@ def keeps_offer(state: SequenceState, event: SequenceEvent) -> bool:
         return True
     dropped = {F.DROP_OFFER, F.WITHDRAW_OFFER} & set(SEQUENCE_TABLE[state, event].effects)
     return present(state, event).offer and not dropped
-
-
-async def check_nothing_is_left(scene: Scene, *, has_offer: bool) -> None:
-    """Close the sequence: what it had is ended, and only that."""
-    before = len(scene.log)
-    await scene.close()
-    assert ("withdraw" in scene.log[before:]) is has_offer
-    submitted = sorted(entry.removeprefix("submit ") for entry in scene.log if entry.startswith("submit "))
-    assert sorted(entry.removeprefix("close ") for entry in scene.log if entry.startswith("close ")) == submitted
-    assert scene.sequence.state is S.DONE
-
-
-async def test_an_engine_that_answers_out_of_turn_fails_the_request_and_not_the_gateway() -> None:
-    for scene, unexpected in ((await decoding(E.TOKENS), HANDOFF), (await handing_off(E.TOKENS), EARLY)):
-        await scene.say(unexpected)
-        assert "error 500" in scene.log
-        await check_nothing_is_left(scene, has_offer=False)
-
-
-async def test_a_reader_is_told_although_the_client_does_not_ask_for_more() -> None:
-    scene = Scene(PREFILL, DECODE)
-    await scene.read()
-    await scene.say(HANDOFF)
-    assert scene.log[-2:] == ["deliver", "submit reader"]
-    assert scene.client.requests[-1].output_token_ids == [7]
-    await scene.close()
-
-
-async def test_where_no_reader_is_there_another_engine_is_told_before_the_first_token_is_sent() -> None:
-    scene = Scene(PREFILL, DECODE)
-    await scene.read()
-    scene.client.views = [UNIFIED]
-    await scene.say(HANDOFF)
-    assert scene.log[-3:] == ["withdraw", "submit attempt", "deliver"]
-    assert scene.sequence.path == "recomputed; reason=no-decode-engine; rung=unified"
-    await scene.close()
-
-
-async def test_an_early_reader_goes_on_only_with_the_kv_that_it_fetches() -> None:
-    scene = await prefilling(E.HANDED_OFF)
-    scene.client.views = [PREFILL, DECODE]
-    await scene.say(HANDOFF)
-    assert scene.log[-4:] == ["close attempt", "close early", "deliver", "submit reader"]
-    early, reader = scene.client.requests[-2:]
-    assert (early.kv_source, reader.kv_source) == (NEW_KV, KV)
-    assert reader.generation == early.generation + 1, "an output of the early reader may still come"
-    await scene.close()
-
-
-async def test_a_refusal_leaves_the_offer_to_another_reader() -> None:
-    scene = await handing_off(E.REFUSED)
-    await scene.say(failure(ErrorKind.OVERLOADED))
-    assert "withdraw" not in scene.log
-    assert scene.sequence.state is S.PLACING
-    await check_nothing_is_left(scene, has_offer=True)

@@ -13,7 +13,7 @@ from baton.cluster.gateway import ServedModel
 from baton.engine.core.speculation.drafter import Drafter
 
 from ...helpers.drafters import KnowingDrafter
-from ...helpers.fake_cluster import Scripts
+from ...helpers.fake_runner import Scripts
 from ...helpers.gateway_service import Service, events
 from ...helpers.reasoning_model import CUT, FOLD, HELLO, TOOLS
 
@@ -112,6 +112,7 @@ OF_COMPLETIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fields", OF_COMPLETIONS.values(), ids=OF_COMPLETIONS)
 async def test_completions_are_the_same(pair: tuple[Service, Service], fields: dict[str, Any]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0.0, **fields}
@@ -142,6 +143,7 @@ OF_CHATS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("answer", [REASONED, CALLED], ids=["words", "calls"])
 @pytest.mark.parametrize("fields", OF_CHATS.values(), ids=OF_CHATS)
 async def test_chats_are_the_same(pair: tuple[Service, Service], fields: dict[str, Any], answer: str) -> None:
@@ -157,6 +159,7 @@ async def test_chats_are_the_same(pair: tuple[Service, Service], fields: dict[st
     assert len(second) < len(first) or body.get("max_tokens")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("answer", [REASONED, CALLED], ids=["words", "calls"])
 @pytest.mark.parametrize("fields", [{}, {"top_logprobs": 1}, {"max_output_tokens": 17}], ids=str)
@@ -180,6 +183,7 @@ async def test_responses_are_the_same(
         assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("answer", [REASONED, CALLED], ids=["words", "calls"])
 @pytest.mark.parametrize("fields", [{}, {"stop_sequences": ["dog, "]}, {"max_tokens": 17}], ids=str)

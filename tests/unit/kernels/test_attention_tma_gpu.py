@@ -1,11 +1,10 @@
-"""Decode kernels for Hopper, whose own warps fetch pages, against the definition; here they are compiled, not run."""
+"""Decode kernels for Hopper, whose own warps fetch pages, against the definition, on a device."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,36 +12,18 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionRule, reference
+from baton.kernels.attention.gpu import paged_attention, prepare
+from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
 
-from ...helpers.aot import Compiled, compile_for_h200
+from .attention_tma_cases import KERNELS, NARROW, WIDE, asked, either_cache, rule_for
 from .decode_attention_inputs import LAYER, RAGGED, decodes, drafted, queries
 from .kernel_checks import PagedSequences, assert_as_accurate, without_poison
 
 pytest.importorskip("triton")
-
-from baton.kernels.attention import gpu
-from baton.kernels.attention.gpu import decode_fp8_hopper, decode_hopper, paged_attention, prepare
-from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
-
 pytestmark = pytest.mark.exhaustive
 
 LONG = [5000, 1, 16, 333, 64, 65, 2048, 700, 63]
 PAIRS = ((32, 8), (16, 8), (32, 4), (32, 2), (15, 5))  # query heads, KV heads
-WIDE, NARROW = torch.bfloat16, torch.float8_e4m3fn
-KERNELS = {WIDE: decode_hopper, torch.float16: decode_hopper, NARROW: decode_fp8_hopper}  # by types of a cache
-either_cache = pytest.mark.parametrize("cache", [WIDE, NARROW], ids=str)
-
-
-def rule_for(sequences: PagedSequences, **options: Any) -> AttentionRule:
-    """Scales come with a cache in 8 bits, but where `options` say otherwise."""
-    kv, scales = sequences.kv, {}
-    if kv.dtype == NARROW:
-        scales = {"k_scale": torch.tensor(0.5, device=kv.device), "v_scale": torch.tensor([1.7], device=kv.device)}
-    return AttentionRule(kv.shape[5] ** -0.5, **{**scales, **options})
-
-
-def asked(sequences: PagedSequences, num_heads: int) -> Tensor:
-    return queries(sequences, num_heads, WIDE if sequences.kv.dtype == NARROW else None)
 
 
 def fetched(
@@ -76,177 +57,6 @@ def on_hopper(seq_lens: Sequence[int], **shape: Any) -> PagedSequences:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
     return decodes(torch.device("cuda"), seq_lens, **{"dtype": WIDE, "head_dim": 128, **shape})
-
-
-# ---- what the compiler makes of it ----------------------------------------------------------------------------------
-
-BOXES = "swizzle_byte_width={}, element_bitwidth={}, rank=2, transposed=False, fp4_padded=False, cga_layout=[]"
-SIGNATURE = {
-    **dict.fromkeys(("q", "out"), "*bf16"),
-    **dict.fromkeys(("words", "arrivals", "seq_lens", "query_start", "block_tables", "table_rows"), "*i32"),
-    **dict.fromkeys(("sums", "tops"), "*fp32"),
-    **dict.fromkeys(("layer", "window", "num_layers", "num_shares", "num_seqs", "num_tokens", "table_stride"), "i32"),
-    **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-    "q_token_stride": "i32:16",
-}
-SCALES = dict.fromkeys(("k_scale", "v_scale"), "*fp32")
-
-
-def compile_fetched(
-    kernel: ModuleType,
-    more: dict[str, str],
-    *,
-    dim: int = 128,
-    group: int = 4,
-    num_queries: int = 1,
-    spill_bytes: int = 0,
-    **constexprs: object,
-) -> Compiled:
-    """With the arguments `more`, and without the optional ones that are not among them."""
-    fitting, is_narrow = kernel.FITTINGS.of(dim, group * num_queries), kernel is decode_fp8_hopper
-    box = f"fp8e4nv[16,{dim}],NVMMASharedLayout({BOXES.format(dim, 8)})"
-    if not is_narrow:
-        box = f"bf16[16,64],NVMMASharedLayout({BOXES.format(128, 16)})"
-    optional = ("sinks", *SCALES) if is_narrow else ("sinks",)
-    absent = {name: None for name in optional if name not in more}
-    signature = {**SIGNATURE, "pages": f"tensordesc<{box}>", **more}
-    rows = max(8, group * num_queries)
-    constants = {"HEADS": 8, "GROUP": group, "QUERIES": num_queries, "ROWS": rows, "DIM": dim, "PAGE": 16}
-    constants |= {"STAGES": fitting.stages, "APART": False, "HAS_CAP": False, **absent, **constexprs}
-    options = {"num_warps": 4, "maxnreg": fitting.registers, "max_spill_bytes": spill_bytes}
-    return compile_for_h200(kernel.attend_share, signature, constants, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "dim", "group", "num_queries"),
-    [
-        *((decode_hopper, dim, group, 1) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 16), (256, 2))),
-        *((decode_fp8_hopper, dim, group, 1) for dim, group in ((64, 8), (64, 16), (128, 2), (128, 4), (128, 16))),
-        *((decode_hopper, dim, group, 4) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 8), (256, 4))),
-        *((decode_fp8_hopper, dim, group, 4) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 8))),
-    ],
-)
-def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(
-    kernel: ModuleType, dim: int, group: int, num_queries: int
-) -> None:
-    more = SCALES if kernel is decode_fp8_hopper else {}
-    few_spills = 64 if (kernel, dim, group * num_queries) == (decode_fp8_hopper, 128, 32) else 0
-    compiled = compile_fetched(kernel, more, dim=dim, group=group, num_queries=num_queries, spill_bytes=few_spills)
-    fitting = kernel.FITTINGS.of(dim, group * num_queries)
-    assert compiled.wgmma
-    assert "cp.async.bulk.tensor.2d" in compiled.ptx
-    assert "mma.sync" not in compiled.ptx
-    assert (compiled.shared_bytes + 1024) * fitting.programs <= 228 * 1024
-    assert -(-fitting.registers // 8) * 8 * 256 * fitting.programs <= 65536  # by eights; six warps count as eight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
-def test_every_option_together_spills_nothing(apart: bool) -> None:
-    compile_fetched(decode_hopper, {"sinks": "*fp32"}, HAS_CAP=True, APART=apart)
-    compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, HAS_CAP=True, APART=apart)
-    compile_fetched(decode_hopper, {}, dim=256, group=2, HAS_CAP=True, APART=apart)
-
-
-@pytest.mark.slow
-def test_every_option_together_spills_nothing_with_a_few_queries() -> None:
-    compile_fetched(decode_hopper, {"sinks": "*fp32"}, num_queries=4, HAS_CAP=True)
-    compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, num_queries=4, HAS_CAP=True)
-
-
-def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> None:
-    """Transposing loads take 16 bits at a time; products of 8 bits add up too few."""
-    compiled = compile_fetched(decode_fp8_hopper, {})
-    loads = compiled.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans")
-    assert loads >= 8
-    assert "e4m3.e4m3" not in compiled.ptx
-
-
-# ---- which caches it reads ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel", [decode_hopper, decode_fp8_hopper])
-@pytest.mark.parametrize(
-    ("num_heads", "shape"),
-    [
-        (4, {"dtype": torch.float32}),
-        (4, {"head_dim": 80}),
-        (4, {"head_dim": 64, "block_size": 128}),
-        (66, {"head_dim": 64}),
-    ],
-    ids=str,
-)
-def test_other_caches_are_left_to_the_other_kernel(kernel: ModuleType, num_heads: int, shape: dict[str, Any]) -> None:
-    own = WIDE if kernel is decode_hopper else NARROW
-    sequences = decodes(torch.device("cpu"), [40, 5], **{"dtype": own, **shape})
-    assert kernel.plan_tma_decode(sequences.batch, sequences.kv, num_heads) is None
-
-
-@either_cache
-def test_either_kernel_reads_caches_of_its_width_alone(cache: torch.dtype) -> None:
-    sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache)
-    planning = [kernel for kernel in (decode_hopper, decode_fp8_hopper) if plan_for(kernel, sequences)]
-    assert planning == [KERNELS[cache]]
-    sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache, head_dim=256)
-    assert (plan_for(KERNELS[cache], sequences) is None) == (cache == NARROW)
-
-
-def plan_for(kernel: ModuleType, sequences: PagedSequences) -> DecodePlan | None:
-    plan: DecodePlan | None = kernel.plan_tma_decode(sequences.batch, sequences.kv, 4)
-    return plan
-
-
-def test_queries_of_another_type_and_scaled_caches_of_16_bits_are_left_to_the_other_kernel() -> None:
-    sequences = decodes(torch.device("cpu"), [40, 5], dtype=WIDE)
-    q, rule = queries(sequences, 4), AttentionRule(1.0)
-    assert decode_hopper.serves(q, sequences.kv, rule)
-    assert not decode_hopper.serves(q.half(), sequences.kv, rule)
-    for scaled in ("k_scale", "v_scale"):
-        assert not decode_hopper.serves(q, sequences.kv, dataclasses.replace(rule, **{scaled: torch.ones(1)}))
-
-
-def test_queries_of_16_bits_suit_a_cache_of_8_bits_and_no_other() -> None:
-    sequences = decodes(torch.device("cpu"), [40, 5], dtype=NARROW)
-    q = asked(sequences, 4)
-    assert decode_fp8_hopper.serves(q, sequences.kv)
-    assert decode_fp8_hopper.serves(q.half(), sequences.kv)
-    assert not decode_fp8_hopper.serves(q.float(), sequences.kv)
-    assert not decode_fp8_hopper.serves(q, sequences.kv.bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("cache", "asked_in", "options", "kernel"),
-    [
-        (WIDE, WIDE, {}, "decode_hopper"),
-        (WIDE, WIDE, {"k_scale": torch.ones(1)}, "decode"),
-        (WIDE, torch.float16, {}, "decode"),
-        (NARROW, WIDE, {}, "decode_fp8_hopper"),
-        (NARROW, torch.float16, {"k_scale": None, "v_scale": None}, "decode_fp8_hopper"),
-        (NARROW, torch.float32, {}, "decode"),
-    ],
-    ids=str,
-)
-def test_a_step_on_hopper_goes_to_the_kernel_that_its_cache_and_queries_suit(
-    cache: torch.dtype,
-    asked_in: torch.dtype,
-    options: dict[str, Any],
-    kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launched = []
-    monkeypatch.setattr(gpu, "is_hopper", lambda _: True)
-    for name, owner, function in (
-        ("decode", gpu, "paged_decode"),
-        ("decode_hopper", decode_hopper, "tma_decode"),
-        ("decode_fp8_hopper", decode_fp8_hopper, "tma_decode"),
-    ):
-        monkeypatch.setattr(owner, function, lambda *_, name=name, **__: launched.append(name))
-    sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache)
-    batch = prepare(sequences.batch, sequences.kv, num_heads=4)
-    q = queries(sequences, 4, asked_in)
-    paged_attention(q, sequences.kv, LAYER, batch, rule_for(sequences, **options), out=None)
-    assert launched == [kernel]
 
 
 # ---- on the device --------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 gpu = pytest.importorskip("baton.kernels.causal_conv.gpu")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -73,6 +74,7 @@ def test_ragged_sequences_with_states_and_checkpoints(
     step.check(gpu.causal_conv)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("channels", [16, 256, 300])
 def test_channels_of_any_number(channels: int, in_place: bool, triton_device: torch.device) -> None:
@@ -100,6 +102,7 @@ def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
     step.check(gpu.causal_conv)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [4, 64])
 def test_options_change_nothing_but_the_time(rows: int, triton_device: torch.device) -> None:
     options = {"chunks": {"CHANNELS": 32, "ROWS": rows, "num_warps": 4}, "step": {"CHANNELS": 64, "num_warps": 1}}

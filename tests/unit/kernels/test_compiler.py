@@ -118,6 +118,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
 def test_a_recorded_launch_finds_what_was_compiled_for_it_and_makes_nothing_itself(tmp_path: Path) -> None:
     log = run(AHEAD, str(tmp_path), TRITON_CACHE_DIR=str(tmp_path)).stderr
@@ -177,6 +178,7 @@ def test_processes_that_end_early_are_survived(compiler: Compiler, caplog: pytes
     assert caplog.text.count("1 kernels are compiled one after another") == 2
 
 
+@pytest.mark.slow
 def test_the_processes_end_with_the_one_that_started_them(compiler: Compiler) -> None:
     """All of them: orders end when this process does, however it does."""
     compiler.submit(Variant("no.such.module", "{}"))

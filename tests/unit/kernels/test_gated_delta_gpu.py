@@ -60,6 +60,7 @@ def test_a_token_may_turn_the_sign_of_what_a_state_holds(per_dim: bool, triton_d
     delta_step([1, 70], triton_device, per_dim=per_dim, beta_scale=2.0).check(gpu.gated_delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
 def test_a_checkpoint_may_lie_where_the_state_was_read(per_dim: bool, triton_device: torch.device) -> None:
     checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 KERNELS = Path(__file__).parents[3] / "kernels"
 OPS = sorted(f"baton.kernels.{init.parent.name}" for init in KERNELS.glob("*/__init__.py"))
 
@@ -30,6 +32,7 @@ def test_the_package_itself_loads_nothing_heavy() -> None:
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_every_op_can_be_imported_without_triton_a_compiler_or_a_gpu(tmp_path: Path) -> None:
     assert "baton.kernels.attention" in OPS
     bare = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -21,6 +21,7 @@ LLAMA_3_1 = {
 QWEN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("rope", "max_positions"),
     [

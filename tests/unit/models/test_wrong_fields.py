@@ -196,6 +196,7 @@ def refusal_of(folder: Path, file: str, values: dict[str, Any]) -> str | None:
     return None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_wrong_field_of_a_config_is_named_with_its_file(tmp_path: Path, kind: str) -> None:
     config = CONFIGS[kind]

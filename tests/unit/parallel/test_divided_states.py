@@ -33,6 +33,7 @@ MAMBA: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("architecture", MODELS)

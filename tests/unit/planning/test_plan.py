@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from baton.engine.models import load_config, make_model
 from baton.engine.parallel.groups import ALL_ALONE, ExpertSpread, Group, ParallelGroups
 from baton.engine.startup.weight_counts import weights_of_rank
 
+from ...helpers.baton_command import run_baton
 from ...helpers.checkpoints import DIFFERENCES, SHAPE, write_checkpoint
-from ...helpers.served import BATON
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CLASSES = {
@@ -333,31 +331,25 @@ def test_experts_stay_in_8_bits_where_a_rank_has_whole_blocks(engine: dict[str, 
     assert plan.fleets[0].weights / GB == pytest.approx(gigabytes, rel=0.02)
 
 
-def baton(*words: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [BATON, *words], capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": str(columns)}
-    )
-
-
 def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_path: Path) -> None:
     file = str(CONFIGS / "serve/wide_ep.yaml")
     model = ["--model", str(CONFIGS / "models/deepseek-v3")]
-    done = baton("plan", file, *model, "--gpu-memory", "141")
+    done = run_baton("plan", file, *model, "--gpu-memory", "141")
     assert done.returncode == 0, done.stderr
     for word in ("8: dp 8-15, tp 0", "Gateways (hybrid): 2", "nothing is handed over"):
         assert word in done.stdout
-    done = baton("plan", file, *model, "--gpu-memory", "80")
+    done = run_baton("plan", file, *model, "--gpu-memory", "80")
     assert done.returncode == 1
     assert "refused: unified: gpu_memory_utilization" in done.stdout
     assert "Memory of each worker" not in done.stdout, "of a plan that has no fleet left"
     assert "handed over" not in done.stdout, "that is not known either"
-    done = baton("plan", file)
+    done = run_baton("plan", file)
     assert done.returncode == 1
     assert "does not hold deepseek-ai/DeepSeek-V3" in done.stderr, "these tests are offline"
 
 
 def test_what_goes_into_a_pipe_is_neither_cut_nor_wrapped() -> None:
-    done = baton("plan", str(CONFIGS / "serve/demo.yaml"), columns=40)
+    done = run_baton("plan", str(CONFIGS / "serve/demo.yaml"), COLUMNS="40")
     lines = done.stdout.splitlines()
     headings = ("weights", "step (estimated)", "KV", "KV blocks", "max_model_len", "requests of an engine")
     assert any(all(heading in line for heading in headings) for line in lines)
@@ -366,19 +358,19 @@ def test_what_goes_into_a_pipe_is_neither_cut_nor_wrapped() -> None:
 
 
 def test_what_is_taken_for_granted_of_nodes_is_said() -> None:
-    done = baton("plan", str(CONFIGS / "serve/prefill_decode.yaml"), "--model", str(CONFIGS / "models/qwen3-32b"))
+    done = run_baton("plan", str(CONFIGS / "serve/prefill_decode.yaml"), "--model", str(CONFIGS / "models/qwen3-32b"))
     assert done.returncode == 0, done.stderr
     assert "8 GPUs of 80 GB, each with enough of decode_node, prefill_node" in done.stdout
 
 
 def test_check_says_what_it_could_not_check(tmp_path: Path) -> None:
-    done = baton("check", str(CONFIGS / "serve/one_gpu.yaml"))
+    done = run_baton("check", str(CONFIGS / "serve/one_gpu.yaml"))
     assert done.returncode == 0
     assert "not checked" in done.stdout
     args = {"model": str(CONFIGS / "models/qwen3-8b"), "engine": {"tensor_parallel_size": 3}, "fleets": {"unified": {}}}
     file = tmp_path / "f.yaml"
     file.write_text(yaml.safe_dump(args))
-    done = baton("check", str(file))
+    done = run_baton("check", str(file))
     assert done.returncode == 1
     assert "num_attention_heads (32)" in done.stderr
 
@@ -425,7 +417,7 @@ def test_layers_with_a_window_have_an_arena_of_their_own_with_tiers_too(tmp_path
     assert "unified: kv_tiers.host_bytes is 5000, which has no block for some cache groups: give at least" in refusal
     one_has_tiers = {"prefill": tiers, "decode": {}}
     assert arenas_of(one_has_tiers, "prefill") == arenas_of(one_has_tiers, "decode") == apart
-    done = baton("plan", str(CONFIGS / "serve/unified.yaml"), "--model", str(model))
+    done = run_baton("plan", str(CONFIGS / "serve/unified.yaml"), "--model", str(model))
     assert "KV memory of each worker by cache group" in done.stdout
     assert "the last 24 tokens" in done.stdout
     fleet = make_plan(load_spec({"model": str(model), "fleets": {"unified": tiers}}), ONE_NODE, Traffic()).fleets[0]

@@ -117,6 +117,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reason", "limits"), LIMITS.items())
 def test_a_compiler_that_takes_too_much_refuses_and_goes_on(
     vocabulary: GrammarVocabulary, reason: str, limits: CompileLimits
@@ -135,6 +136,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_slow_grammar_keeps_no_other_from_being_compiled(vocabulary: GrammarVocabulary) -> None:
     quick, slow = (GrammarCompiler(vocabulary, CompileLimits(limit_s)) for limit_s in (1, 60))
     source = XGrammarBackend(vocabulary, quick=quick, slow=slow)
@@ -271,6 +273,7 @@ def held_start(monkeypatch: pytest.MonkeyPatch) -> HeldStart:
     return HeldStart(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_compiler_ends_with_its_engine_and_comes_back_when_it_was_killed(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
@@ -323,6 +326,7 @@ def test_a_compiler_that_was_started_ahead_is_the_one_that_the_first_grammar_fin
     source.close()
 
 
+@pytest.mark.slow
 def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
@@ -350,6 +354,7 @@ def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_a
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,6 +101,7 @@ def with_values(value: Any, texts: Mapping[str, str]) -> Any:
     return [with_values(each, texts) for each in value] if isinstance(value, list) else value
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 @QUIET
 @given(
@@ -152,6 +153,7 @@ INNOCENT = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 @QUIET
 @given(

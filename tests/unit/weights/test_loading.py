@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model", "qwen3")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_sharded_checkpoint_loads_as_an_unsharded_one(architecture: str, tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "whole", architecture)
@@ -106,6 +107,7 @@ def test_stored_rope_frequencies_are_ignored(folder: Path) -> None:
     assert torch.equal(logits(load(folder)), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", TIED)
 def test_a_tied_head_is_the_embedding_also_where_a_second_copy_is_stored(architecture: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
@@ -169,6 +171,7 @@ def parameters(layer: Layer) -> list[Tensor]:
     return own + [tensor for _, child in layer.children() for tensor in parameters(child)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_dummy_weights_are_equal_for_equal_seeds_only_and_need_no_tensors(architecture: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, architecture)

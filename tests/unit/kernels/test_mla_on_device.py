@@ -1,0 +1,163 @@
+"""The MLA kernels on a GPU: bfloat16, parts that are added up, writes before reads, blocks past 4 GiB, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from baton.kernels.mla import AttentionBatch, gpu
+
+from .kernel_checks import without_poison
+from .mla_cases import BLOCK_SIZE, DEEPSEEK_V2_LITE, LAYER, SCALE, LatentStep, latent_step, padded
+from .mla_writes import Write, check_write, write
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.exhaustive
+
+LENGTHS = {
+    "decodes": ([1] * 9, [5000, 1, 16, 333, 64, 65, 2048, 700, 9000], None),
+    "chunks": ([1, 1, 7, 130, 64], [900, 33, 1007, 130, 2064], None),
+    "prompts": ([1, 1, 300, 130, 640], [900, 33, 1300, 130, 641], 2100),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_bfloat16_on_the_device(lengths: str, num_heads: int) -> None:
+    query_lens, seq_lens, num_kv_tokens = LENGTHS[lengths]
+    shape = dataclasses.replace(DEEPSEEK_V2_LITE, num_heads=num_heads)
+    device = torch.device("cuda")
+    step = latent_step(query_lens, seq_lens, device, shape=shape, dtype=torch.bfloat16, num_kv_tokens=num_kv_tokens)
+    step.check(step.attend(gpu.prepare, gpu.mla_attention))
+
+
+FEW = [5000, 1, 700]  # whose parts are added by a kernel of its own
+MANY = LENGTHS["decodes"][1]  # ... by the program that comes last
+UNEVEN = random.Random(1).choices(range(1, 1000), k=150)
+
+
+def on_hopper(query_lens: Sequence[int], seq_lens: Sequence[int], num_heads: int = 16) -> LatentStep:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    shape = dataclasses.replace(DEEPSEEK_V2_LITE, num_heads=num_heads)
+    return latent_step(query_lens, seq_lens, torch.device("cuda"), shape=shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 20, 132])
+@pytest.mark.parametrize("seq_lens", [[9000], FEW, MANY, UNEVEN], ids=["one", "few", "many", "uneven"])
+def test_parts_are_added_up_however_many_there_are(
+    seq_lens: list[int], num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
+    step = padded(on_hopper([1] * len(seq_lens), seq_lens), 4)
+    result = step.attend(gpu.prepare, gpu.mla_attention)
+    step.check(result)
+    assert not result[-4:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [5, 16, 40, 128])
+@pytest.mark.parametrize("seq_lens", [FEW, MANY, UNEVEN], ids=["few", "many", "uneven"])
+def test_every_layer_and_every_time_gives_the_same(seq_lens: list[int], num_heads: int) -> None:
+    step = on_hopper([1] * len(seq_lens), seq_lens, num_heads)
+    batch = gpu.prepare(step.batch, num_heads=num_heads, head_dim=step.q.shape[2])
+    results = [gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE) for _ in range(20)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    (part,) = batch.prepared.absorbed
+    assert not part.work.arrivals.any()
+
+
+def tokens_of(step: LatentStep) -> Write:
+    """Their latents, to be written by `latent_and_cache`; positions turn nothing."""
+    compressed = torch.randn(len(step.q), step.kv.shape[5], device="cuda").bfloat16()
+    angles = torch.zeros(10000, DEEPSEEK_V2_LITE.rope // 2, device="cuda")
+    norm = torch.ones(step.up.rank, dtype=torch.bfloat16, device="cuda")
+    return Write(step, compressed, norm, torch.cat([angles.cos(), angles.sin()], dim=1))
+
+
+def check_step_by_step(tokens: Write) -> None:
+    """Each time with other latents, right behind each other: what is read too early is of the time before."""
+    step = tokens.step
+    kv = without_poison(step.kv)
+    batch = gpu.prepare(step.batch, num_heads=step.q.shape[1], head_dim=step.q.shape[2])
+    results, caches = [], []
+    for sign in (1, -1) * 10:
+        q_rope = step.q[..., step.up.nope_dim :]
+        gpu.latent_and_cache(q_rope, sign * tokens.compressed, tokens.norm, tokens.cos_sin, kv, LAYER, batch, eps=1e-6)
+        results.append(gpu.mla_attention(step.q, kv, LAYER, batch, step.up, scale=SCALE))
+        caches.append(kv.clone())
+    for result, as_read in zip(results, caches, strict=True):
+        dataclasses.replace(step, kv=as_read).check(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [8, 64])
+def test_the_newest_latent_counts_though_it_is_written_right_before(count: int) -> None:
+    """Pages are fetched before the kernels ahead have ended, but not those that these write."""
+    check_step_by_step(tokens_of(on_hopper([1] * count, [200 + 3 * index for index in range(count)])))
+
+
+@pytest.mark.gpu
+def test_a_single_token_behind_a_chunk_finds_the_prefix_that_the_chunk_writes() -> None:
+    step = on_hopper([1, 6, 1], [900, 64, 65])
+    tables = step.batch.block_tables.clone()
+    tables[2, :4] = tables[1, :4]
+    batch = AttentionBatch.plan([1, 6, 1], [900, 64, 65], tables, BLOCK_SIZE)
+    assert batch.num_decodes == 1
+    check_step_by_step(tokens_of(dataclasses.replace(step, batch=batch)))
+
+
+@pytest.mark.gpu
+def test_bfloat16_is_written_on_the_device() -> None:
+    check_write(write(torch.device("cuda"), torch.bfloat16, DEEPSEEK_V2_LITE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_blocks_past_4_gib_are_read(lengths: str) -> None:
+    query_lens, seq_lens, num_kv_tokens = LENGTHS[lengths]
+    options = {"shape": DEEPSEEK_V2_LITE, "dtype": torch.bfloat16, "num_kv_tokens": num_kv_tokens}
+    near = latent_step(query_lens, seq_lens, torch.device("cuda"), **options)
+    far = latent_step(
+        query_lens, seq_lens, torch.device("cuda"), first_block=(1 << 32) // near.kv[0].numel() + 1, **options
+    )
+    assert torch.equal(far.attend(gpu.prepare, gpu.mla_attention), near.attend(gpu.prepare, gpu.mla_attention))
+
+
+@pytest.mark.gpu
+def test_blocks_past_4_gib_are_written() -> None:
+    near = write(torch.device("cuda"), torch.bfloat16, DEEPSEEK_V2_LITE)
+    far_block = (1 << 32) // near.step.kv[0].numel() + 1
+    slots = near.step.batch.slots
+    batch = dataclasses.replace(near.step.batch, slots=torch.where(slots < 0, slots, slots + far_block * BLOCK_SIZE))
+    kv = torch.empty((far_block + len(near.step.kv), *near.step.kv.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    kv[far_block:] = near.step.kv
+    q = near.step.q.clone()
+    q_rope = q[..., DEEPSEEK_V2_LITE.nope :]
+    gpu.latent_and_cache(q_rope, near.compressed, near.norm, near.cos_sin, kv, LAYER, batch, eps=1e-6)
+    q_near, kv_near = near.run(gpu.latent_and_cache, torch.bfloat16)
+    assert torch.equal(q, q_near)
+    assert torch.equal(kv[far_block:].nan_to_num(7.0), kv_near.nan_to_num(7.0))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
+    device = torch.device("cuda")
+    query_lens, seq_lens, _ = LENGTHS["chunks"]
+    step = padded(latent_step(query_lens, seq_lens, device, shape=DEEPSEEK_V2_LITE, dtype=torch.bfloat16), 30)
+    step = dataclasses.replace(step, kv=step.kv.nan_to_num(0.5))
+    step.attend(gpu.prepare, gpu.mla_attention)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step.attend(gpu.prepare, gpu.mla_attention)
+    # A sequence is no shorter than its queries are many. Only padding, which has none, is of length 0.
+    for lengths in (seq_lens, [1, 30, 1000, 130, 70], [900, 1, 7, 131, 64]):
+        step.batch.seq_lens[: len(lengths)] = torch.tensor(lengths, device=device)
+        graph.replay()
+        assert torch.equal(result, step.attend(gpu.prepare, gpu.mla_attention))

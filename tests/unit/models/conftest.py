@@ -1,0 +1,47 @@
+"""A config.json with changes, and a model beside that of `transformers`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.models import load_config, load_model
+
+from ...helpers.checkpoints import make_model, write_checkpoint
+from .parity_pairs import VARIANTS, Pair
+from .published_configs import PLAIN
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """(our model, the `transformers` model) of a variant, both from one checkpoint."""
+
+    @functools.cache
+    def make(variant: str, dtype: str = "float32") -> Pair:
+        architecture, keys = VARIANTS[variant]
+        folder = write_checkpoint(tmp_path_factory.mktemp(variant), architecture, dtype=dtype, **keys)
+        return load_model(load_config(folder)), make_model(architecture, dtype=dtype, **keys)
+
+    return make
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., ModelConfig]:
+    """Writes a config.json of PLAIN with changes (None removes a key) and reads it."""
+
+    def make(
+        generation: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any
+    ) -> ModelConfig:
+        keys = {key: value for key, value in {**PLAIN, **changes}.items() if key not in changes or value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return load_config(tmp_path, load_format="dummy", **(given or {}))
+
+    return make
