@@ -26,6 +26,7 @@ from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafte
 from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import step
 
+from ...helpers.at_once import make_masks_at_once
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
@@ -57,7 +58,9 @@ class Engines:
             eos_token_ids=[2],
             depth=depth,
         )
-        return EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
+        core = EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
+        make_masks_at_once(core)
+        return core
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.startup import build
+from baton.engine.structured import output_grammar
 
+from ...helpers.at_once import make_masks_at_once
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.parallel_engine import Answer, logprob_error, run
 from ...helpers.structured_cases import WITH_TEXT
@@ -95,6 +97,7 @@ def drafter(
         return None if config is None else Drafting(new(), config.num_speculative_tokens, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)
+    monkeypatch.setattr(output_grammar, "QUICK_MASK_S", 60.0)  # the number of drafts is no matter of time
     return name
 
 
@@ -125,6 +128,8 @@ def test_outputs_are_those_without_drafts(
     arguments: dict[str, Any],
 ) -> None:
     with make_structured_llm(speculative_config=SPECULATIVE, **arguments) as llm:
+        if "num_gpu_blocks_override" in arguments:
+            make_masks_at_once(llm.engine.core)  # requests are preempted or not by when their masks come
         answers = run(llm.engine.core, requests)
         for request, answer in zip(requests, answers, strict=True):
             plain = expected[request.request_id]
