@@ -88,6 +88,7 @@ def tokens_and_logprobs(outputs: Sequence[EngineOutput]) -> tuple[list[int], lis
     return tokens, values
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 16])

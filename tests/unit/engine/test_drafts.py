@@ -72,6 +72,7 @@ def check(stats: SpeculationStats | None, errors: float) -> None:
         assert 0.1 < stats.acceptance_rate < 0.9
 
 
+@pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize(
     "args",
