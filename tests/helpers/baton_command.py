@@ -11,6 +11,8 @@ import pytest
 
 from baton.cluster.cli.main import main
 
+from .kept_logging import kept_logging
+
 
 def run_baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command that starts nothing and ends by itself, and return its exit code and output.
@@ -18,7 +20,7 @@ def run_baton(*words: str, **environment: str) -> subprocess.CompletedProcess[st
     The output goes into a pipe, as far as the command can tell, of a terminal with 200 columns.
     """
     stdout, stderr = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
+    with kept_logging(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["baton", *words])
         for name, value in {"COLUMNS": "200", **environment}.items():
             patch.setenv(name, value)

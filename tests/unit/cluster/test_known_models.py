@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from baton.cluster.cli import known_models
 from baton.cluster.cli.known_models import GB, KNOWN_MODELS, Device, fitting, no_model
-from baton.cluster.cli.main import app
 from baton.engine.config import EngineConfig
 from baton.engine.models import load_config
 from baton.engine.startup.weight_counts import weights_of_rank
+
+from ...helpers.baton_command import run_baton
 
 SHAPES = Path(__file__).parents[3] / "configs/models"
 
@@ -43,8 +43,8 @@ def test_sizes_are_those_of_the_shapes_that_are_here(shape: str) -> None:
 
 def test_serve_without_a_model_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_models, "find_device", lambda: Device("NVIDIA L4", 24 * GB, is_gpu=True))
-    done = CliRunner().invoke(app, ["serve"])
-    assert done.exit_code == 2
+    done = run_baton("serve")
+    assert done.returncode == 2
     assert "no model: give a name of the Hub" in done.stderr
     assert "NVIDIA L4 with 24 GB" in done.stderr
     assert "baton serve Qwen/Qwen3-8B" in done.stderr

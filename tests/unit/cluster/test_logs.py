@@ -17,19 +17,16 @@ from baton.cluster import logs
 from baton.cluster.logs import LogFormat, LogLevel, LogSettings, configure
 from baton.cluster.spec import InvalidSpec, load_spec
 
+from ...helpers.kept_logging import kept_logging
+
 logger = logging.getLogger("baton.cluster.here")
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Other tests read the log their own way."""
-    kept = [(each, each.handlers[:], each.level, each.propagate) for each in map(logging.getLogger, logs.OURS)]
-    request = logs.request_id.set("")
-    yield
-    logs.request_id.reset(request)
-    for each, handlers, level, propagate in kept:
-        each.handlers[:], each.propagate = handlers, propagate
-        each.setLevel(level)
+    with kept_logging():
+        yield
 
 
 def test_a_line_has_time_level_process_and_request(capsys: pytest.CaptureFixture[str]) -> None:

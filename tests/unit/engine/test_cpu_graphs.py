@@ -78,7 +78,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def without_graphs(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, **args: object) -> list[Answer]:
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedSteps, "fitting", lambda *args: None)
+        patch.setattr(CapturedSteps, "fitting", lambda *_, **__: None)
         return answers(make_llm(dtype="bfloat16", **args))
 
 
