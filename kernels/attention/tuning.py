@@ -14,8 +14,8 @@ from baton.kernels.tuned import Options
 
 from . import AttentionRule, paged_attention
 from .bench import Model, step
-from .gpu.decode import decode_plan, tuning_key
 from .gpu.decode_combine import MOST_SEQS
+from .gpu.decode_options import decode_plan, tuning_key
 from .gpu.decode_plan import prepared
 
 HEADS = ((16, 8, 128), (32, 8, 128), (32, 4, 128), (64, 8, 128), (32, 8, 64))  # query heads, KV heads, dimensions

@@ -22,7 +22,8 @@ from baton.kernels.query_tiles import PrefillPlan, plan_prefill
 
 from ..rule import AttentionRule
 from . import decode_fp8_hopper, decode_hopper, prefill_hopper
-from .decode import has_few_queries, paged_decode, plan_decode
+from .decode import paged_decode
+from .decode_options import has_few_queries, plan_decode
 from .decode_plan import AttentionPlans, DecodePlan, ShortPlan, prepared
 from .decode_short import plan_short, short_decode
 from .prefill_split_kv import plan_split_prefill, prefill_split_kv

@@ -62,8 +62,9 @@ BOXES = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in FITTINGS.few_rows}  # a
 
 
 def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
-    """Return the plan for the sequences of `decode.plan_decode`; None where the cache is not one that this kernel
-    reads.
+    """Return the plan for the sequences of `decode_options.plan_decode`.
+
+    None for a cache that this kernel does not read.
     """
     return decode_tma.plan_tma_decode(batch, kv, num_heads, (torch.float8_e4m3fn,), UNIT.value, FITTINGS)
 

@@ -50,8 +50,9 @@ FITTINGS = Fittings(
 
 
 def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> DecodePlan | None:
-    """Return the plan for the sequences of `decode.plan_decode`; None where the cache is not one that this kernel
-    reads.
+    """Return the plan for the sequences of `decode_options.plan_decode`.
+
+    None for a cache that this kernel does not read.
     """
     return decode_tma.plan_tma_decode(batch, kv, num_heads, IN_16_BITS, UNIT.value, FITTINGS)
 

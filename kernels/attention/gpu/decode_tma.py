@@ -34,8 +34,8 @@ from baton.kernels.pdl import launch_options, wait_for_previous
 from baton.kernels.split_kv import LOG2_E
 
 from ..rule import AttentionRule
-from .decode import DEFAULT, MOST_ROWS, decode_plan
 from .decode_combine import add_parts
+from .decode_options import DEFAULT, MOST_ROWS, decode_plan
 from .decode_output import capped
 from .decode_plan import FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE, DecodePlan, first_visible, units_of
 
@@ -77,8 +77,9 @@ def plan_tma_decode(
     unit_tokens: int,
     fittings: Fittings,
 ) -> DecodePlan | None:
-    """Return the plan for the sequences of `decode.plan_decode`; None where the cache is none of `dtypes` in pages
-    that the copy engine reads, or none of `fittings` is for its heads.
+    """Return the plan for the sequences of `decode_options.plan_decode`.
+
+    None where the cache is none of `dtypes` in pages that the copy engine reads, or no fitting is for its heads.
 
     Its options serve `decode` as well, for queries that do not suit the kernel. Looks at shapes only.
     """

@@ -7,7 +7,7 @@ import torch
 
 from baton.kernels import tuned
 from baton.kernels.attention import tuning
-from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hopper
+from baton.kernels.attention.gpu import decode, decode_combine, decode_fp8_hopper, decode_options
 
 from ...helpers.aot import Compiled, compile_for_h200
 from .decode_attention_inputs import decodes
@@ -32,7 +32,7 @@ SHAPE = {"HEADS": 8, "BLOCK_SIZE": 16}
 def compile_decode(
     signature: dict[str, str],
     *,
-    options: dict[str, int] = decode.DEFAULT,
+    options: dict[str, int] = decode_options.DEFAULT,
     group: int = 4,
     dim: int = 128,
     value_dim: int | None = None,
@@ -87,7 +87,7 @@ RUN = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "options"), RUN.values())
 def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, options: dict[str, int]) -> None:
-    assert options.keys() == decode.DEFAULT.keys()
+    assert options.keys() == decode_options.DEFAULT.keys()
     compiled = compile_decode(SIGNATURE, options=options, group=group)
     threads = 32 * options["num_warps"] * options["programs"]
     assert -(-compiled.registers // 8) * 8 * threads <= 65536  # a thread has them by eights
@@ -104,7 +104,7 @@ def test_every_option_together_spills_nothing(num_queries: int) -> None:
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize("group", [1, 8])
 def test_a_program_of_heads_of_512_fits_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:
-    options = decode.DEFAULT_OF_WIDEST_HEADS
+    options = decode_options.DEFAULT_OF_WIDEST_HEADS
     compiled = compile_decode({**SIGNATURE, "kv": f"*{cache}"}, options=options, group=group, dim=512)
     assert compiled.shared_bytes < 227 * 1024
 
@@ -112,7 +112,7 @@ def test_a_program_of_heads_of_512_fits_a_multiprocessor_and_nothing_spills(cach
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 def test_two_programs_of_keys_wider_than_values_fit_a_multiprocessor(cache: str) -> None:
-    options = decode.DEFAULT_OF_WIDE_HEADS
+    options = decode_options.DEFAULT_OF_WIDE_HEADS
     signature = {**SIGNATURE, "kv": f"*{cache}", "sinks": "*fp32"}
     compiled = compile_decode(signature, options=options, group=16, dim=192, value_dim=128)
     assert compiled.shared_bytes < 113 * 1024
@@ -122,7 +122,7 @@ def test_two_programs_of_keys_wider_than_values_fit_a_multiprocessor(cache: str)
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cache: str, group: int) -> None:
-    options = decode.DEFAULT_OF_WIDE_HEADS
+    options = decode_options.DEFAULT_OF_WIDE_HEADS
     compiled = compile_decode({**SIGNATURE, "kv": f"*{cache}"}, options=options, group=group, dim=256, HAS_CAP=True)
     assert compiled.widest_load_bytes == 16
     assert -(-compiled.registers // 8) * 8 * 32 * options["num_warps"] * options["programs"] <= 65536
@@ -131,13 +131,14 @@ def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_nothing_spills(cach
 
 def test_plans_of_wide_heads_have_smaller_units() -> None:
     batch = decodes(torch.device("cpu"), [40, 5]).batch
-    plans = [decode.plan_decode(batch, num_heads=4, num_kv_heads=2, head_dim=dim, value_dim=dim) for dim in (128, 256)]
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    plans = [decode_options.plan_decode(batch, **heads, head_dim=dim, value_dim=dim) for dim in (128, 256)]
     assert [plan.unit_tokens for plan in plans] == [64, 32]
 
 
 def test_it_has_room_for_the_units_of_plans_for_fetched_caches_of_8_bits() -> None:
     """It serves steps whose queries do not suit the kernel that the plan was made for."""
-    options = decode.DEFAULT | {"unit_tokens": decode_fp8_hopper.UNIT.value, "early_units": 0}
+    options = decode_options.DEFAULT | {"unit_tokens": decode_fp8_hopper.UNIT.value, "early_units": 0}
     signature = {**SIGNATURE, **dict.fromkeys(("q", "out"), "*fp32"), "kv": "*fp8e4nv"}
     compile_decode(signature, options=options, spill_bytes=1 << 16)
 

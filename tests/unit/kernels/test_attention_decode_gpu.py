@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionRule, reference
-from baton.kernels.attention.gpu import decode, decode_combine, paged_attention, prepare
+from baton.kernels.attention.gpu import decode_combine, decode_options, paged_attention, prepare
 from baton.kernels.attention.gpu.decode_plan import plan_shares, prepared
 from baton.kernels.attention.rule import UNLIMITED
 from baton.kernels.kv_rows import kv_rows
@@ -43,7 +43,7 @@ def attend(
     batch = prepare(sequences.batch, sequences.kv, num_heads=q.shape[1], head_dim=dim)
     if num_shares is not None:
         heads = {"num_heads": q.shape[1], "num_kv_heads": num_kv_heads, "value_dim": value_dim}
-        plan = decode.decode_plan(batch, SMALL_UNITS, **heads)
+        plan = decode_options.decode_plan(batch, SMALL_UNITS, **heads)
         poison = torch.full((num_shares, *plan.sums.shape[1:]), float("nan"), device=q.device)
         tops = torch.full((2, *poison.shape[:-1]), float("nan"), device=q.device)
         plan = dataclasses.replace(plan, num_shares=num_shares, sums=poison, tops=tops)
