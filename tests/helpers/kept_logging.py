@@ -11,8 +11,10 @@ from baton.cluster import logs
 
 @contextlib.contextmanager
 def kept_logging() -> Iterator[None]:
-    """Put back handlers, levels and where lines go, and the request that they are of."""
+    """Begin with a log that nobody has set up; put back handlers, levels, where lines go, and the request in the end."""
     kept = [(each, each.handlers[:], each.level, each.propagate) for each in map(logging.getLogger, logs.OURS)]
+    for each, *_ in kept:
+        each.handlers[:], each.propagate = [], True
     request = logs.request_id.set("")
     try:
         yield
