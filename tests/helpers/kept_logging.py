@@ -11,7 +11,7 @@ from baton.cluster import logs
 
 @contextlib.contextmanager
 def kept_logging() -> Iterator[None]:
-    """Begin with a log that nobody has set up; put back handlers, levels, where lines go, and the request in the end."""
+    """Begin with a log that nobody has set up, and put back handlers, levels and the request in the end."""
     kept = [(each, each.handlers[:], each.level, each.propagate) for each in map(logging.getLogger, logs.OURS)]
     for each, *_ in kept:
         each.handlers[:], each.propagate = [], True
