@@ -17,7 +17,7 @@ import binascii
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -184,25 +184,30 @@ class ApplicationMetrics:
         self._reader = MetricsReader(key)
         self._silent: set[str] = set()
         self._scrape = asyncio.Lock()
+        self._text: tuple[Answers, Collection[str], bytes] | None = None  # the newest, of those answers and names
         self._newest: dict[bool, tuple[float, Answers]] = {}  # by `of_node`: when the processes were asked, and answers
 
     def close(self) -> None:
         self._reader.close()
 
-    async def render(self, of_node: bool = False) -> bytes:
-        """Return all metrics in Prometheus' text format.
+    async def render(self, of_node: bool = False, *, names: Collection[str] = (), max_age_s: float = 0.0) -> bytes:
+        """Return metrics in Prometheus' text format: the families of these names, or all.
 
         `of_node`: the share of this gateway's node, where Prometheus scrapes a gateway of each: that is every process
-        on this node, and some of those on nodes without a gateway.
+        on this node, and some of those on nodes without a gateway. Answers that the processes gave up to `max_age_s`
+        ago are taken.
         """
-        answers = await self._answers(of_node)
-        return merge([*(families for families in answers.values() if families), collect(ProcessesUp(answers))])
+        answers = await self._answers(of_node, max_age_s)
+        if self._text is None or self._text[0] is not answers or self._text[1] != names:
+            found = [families for families in answers.values() if families]
+            self._text = answers, names, merge([*found, collect(ProcessesUp(answers))], names)
+        return self._text[2]
 
-    async def _answers(self, of_node: bool) -> Answers:
-        """Return what each process answered after this was called. Scrapes at the same time share the answers."""
-        asked_s = time.monotonic()
+    async def _answers(self, of_node: bool, max_age_s: float) -> Answers:
+        """Return the processes' answers, asked for `max_age_s` ago at most. Scrapes at the same time share them."""
+        oldest_s = time.monotonic() - max_age_s
         async with self._scrape:
-            if of_node not in self._newest or self._newest[of_node][0] <= asked_s:
+            if of_node not in self._newest or self._newest[of_node][0] <= oldest_s:
                 began_s = time.monotonic()
                 self._newest[of_node] = began_s, await self._ask_all(of_node)
             return self._newest[of_node][1]
@@ -278,12 +283,14 @@ class ProcessesUp(Collector):
         yield family
 
 
-def merge(processes: Iterable[list[MetricFamily]]) -> bytes:
-    """Return the text of all families, each once and in order of their names, with the samples of all processes."""
+def merge(processes: Iterable[list[MetricFamily]], names: Collection[str] = ()) -> bytes:
+    """Return the text of the families of these names, or of all: each once, in order, with all processes' samples."""
     heads: dict[str, str] = {}
     samples: dict[str, list[str]] = {}
     for families in processes:
         for family in families:
+            if names and family.name not in names:
+                continue
             heads.setdefault(family.name, family.head)
             samples.setdefault(family.name, []).append(family.samples)
     return "".join(heads[name] + "".join(samples[name]) for name in sorted(heads)).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.cluster.contracts import EngineClient, LoadBalancing
+from baton.cluster.process_metrics import collect, merge
 
 from .api.anthropic_answer import MessagesRenderer
 from .api.body_reader import RequestKind
@@ -28,7 +29,7 @@ from .metrics import GatewayMetrics
 from .middleware import FAILURE, Drain, RequestMiddleware, error_response
 from .model import ServedModel
 from .openapi import add_description_routes
-from .routes import READ, add_model_routes, add_probe_routes, add_state_routes
+from .routes import READ, Scrape, add_model_routes, add_probe_routes, add_state_routes
 from .routing.breaker import Breakers
 from .routing.rates import LearntRates
 from .routing.router import Router
@@ -36,6 +37,7 @@ from .serving.admission import AdmissionControl
 from .serving.context import ServingContext
 from .settings import GatewaySettings
 from .tracing import RequestSpans
+from .web_page import add_page_routes
 
 EXPOSED_HEADERS = ["x-request-id", "request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
 # Routes for clients, named in 404 responses; those for operators are in the documentation.
@@ -53,7 +55,7 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     bodies: BodyService | None = None,
     *,
-    scrape: Callable[[bool], Awaitable[bytes]] | None = None,
+    scrape: Scrape | None = None,
     spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL,
@@ -102,6 +104,7 @@ def create_app(
     apis = [path for path, endpoint in endpoints.items() if isinstance(endpoint, GenerationEndpoint)]
     add_state_routes(app, settings.gateway_id, model, serving, load_balancing, apis)
     add_description_routes(app, model.model_id)
+    add_page_routes(app, lambda: serving.settings.page)
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
@@ -160,9 +163,9 @@ class OriginsMiddleware:
         )
 
 
-def _only(metrics: GatewayMetrics) -> Callable[[bool], Awaitable[bytes]]:
-    async def render(of_node: bool) -> bytes:
-        return metrics.render()
+def _only(metrics: GatewayMetrics) -> Scrape:
+    async def render(of_node: bool, *, names: Collection[str] = (), max_age_s: float = 0.0) -> bytes:
+        return merge([collect(metrics.registry)], names)
 
     return render
 

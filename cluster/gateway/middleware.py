@@ -23,12 +23,18 @@ logger = logging.getLogger(__name__)
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = (  # health probes, scrapers and readers of the documentation send no key
     *("/health", "/live", "/metrics", "/ping"),
-    *("/version", "/openapi.json", "/docs"),
+    *("/version", "/openapi.json", "/docs", "/"),
 )
+PAGE_FILES = "/page/"  # the path before the names of the page's files, which say nothing of the fleet: open as well
 REQUEST_ID = "baton.request_id"  # keys in the ASGI scope
 CALLER = "baton.caller"
 FAILURE = "baton.failure"  # the error that was sent
 REFUSED = "baton.refused"  # the status that the HTTP server itself sent because a body did not arrive
+
+
+def is_open(path: str) -> bool:
+    """Return True if a request for this path needs no API key."""
+    return path in OPEN_PATHS or path.startswith(PAGE_FILES)
 
 
 def request_id_of(scope: Scope) -> str:
@@ -116,11 +122,11 @@ class RequestMiddleware:
             status = scope.get(REFUSED, status)
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.responses.labels(route, status).inc()
-            if scope["path"] not in OPEN_PATHS:  # balancers repeat failing probes every second
+            if not is_open(scope["path"]):  # balancers repeat failing probes every second
                 log_failure(scope, status, time.monotonic() - began_s)
 
     def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> Caller:
-        if self._keys.is_open or path in OPEN_PATHS:
+        if self._keys.is_open or is_open(path):
             return self._keys.anonymous
         for key in _keys_in(headers):
             if (caller := self._keys.caller(key)) is not None:

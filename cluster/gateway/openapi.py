@@ -43,8 +43,10 @@ from .api.responses import ResponseEvent, ResponseObject
 from .api.responses_request import ResponsesRequest
 from .api.resume import LAST_EVENT_ID_HEADER
 from .errors import AnthropicErrorResponse, ErrorResponse, is_anthropic
-from .middleware import OPEN_PATHS
+from .middleware import PAGE_FILES, is_open
 from .routes import (
+    AGE_HEADER,
+    FAMILIES,
     PROMETHEUS_TYPE,
     READ,
     SCOPES,
@@ -64,6 +66,7 @@ MAX_AGE_S = 300  # so long clients keep the description, which only another vers
 # The page has one style sheet of its own, and nothing else: no scripts, nothing from elsewhere.
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 PAGE = Path(__file__).with_name("docs_page.html")
+KEEP = f"public, max-age={MAX_AGE_S}"
 
 Schema = dict[str, Any]
 
@@ -71,7 +74,7 @@ STATUSES = {
     304: "The client has the newest version already.",
     400: "A field or a header is wrong (`param` says which), or the prompt does not fit the context.",
     401: "API keys are set and none of them was sent.",
-    404: "The model does not exist.",
+    404: "The model, or the file, does not exist.",
     408: "The request took longer than it may, or its first token did.",
     409: "A stream cannot be resumed: its tokens did not come again as they were.",
     413: "The body is larger than it may be, or the request needs more tokens than an engine can hold.",
@@ -92,8 +95,9 @@ HEADERS = {  # of requests
     FIRST_TOKEN_HEADER: "Milliseconds that the client waits for the first token.",
     LAST_EVENT_ID_HEADER: "A stream that broke goes on behind this event; only with `stream_options.resumable`.",
     PIN_HEADER: "The engine of this rank takes part, or the request fails.",
+    AGE_HEADER: "`max-age=N`: an answer that is up to N seconds old will do.",
 }
-GENERATING_HEADERS = tuple(HEADERS)[1:]
+GENERATING_HEADERS = tuple(HEADERS)[1:-1]
 MESSAGES_HEADERS = tuple(name for name in GENERATING_HEADERS if name != LAST_EVENT_ID_HEADER)
 
 
@@ -109,7 +113,7 @@ class Operation:
     bodies: tuple[type[BaseModel], ...] = ()  # the body is one of them
     event: Any = None  # the type of `data` of the events of a stream
     headers: tuple[str, ...] = ()  # beside `x-request-id`
-    query: dict[str, tuple[str, ...]] = field(default_factory=dict)  # parameter -> its values, the default first
+    query: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> values, the default first; (): a list
     media_type: str = "application/json"
     example: Schema = field(default_factory=dict)  # a body, to which the model's name is added
 
@@ -121,7 +125,7 @@ class Operation:
     @property
     def is_open(self) -> bool:
         """True if the route needs no API key."""
-        return self.path in OPEN_PATHS
+        return is_open(self.path)
 
 
 def _generating(path: str, summary: str, body: type[BaseModel], answer: Any, event: Any, example: Schema) -> Operation:
@@ -170,15 +174,27 @@ OPERATIONS = (
     Operation("post", "/ping", "Return what `/health` does, by SageMaker's name.", Ready, (503, *READS)),
     Operation(
         *("get", "/metrics", "Return the metrics of all processes, or of this machine's share.", str, (400, *READS)),
-        query={"scope": SCOPES},
+        headers=(AGE_HEADER,),
+        query={"scope": SCOPES, FAMILIES: ()},
         media_type=PROMETHEUS_TYPE,
     ),
     Operation("get", "/version", "Return the server's version.", Version),
     Operation("get", "/load", "Return the number of generating requests in this gateway.", ServerLoad),
     Operation("get", "/server_info", "Return the model, and the engines that serve it.", ServerInfo),
-    Operation("get", "/v1/cluster/ranks", "Return every engine and gateway with its statistics.", RankTable),
+    Operation(
+        *("get", "/v1/cluster/ranks", "Return every engine and gateway with its statistics.", RankTable),
+        headers=(AGE_HEADER,),
+    ),
     Operation("get", "/openapi.json", "Return this document.", dict[str, Any], (304, *READS)),
     Operation("get", "/docs", "Return this document as a page.", str, (304, *READS), media_type="text/html"),
+    Operation(
+        *("get", "/", "Return the page that shows the fleet, with a playground.", str, (304, 404, *READS)),
+        media_type="text/html",
+    ),
+    Operation(
+        *("get", PAGE_FILES + "{file}", "Return a file of that page.", str, (304, 404, *READS)),
+        media_type="*/*",
+    ),
 )
 
 
@@ -199,19 +215,19 @@ def add_description_routes(app: FastAPI, model_id: str) -> None:
 
     @app.api_route("/openapi.json", methods=READ)
     async def openapi(request: Request) -> Response:
-        return _cacheable(request, json_text(), "application/json")
+        return cacheable(request, json_text(), "application/json", KEEP)
 
     @app.api_route("/docs", methods=READ)
     async def docs(request: Request) -> Response:
-        answer = _cacheable(request, page(), "text/html; charset=utf-8")
+        answer = cacheable(request, page(), "text/html; charset=utf-8", KEEP)
         answer.headers["content-security-policy"] = PAGE_POLICY
         return answer
 
 
-def _cacheable(request: Request, body: bytes, media_type: str) -> Response:
-    """Return a body that clients keep; 304 where the client has it already."""
+def cacheable(request: Request, body: bytes, media_type: str, cache_control: str) -> Response:
+    """Return a body that clients keep as `cache_control` says; 304 where the client has it already."""
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    headers = {"etag": tag, "cache-control": f"public, max-age={MAX_AGE_S}"}
+    headers = {"etag": tag, "cache-control": cache_control}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(body, headers=headers, media_type=media_type)
@@ -289,7 +305,9 @@ def _parameters(operation: Operation) -> Iterable[Schema]:
         if part.startswith("{"):
             yield {"name": part.strip("{}"), "in": "path", "required": True, "schema": {"type": "string"}}
     for name, values in operation.query.items():
-        yield {"name": name, "in": "query", "schema": {"enum": list(values), "default": values[0]}}
+        texts = {"type": "array", "items": {"type": "string"}}
+        schema = {"enum": list(values), "default": values[0]} if values else texts
+        yield {"name": name, "in": "query", "schema": schema}
     for name in ("x-request-id", *operation.headers):
         yield {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
+import re
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any, Literal, Protocol
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -22,6 +25,9 @@ from .serving.context import ServingContext
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCOPES = ("application", "node")  # of the metrics in an answer
+FAMILIES = "name[]"  # the parameter of Prometheus' clients; it may be given several times
+AGE_HEADER = "cache-control"  # of a request: RFC 9111, section 5.2.1.1
+MAX_AGE = re.compile(r"\bmax-age=([0-9]{1,9})\b")
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
 VERSION = importlib.metadata.version("baton")
@@ -103,9 +109,13 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
         return _json({**tokens, **template, "model_max_length": model.max_model_len})
 
 
-def add_probe_routes(
-    app: FastAPI, serving: ServingContext, scrape: Callable[[bool], Awaitable[bytes]], drain: Drain
-) -> None:
+class Scrape(Protocol):
+    """Returns metrics in Prometheus' text format: the families of `names`, or all, no older than `max_age_s`."""
+
+    async def __call__(self, of_node: bool, *, names: Collection[str] = (), max_age_s: float = 0.0) -> bytes: ...
+
+
+def add_probe_routes(app: FastAPI, serving: ServingContext, scrape: Scrape, drain: Drain) -> None:
     @app.api_route("/live", methods=READ)
     async def live() -> Response:
         return _json(Alive())
@@ -124,7 +134,9 @@ def add_probe_routes(
         scope = request.query_params.get("scope", SCOPES[0])
         if scope not in SCOPES:
             raise bad_request("scope", f"scope is {' or '.join(SCOPES)}, not {excerpt(scope)}.")
-        return Response(await scrape(scope == "node"), media_type=PROMETHEUS_TYPE)
+        names = frozenset(request.query_params.getlist(FAMILIES))
+        text = await scrape(scope == "node", names=names, max_age_s=max_age_s(request))
+        return Response(text, media_type=PROMETHEUS_TYPE)
 
 
 def add_state_routes(
@@ -148,9 +160,33 @@ def add_state_routes(
         engines = Counter(view.record.role.value for view in serving.client.engines())
         return _json(ServerInfo(model.model_id, model.max_model_len, VERSION, load_balancing, dict(engines), apis))
 
+    table = SharedAnswer(lambda: msgspec.json.encode(rank_table(gateway_id, serving.client, serving.breakers)))
+
     @app.api_route("/v1/cluster/ranks", methods=READ)
-    async def ranks() -> Response:
-        return _json(rank_table(gateway_id, serving.client, serving.breakers))
+    async def ranks(request: Request) -> Response:
+        return Response(table.body(max_age_s(request)), media_type="application/json")
+
+
+class SharedAnswer:
+    """The newest body of a route, for all clients that allow it some age."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._made_s = -math.inf
+        self._body = b""
+
+    def body(self, age_s: float) -> bytes:
+        """Return a body that was made at most `age_s` ago."""
+        now_s = time.monotonic()
+        if now_s - self._made_s >= age_s:
+            self._made_s, self._body = now_s, self._make()
+        return self._body
+
+
+def max_age_s(request: Request) -> float:
+    """Return the age in seconds that the client allows an answer to have: 0, unless its headers say more."""
+    found = MAX_AGE.search(request.headers.get(AGE_HEADER, ""))
+    return float(found[1]) if found else 0.0
 
 
 def _json(value: object) -> Response:

@@ -67,6 +67,7 @@ class GatewaySettings(StrictModel):
     isolate_keys: bool = False  # prefixes are shared only between requests with the same key
     special_tokens_in_messages: bool = False  # texts of a chat that spell control tokens become them
     allowed_origins: list[str] = []  # of web pages that may call from their visitors' browsers; "*": all
+    page: bool = True  # serve the page that shows the fleet at `/`; without it `/` is a 404
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # above: 413
     request_memory_bytes: int = Field(2**30, gt=0)  # of bodies and prompts together; beyond it: 503
     body_processes: Annotated[int, Change.GATEWAYS] = Field(2, ge=1)  # which read large bodies; one not heavy ones

@@ -99,7 +99,8 @@ async def test_keys_are_asked_for_where_it_says_so(start: Callable[..., Service]
         documented = DOCUMENT["paths"][operation.path][operation.method]["security"]
         assert (response.status_code == 401) == bool(documented) == (not operation.is_open), operation.path
     open_paths = {operation.path for operation in OPERATIONS if operation.is_open}
-    assert open_paths == {"/health", "/live", "/metrics", "/ping", "/version", "/openapi.json", "/docs"}
+    page = {"/", "/page/{file}"}
+    assert open_paths == {"/health", "/live", "/metrics", "/ping", "/version", "/openapi.json", "/docs"} | page
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
