@@ -239,6 +239,8 @@ def _print_ready(console: Console, application: LocalApplication, spec: FleetSpe
     print_ranks(console, ranks)
     for line in _steps(ranks["data"]):
         console.print(line, highlight=False)
+    if spec.gateway.page:
+        console.print(f"A page of the fleet, with a playground, is at [bold]{application.url}/[/]", highlight=False)
     console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
     key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys or spec.gateway.api_keys_file else ""
     body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'

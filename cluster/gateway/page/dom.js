@@ -41,12 +41,13 @@ export function showTable(parent, caption, columns, rows, key) {
     const titles = columns.map(({ title, number }) => el("th", { scope: "col", class: number && "number" }, title));
     table = el(
       "table", { "data-head": head },
-      el("caption", caption.visible ? {} : { class: "off-screen" }, caption.text),
+      el("caption"),
       el("thead", {}, el("tr", {}, ...titles)), el("tbody"),
     );
     parent.replaceChildren(table);
   }
   setText(table.caption, caption.text);
+  table.caption.className = caption.visible ? "" : "off-screen";
   const create = () => el("tr", {}, ...columns.map(({ title, number }) => el("td", { "data-title": title, class: number && "number" })));
   sync(table.tBodies[0], rows, key, create, (tr, row) => {
     columns.forEach((column, index) => {

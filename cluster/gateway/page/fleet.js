@@ -3,7 +3,8 @@
 import { amount, count, percent, plural, scaled, seconds, tokensPerS } from "./format.js";
 
 export const MINUTE_S = 60;
-export const NOW_S = 10; // over which rates are shown
+export const NOW_S = 10; // over which rates of the engines' statistics are shown
+export const LATELY_S = 20; // and those of /metrics, whose answers are shared and so differ in age
 export const ROLES = ["prefill", "decode", "unified"];
 
 // The families of /metrics that the page reads.
@@ -137,12 +138,12 @@ export function tilesOf({ ranks, samples, increases, stats }) {
   const latency = (name, title, family) => {
     const [half, most] = [0.5, 0.99].map((share) => increases.quantile(family, share, MINUTE_S));
     const note = most === null ? "no requests" : `p99 ${seconds(most)}`;
-    return { name, title, value: seconds(half), of: half === null ? "" : "p50", note, trend: increases.quantile(family, 0.5, NOW_S) };
+    return { name, title, value: seconds(half), of: half === null ? "" : "p50", note, trend: increases.quantile(family, 0.5, LATELY_S) };
   };
   const written = stats.rate("generation_tokens", NOW_S);
   const [looked, hit] = ["prefix_cache_queries", "prefix_cache_hits"].map((name) => stats.sum(name, MINUTE_S));
   const handed = gauge(samples, "baton_kv_receives_total") === null
-    ? null : increases.rate("baton_kv_receives_total", NOW_S, ({ outcome }) => outcome === "received");
+    ? null : increases.rate("baton_kv_receives_total", LATELY_S, ({ outcome }) => outcome === "received");
   const failed = failuresOf(increases);
   const answered = increases.sum("baton_http_responses_total", MINUTE_S, ({ route }) => GENERATING.test(route));
   const used = ranks.data.map((engine) => engine.stats?.kv_usage ?? 0);
@@ -169,7 +170,7 @@ export function tilesOf({ ranks, samples, increases, stats }) {
     },
     {
       name: "handoffs", title: "Hand-offs", value: scaled(handed), of: handed === null ? "" : "/s", trend: handed,
-      note: handed === null ? "none" : amount(increases.rate("baton_kv_transfer_bytes_total", NOW_S), "B/s"),
+      note: handed === null ? "none" : amount(increases.rate("baton_kv_transfer_bytes_total", LATELY_S), "B/s"),
     },
     {
       name: "failures", title: "Failures", value: count(failed), level: failed ? "bad" : "",
@@ -197,10 +198,14 @@ export function errorsOf(increases) {
   return rows.sort((one, other) => one.isClients - other.isClients || other.number - one.number);
 }
 
-/** Return the lanes over which engines read each other's blocks: {from, to, transport, ratePerS, reads, isSlow}. */
+/**
+ * Return the lanes over which engines read each other's blocks: {from, to, transport, ratePerS, reads, isSlow}.
+ * Slow ones come first, then those that were used most.
+ */
 export function lanesOf(ranks) {
-  return ranks.data.flatMap((reader) => reader.reads_from.map((lane) => ({
+  const lanes = ranks.data.flatMap((reader) => reader.reads_from.map((lane) => ({
     from: lane.engine_id, to: reader.engine_id, transport: lane.transport, ratePerS: lane.bytes_per_s,
     reads: lane.num_reads, isSlow: lane.is_slow,
   })));
+  return lanes.sort((one, other) => other.isSlow - one.isSlow || other.reads - one.reads);
 }

@@ -6,6 +6,7 @@ import { amount, count, NONE, percent, plural, scaled, tokensPerS } from "./form
 
 const SLOTS = 60; // polls that a tile's line shows
 const ROLE_TITLES = { prefill: "Prefill engines", decode: "Decode engines", unified: "Unified engines" };
+const MOST_LANES = 8; // that are shown: each engine may read from each other one
 const FULL = { warn: 0.85, bad: 0.97 }; // of the KV blocks
 const trends = new Map(); // name of a tile -> its newest values
 
@@ -133,8 +134,8 @@ function queueText(stats) {
 
 function showHandoffs({ ranks, samples, increases }) {
   const received = ({ outcome }) => outcome === "received";
-  const perS = increases.rate("baton_kv_receives_total", fleet.NOW_S, received);
-  const bytesPerS = increases.rate("baton_kv_transfer_bytes_total", fleet.NOW_S);
+  const perS = increases.rate("baton_kv_receives_total", fleet.LATELY_S, received);
+  const bytesPerS = increases.rate("baton_kv_transfer_bytes_total", fleet.LATELY_S);
   const lanes = fleet.lanesOf(ranks);
   const splits = ranks.data.some((engine) => engine.role !== "unified");
   const isCounted = fleet.gauge(samples, "baton_kv_receives_total") !== null;
@@ -148,16 +149,21 @@ function showHandoffs({ ranks, samples, increases }) {
   }
   const most = Math.max(...lanes.map((lane) => lane.ratePerS ?? 0), 1);
   const columns = [
-    { title: "From", cell: (lane) => lane.from },
-    { title: "To", cell: (lane) => lane.to },
-    { title: "Over", cell: (lane) => lane.transport },
+    { title: "Lane", cell: (lane) => laneName(lane) },
     {
       title: "Lately",
       cell: (lane) => bar((lane.ratePerS ?? 0) / most, amount(lane.ratePerS, "B/s"), lane.isSlow ? "warn" : ""),
     },
     { title: "Reads", number: true, cell: (lane) => count(lane.reads) },
   ];
-  showTable(box, { text: "Lanes between engines" }, columns, lanes, (lane) => `${lane.from} ${lane.to}`);
+  const shown = lanes.slice(0, MOST_LANES);
+  const caption = lanes.length > MOST_LANES ? `The ${MOST_LANES} most used of ${count(lanes.length)} lanes` : "Lanes";
+  showTable(box, { text: caption, visible: lanes.length > MOST_LANES }, columns, shown, (lane) => `${lane.from} ${lane.to}`);
+}
+
+function laneName({ from, to, transport }) {
+  const [reader, holder] = [to, from].map((engine) => el("span", { class: "whole" }, engine));
+  return el("span", { class: "name" }, holder, " → ", reader, " ", el("small", { class: "whole" }, transport));
 }
 
 function showErrors({ increases, metricsError }) {

@@ -13,10 +13,10 @@ const LONGEST_PERIOD_S = 15; // while nobody answers
 const KEEP_S = 130; // of counters: more than a minute, and browsers may slow down timers
 const UNAUTHORIZED = 401;
 
-// For /metrics a gateway asks every process, so it is asked the more rarely the more there are. All pages share answers
-// that are no older than a period.
+// For /metrics a gateway asks every process, so it is asked the more rarely the more there are. Pages share answers that
+// are not as old as a period: a page's own answer of before would say nothing new.
 const METRICS = `metrics?${FAMILIES.map((name) => `name[]=${name}`).join("&")}`;
-const METRICS_S = { perProcess: 0.8, least: 4, most: 15 };
+const METRICS_S = { perProcess: 1.2, least: 5, most: 15, shared: 0.8 };
 const upTo = (ageS) => ({ headers: { "cache-control": `max-age=${Math.round(ageS)}` } });
 
 const byId = (id) => document.getElementById(id);
@@ -66,7 +66,7 @@ async function updateMetrics() {
   const nowS = performance.now() / 1000;
   if (nowS < metrics.dueS) return;
   try {
-    metrics.samples = parseMetrics(await text(METRICS, upTo(metrics.periodS)));
+    metrics.samples = parseMetrics(await text(METRICS, upTo(metrics.periodS * METRICS_S.shared)));
     metrics.metricsError = null;
     increases.add(performance.now() / 1000, metrics.samples);
   } catch (error) {

@@ -45,7 +45,7 @@ export function timelineOf(timeline) {
     const where = GATEWAYS.includes(part.stamp) ? "gateway" : engine;
     return el(
       "tr", {},
-      el("th", { scope: "row" }, el("code", {}, part.stamp), ` ${where}`, el("small", {}, PARTS[part.stamp] ?? "")),
+      el("th", { scope: "row" }, el("code", {}, part.stamp), el("small", {}, `${where}: ${PARTS[part.stamp] ?? ""}`)),
       el("td", { class: "lane" }, el("span", { class: "lane-track" }, bar)),
       el("td", { class: "number", title: `reached ${seconds(part.at_s)} after the request came` }, seconds(part.part_s)),
     );

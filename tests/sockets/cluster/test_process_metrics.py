@@ -249,6 +249,23 @@ async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
     assert len(asked) <= 2 * len(set(asked)) == 4, "of the engine and of the directory"
 
 
+async def test_scrapes_that_allow_an_age_share_answers_and_may_name_families(
+    app: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app.add_engine()
+    gateway = app.add_gateway("gateway-a")
+    asked = addresses_asked(monkeypatch)
+    first = await gateway.render(max_age_s=60)
+    assert await gateway.render(max_age_s=60) == first
+    assert len(asked) == 2
+    up = (await gateway.render(names={"baton_process_up"}, max_age_s=60)).decode()
+    assert len(asked) == 2
+    assert up.count("# TYPE ") == 1
+    assert up in first.decode()
+    await gateway.render()
+    assert len(asked) == 4, "without an age each scrape asks anew"
+
+
 async def test_gateways_of_all_nodes_share_the_processes_among_them(
     app: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:

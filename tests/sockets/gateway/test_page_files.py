@@ -101,3 +101,15 @@ async def test_metrics_may_be_of_some_names_alone(service: Service) -> None:
     assert (await service.http.get("/metrics?name[]=baton_none")).text == ""
     whole = (await service.http.get("/metrics")).text
     assert len(re.findall(r"^# TYPE ", whole, re.MULTILINE)) > 20
+
+
+async def test_clients_that_allow_an_age_share_an_answer(service: Service) -> None:
+    async def num_ranks(**headers: str) -> int:
+        return len((await service.http.get("/v1/cluster/ranks", headers=headers)).json()["data"])
+
+    allowed = {"cache-control": "max-age=60"}
+    before = await num_ranks(**allowed)
+    service.cluster.start(Role.DECODE)
+    assert await num_ranks(**allowed) == before
+    assert await num_ranks() == before + 1  # by itself, a client always gets the newest
+    assert await num_ranks(**allowed) == before + 1
