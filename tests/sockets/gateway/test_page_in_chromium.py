@@ -87,6 +87,26 @@ async def test_figures_are_those_of_the_server(start: Callable[..., Service], ta
         assert all(each in tile for each in text), (text, tile)
 
 
+async def test_quantiles_and_rates_are_those_of_promql(start: Callable[..., Service], tab: Tab) -> None:
+    service = start(Role.UNIFIED)
+    async with service.over_tcp() as url:
+        await tab.open(url)
+        quantiles = await tab.evaluate(
+            "import('/page/series.js').then(({ quantile }) => [0.5, 0.75, 0.99]"
+            ".map((share) => quantile([['+Inf', 11], ['0.2', 10], ['0.1', 5]], share)))"
+        )
+        assert quantiles == pytest.approx([0.11, 0.165, 0.2])
+        rises = await tab.evaluate(
+            "import('/page/series.js').then(({ Increases, parseMetrics }) => {"
+            " const seen = new Increases(100);"
+            ' [7, 9, 3, 4].forEach((value, i) => seen.add(2 * i, parseMetrics(`x_total{a="b"} ${value}`)));'
+            " const by = [...seen.by('x_total', 60, 'a')];"
+            " return [seen.sum('x_total', 60), seen.rate('x_total', 60), seen.sum('x_total', 3), by];"
+            " })"
+        )
+        assert rises == [6, 1, 4, [["b", 6]]]  # 2, then 3 of a new process, then 1
+
+
 async def test_an_empty_fleet_says_so_and_a_request_shows_why_it_failed(
     start: Callable[..., Service], tab: Tab
 ) -> None:
@@ -222,7 +242,7 @@ async def test_it_fits_each_width_in_both_themes(start: Callable[..., Service], 
             await tab.look(width=width, theme=theme)
             for view in ("fleet", "playground"):
                 await tab.evaluate(f"document.querySelector('[data-show={view}]').click()")
-                assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, view)
+                assert await tab.evaluate(f"document.documentElement.scrollWidth <= {width}"), (width, view)
                 for parts, is_cut in CUT.items():
                     cut = await tab.evaluate(
                         f"[...document.querySelectorAll('{parts}')].filter({is_cut}).map((e) => e.outerHTML)"
