@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from baton.cluster.cli.processes import wait_until_gone
-from baton.cluster.contracts import Role
+from baton.cluster.contracts import Role, StartingGroup
 from baton.cluster.gateway.routing.breaker import CircuitState
 from baton.cluster.gateway.serving.timeline import Stamp
 from baton.engine.core.messages import ExpertReview
@@ -140,7 +140,7 @@ def test_status_tells_programs_every_field_that_the_page_for_operators_names_and
         (rank["role"], rank["pid"]) for rank in server.ranks()
     )
     table = OPERATIONS.read_text().partition("\n## Status\n")[2].partition("\n## ")[0].partition("|")[2]
-    sometimes = (ExpertReview, SpeculationStats, TierStats)
+    sometimes = (ExpertReview, SpeculationStats, StartingGroup, TierStats)
     fields = set(keys_in(told)).union(*(kind.__struct_fields__ for kind in sometimes))
     assert set(re.findall(r"`([a-z_]+)`", table)) - NO_FIELDS == fields
 

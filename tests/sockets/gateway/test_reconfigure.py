@@ -24,6 +24,7 @@ OTHER: dict[str, Any] = {
     "api_keys_file": "keys",  # made by the test
     "isolate_keys": True,
     "special_tokens_in_messages": True,
+    "page": False,
     "allowed_origins": ["https://other.example"],
     "max_body_bytes": 1000,
     "request_memory_bytes": 1000,
