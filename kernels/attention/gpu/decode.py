@@ -30,6 +30,7 @@ from baton.kernels.split_kv import LOG2_E, LOWEST
 
 from ..rule import AttentionRule
 from .decode_combine import add_parts, combine_parts
+from .decode_options import MIN_ROWS
 from .decode_output import capped, write_rows
 from .decode_plan import (
     FIRST_SEQ,
@@ -43,7 +44,6 @@ from .decode_plan import (
     units_of,
 )
 
-MIN_ROWS = 16  # of a matrix product
 LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
 ELEMENTS_AT_ONCE = 2048  # of the partial sums, when they are put together: they have registers to share with the loop
 

@@ -10,6 +10,7 @@ from baton.kernels.attention_batch import AttentionBatch
 from .decode_combine import MOST_SEQS
 from .decode_plan import DecodePlan, shares_that_fill
 
+MIN_ROWS = 16  # of a matrix product
 MOST_ROWS = 32  # of queries of one sequence: more belong into tiles of their own
 
 # unit_tokens: keys of one step of the loop; programs: on a multiprocessor at a time; min_units: of a share;
@@ -49,6 +50,11 @@ def has_few_queries(batch: AttentionBatch, group: int) -> bool:
     return batch.drafted and not batch.num_decodes and batch.max_query_len <= MOST_ROWS // group
 
 
+def most_queries(batch: AttentionBatch) -> int:
+    """Return the most queries that a sequence has, of those that the kernels for decodes serve in a step."""
+    return 1 if batch.num_decodes else batch.max_query_len
+
+
 def default_options(head_dim: int) -> dict[str, int]:
     """Return the options of heads that are not in the tables."""
     if head_dim <= 128:
@@ -72,7 +78,7 @@ def decode_plan(
     """Return the plan for given options, which have the keys of `DEFAULT`."""
     device = batch.seq_lens.device
     num_shares = shares_that_fill(device, num_kv_heads, options["programs"])
-    queries = 1 if batch.num_decodes else batch.max_query_len
+    queries = most_queries(batch)
     return DecodePlan(
         seq_lens=batch.seq_lens[: batch.num_decodes or batch.num_seqs],
         num_kv_heads=num_kv_heads,

@@ -27,10 +27,10 @@ from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOG2_E, LOWEST, sum_parts
 
 from ..rule import AttentionRule
+from .decode_options import MIN_ROWS
 from .decode_output import capped, write_rows
 from .decode_plan import ShortPlan, first_visible
 
-MIN_ROWS = 16  # of a matrix product
 MOST_ROWS = 32  # query heads that read one KV head, of all queries: a program's sums lie in its registers
 NEW_KEYS = 16  # room for those of several queries: what a product needs
 KEYS = 128  # of a program

@@ -35,7 +35,7 @@ from baton.kernels.split_kv import LOG2_E
 
 from ..rule import AttentionRule
 from .decode_combine import add_parts
-from .decode_options import DEFAULT, MOST_ROWS, decode_plan
+from .decode_options import DEFAULT, MOST_ROWS, decode_plan, most_queries
 from .decode_output import capped
 from .decode_plan import FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE, DecodePlan, first_visible, units_of
 
@@ -84,8 +84,7 @@ def plan_tma_decode(
     Its options serve `decode` as well, for queries that do not suit the kernel. Looks at shapes only.
     """
     num_kv_heads, dim = kv.shape[1], kv.shape[5]
-    queries = 1 if batch.num_decodes else batch.max_query_len
-    fitting = fittings.of(dim, num_heads // num_kv_heads * queries)
+    fitting = fittings.of(dim, num_heads // num_kv_heads * most_queries(batch))
     if fitting is None or not cache_fits_boxes(kv, dtypes):
         return None
     options = {**DEFAULT, "unit_tokens": unit_tokens, "programs": fitting.programs, "min_units": 1, "early_units": 0}
