@@ -109,6 +109,15 @@ class FakeGrammars:
         return GrammarStats(num_compiled=len(self.opened))
 
 
+class ImmediateThreads(Executor):
+    """In place of the threads of `Constraints`: all work is done where it is asked for."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **kwargs))
+        return future
+
+
 class LateThreads(Executor):
     """In place of the threads of `Constraints`."""
 
