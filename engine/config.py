@@ -163,6 +163,11 @@ class EngineConfig(EngineArguments):
         return ExpertSpread(self.num_redundant_experts, self.all2all_backend)
 
     @property
+    def runs_draft_layer(self) -> bool:
+        """True where the model's own draft layer guesses tokens."""
+        return self.speculative_config is not None and self.speculative_config.guesses_on_device
+
+    @property
     def world_size(self) -> int:
         """Processes, each with a device, that are one group."""
         return self.tensor_parallel_size * self.data_parallel_size

@@ -41,9 +41,10 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
         load_format="dummy",
         kv_cache_dtype=config.kv_cache_dtype,
         window_caches=not config.disable_hybrid_kv_cache_manager,
+        drafts=config.runs_draft_layer,
     )
     check_division(model, config)
-    check_speculation(model, config)
+    check_speculation(model, config, config.device)
     return model
 
 

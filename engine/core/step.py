@@ -7,7 +7,8 @@ behind those that are known, so the next step can be planned before anyone has s
 
 Several tokens are sampled where a chunk ends in *drafts*, guesses of tokens that nobody has drawn yet: as many as were
 guessed right, and one more. The row on the device knows how many that were before anyone else does; until the step is
-settled, plans count all drafts as right.
+settled, plans count all drafts as right. Guesses come with the plan, or the device makes them at the end of a step and
+keeps them in the row.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         False  # compute logprobs of the tokens that follow each position of this chunk in the prompt
     )
     num_drafts: int = 0  # the last so many of its tokens are guesses
-    drafts: tuple[int, ...] = ()  # guesses of the row's tokens, the last of them for index `start + num_drafts`
+    # Guesses of the row's tokens, the last of them for index `start + num_drafts`; (): those that the row keeps.
+    drafts: tuple[int, ...] = ()
 
     @property
     def first_guess(self) -> int:
-        """The index in the row of the first of its `drafts`."""
+        """The index in the row of the first of its `drafts`, where it brings any."""
         return self.start + self.num_drafts + 1 - len(self.drafts)
 
     @property
@@ -116,6 +118,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[Chunk]
     group: GroupStep | None = None  # None: this rank runs by itself
     masks: list[TokenMask] = []  # of all draws of rows with a grammar
+    num_guesses: int = 0  # that the device makes of the tokens behind the last draw of each chunk that samples
 
     @property
     def num_tokens(self) -> int:

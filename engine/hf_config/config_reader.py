@@ -31,7 +31,7 @@ from .rope import (
 )
 from .text_part import text_part
 
-_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
 
 
@@ -45,6 +45,7 @@ def read_config(
     kv_cache_dtype: str,
     seed: int,
     window_caches: bool,
+    drafts: bool,
 ) -> ModelConfig:
     """Read a checkpoint's folder, by the rules of its architecture; see `engine.models.load_config`."""
     _require_choice("load_format", load_format, LOAD_FORMATS)
@@ -63,7 +64,7 @@ def read_config(
     for name in ("rope", "window_rope"):
         if computed[name] is not None:
             computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed))
-    return ModelConfig(
+    config = ModelConfig(
         folder=folder.path,
         rules=rules,
         **computed,
@@ -79,6 +80,7 @@ def read_config(
         identity=_identity(computed, folder.checkpoint, seed),
         is_text_part=is_text_part,
     )
+    return config.with_drafts() if drafts else config
 
 
 def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:

@@ -8,13 +8,14 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerCaches, LayerState, StatePart, StateRows
 from .attention import HeadShape, LatentShape, LinearAttentionShape, WindowRule
+from .errors import UnsupportedModel
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
 from .keys import NEWER, Keys
@@ -144,6 +145,24 @@ def no_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftRules:
+    """Where a family's checkpoints have the layer that guesses the token behind the next one, under which names.
+
+    `path` holds the layer itself as `layer`, the norms of the two that it reads, of an embedding and of a hidden state,
+    their projection, and the norm behind the layer.
+    """
+
+    path: Callable[[ModelConfig], str]
+    layer: str  # "": its blocks lie at `path`
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    copies: tuple[str, ...] = ()  # patterns of tensors below `path` that repeat the model's own
+    goes_on_normed: bool = False  # whether a further guess begins from what went through `norm`
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConfigRules:
     """The reading of one architecture's config, and what a token keeps in its caches."""
 
@@ -176,6 +195,7 @@ class ConfigRules:
     names: Mapping[str, str] = field(default_factory=dict)  # in checkpoints, of `model`, `embed_tokens` and `norm`
     key_names: Mapping[str, str] = field(default_factory=dict)  # in its configs, and by which they are read here
     ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
+    draft: DraftRules | None = None  # None: layers behind the last one go unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +228,8 @@ class ModelConfig:
     rope: Rope
     window_rope: Rope | None  # of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
-    num_draft_layers: int  # behind the last layer, for guessing further tokens: in the checkpoint, and never run
+    num_draft_layers: int  # behind the last layer, for guessing further tokens, in the checkpoint
+    drafts: bool = False  # whether the first of these is run: it is then the layer of index `num_layers`
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
@@ -227,7 +248,31 @@ class ModelConfig:
     @cached_property
     def caches(self) -> CacheLayout:
         """The groups of the whole model's layers, by what they keep of a sequence."""
-        return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in range(self.num_layers)])
+        layers = range(self.num_run_layers)
+        return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in layers])
+
+    @property
+    def num_run_layers(self) -> int:
+        """The number of decoder layers, with the draft layer where it is run."""
+        return self.num_layers + self.drafts
+
+    def with_drafts(self) -> ModelConfig:
+        """Return the same with the first draft layer, which has attention to all keys, and experts where most have.
+
+        Raises `UnsupportedModel`.
+        """
+        if self.rules.draft is None:
+            raise UnsupportedModel(f"config.json: speculation by 'mtp' is not supported for {self.architecture}")
+        if not self.num_draft_layers:
+            raise UnsupportedModel("config.json: speculation by 'mtp' needs draft layers, and there are none")
+        moe, linear = self.moe, self.linear
+        return replace(
+            self,
+            drafts=True,
+            layer_windows=(*self.layer_windows, None),
+            moe=moe and replace(moe, sparse_layers=(*moe.sparse_layers, any(moe.sparse_layers))),
+            linear=linear and replace(linear, layers=(*linear.layers, False)),
+        )
 
     def heads_of(self, layer: int) -> HeadShape:
         """Return the heads of a layer with attention to keys and values."""
@@ -246,7 +291,7 @@ class ModelConfig:
     @property
     def head_shapes(self) -> tuple[HeadShape, ...]:
         """The kinds of heads that layers have, each once."""
-        return tuple(dict.fromkeys(self.heads_of(layer) for layer in range(self.num_layers)))
+        return tuple(dict.fromkeys(self.heads_of(layer) for layer in range(self.num_run_layers)))
 
     @property
     def num_mlps(self) -> int:
@@ -254,7 +299,7 @@ class ModelConfig:
         if self.mamba is not None:
             return self.mamba.count(MLP)
         if self.moe is None or self.moe.beside_mlp:
-            return self.num_layers
+            return self.num_run_layers
         return self.moe.sparse_layers.count(False)
 
     @property

@@ -16,6 +16,7 @@ from baton.kernels.activation import soft_cap
 from .attention import CosSin, GroupCache, LayerContext, SelfAttention, StateCache, TokenMixer
 from .base import Layer, RankRows
 from .decoder_layer import DecoderLayer, LayerStep
+from .draft_head import DraftHead, DraftStates
 from .embedding import Embedding, Head, TiedHead
 from .layer_inputs import LayerInputs
 from .norm import RMSNorm
@@ -69,11 +70,17 @@ class Decoder(Layer):
 class CausalLM(Layer):
     """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`, or a family others."""
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: list[DecoderLayer], draft_layer: DecoderLayer | None = None
+    ) -> None:
         self.config = config
         self.model = Decoder(config, layers)
+        self.draft_head: DraftHead | None = None
+        if draft_layer is not None:
+            assert config.rules.draft is not None, "a config whose draft layer is run says where it lies"
+            self.draft_head = DraftHead(config, config.rules.draft, draft_layer)
         # In a tuple, so that they are no layers below this one.
-        self._attention = _one_of_each_group(layers)
+        self._attention = _one_of_each_group(layers if draft_layer is None else [*layers, draft_layer])
         self.lm_head: Head | TiedHead
         if config.tie_word_embeddings:
             self.lm_head = TiedHead(self.model.embed_tokens)
@@ -82,8 +89,13 @@ class CausalLM(Layer):
         self._cos_sin: CosSin | None = None
 
     def children(self) -> Iterator[tuple[str, Layer]]:
+        rules = self.config.rules
         for name, child in super().children():
-            yield self.config.rules.names.get(name, name), child
+            if child is self.draft_head:
+                assert rules.draft is not None, "a draft head has rules"
+                yield rules.draft.path(self.config), child
+            else:
+                yield rules.names.get(name, name), child
 
     @property
     def num_heads(self) -> int:
@@ -102,8 +114,13 @@ class CausalLM(Layer):
         Rope frequencies and a second copy of a tied embedding say nothing new; scales are for a cache in 8 bits.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        by_family = self.config.rules.ignored_tensors(self.config)
-        return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied, *by_family)
+        rules = self.config.rules
+        copies: tuple[str, ...] = ()
+        if self.draft_head is not None and rules.draft is not None:
+            path = rules.draft.path(self.config)
+            copies = tuple(f"{path}.{name}" for name in rules.draft.copies)
+        by_family = rules.ignored_tensors(self.config)
+        return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied, *copies, *by_family)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
@@ -156,10 +173,30 @@ class CausalLM(Layer):
         `ranks` says how many tokens the other data-parallel ranks run in this step, where they run it together; without
         it, as many as this one.
         """
-        assert self._cos_sin is not None, "allocate() comes before the first step"
-        return self.model(token_ids, LayerContext(self.prepare(caches), self._cos_sin), wanted, ranks)
+        return self.model(token_ids, self._context(caches), wanted, ranks)
 
     __call__ = forward
+
+    def _context(self, caches: Sequence[GroupCache | StateCache]) -> LayerContext:
+        assert self._cos_sin is not None, "allocate() comes before the first step"
+        return LayerContext(self.prepare(caches), self._cos_sin)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        caches: Sequence[GroupCache | StateCache],
+        wanted: Tensor | None = None,
+    ) -> DraftStates:
+        """Run the draft head on hidden states [T, hidden] of all tokens of a step, whose next tokens are `token_ids`
+        [T].
+
+        Gives the states of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones tell the token that
+        comes behind the next one. Writes what the head keeps of all tokens into `caches`.
+        """
+        assert self.draft_head is not None, "only a config with `drafts` has a draft head"
+        return self.draft_head(self.model.embed_tokens(token_ids), hidden, self._context(caches), wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -52,13 +52,15 @@ def load_config(
     kv_cache_dtype: str = "auto",
     seed: int = 0,
     window_caches: bool = False,
+    drafts: bool = False,
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in `folder`.
 
     `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
     `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
     many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and
-    needs config.json only. With `window_caches`, layers with a window keep no more than that. Raises `ModelError`.
+    needs config.json only. With `window_caches`, layers with a window keep no more than that. With `drafts`, the
+    model's first draft layer is loaded and run, too. Raises `ModelError`.
     """
     return read_config(
         folder,
@@ -69,6 +71,7 @@ def load_config(
         kv_cache_dtype=kv_cache_dtype,
         seed=seed,
         window_caches=window_caches,
+        drafts=drafts,
     )
 
 
@@ -77,7 +80,8 @@ def make_model(config: ModelConfig) -> CausalLM:
     from baton.engine.layers.decoder import CausalLM
 
     layer = families()[config.architecture].layer
-    return CausalLM(config, [layer(config, index) for index in range(config.num_layers)])
+    layers = [layer(config, index) for index in range(config.num_layers)]
+    return CausalLM(config, layers, layer(config, config.num_layers) if config.drafts else None)
 
 
 def load_model(

@@ -6,7 +6,7 @@ from baton.engine.hf_config.attention import LatentShape, read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, latents
+from baton.engine.hf_config.model_config import DraftRules, ModelConfig, latents
 
 from . import Family
 from .deepseek_v2 import DeepseekV2Layer
@@ -42,9 +42,14 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
     )
 
 
+def path_of_draft_layer(config: ModelConfig) -> str:
+    return f"model.layers.{config.num_layers}"
+
+
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of the layers behind the last one: they predict further tokens, which nobody asks for."""
-    return tuple(f"model.layers.{config.num_layers + index}.*" for index in range(config.num_draft_layers))
+    """Return patterns of the layers behind the last one, but for that which is run."""
+    unread = range(config.drafts, config.num_draft_layers)
+    return tuple(f"model.layers.{config.num_layers + index}.*" for index in unread)
 
 
 FAMILY = Family(
@@ -55,4 +60,13 @@ FAMILY = Family(
     experts=read_experts,
     latent=read_v3_latent,
     ignored_tensors=draft_layers,
+    draft=DraftRules(
+        path=path_of_draft_layer,
+        layer="",
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        norm="shared_head.norm",
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine import layers
 from baton.engine.hf_config.attention import read_linear_attention
-from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
+from baton.engine.hf_config.model_config import DraftRules, ModelConfig, keys_and_values_or_states
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -47,7 +47,22 @@ class Qwen35Layer(DecoderLayer):
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    return ("mtp.*",)
+    return () if config.drafts else ("mtp.*",)
+
+
+def path_of_draft_layer(config: ModelConfig) -> str:
+    return "mtp"
+
+
+DRAFT_RULES = DraftRules(
+    path=path_of_draft_layer,
+    layer="layers.0",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    norm="norm",
+    goes_on_normed=True,
+)
 
 
 FAMILY = Family(
@@ -61,4 +76,5 @@ FAMILY = Family(
     has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
+    draft=DRAFT_RULES,
 )

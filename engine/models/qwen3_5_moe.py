@@ -11,7 +11,7 @@ from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
 
 from . import Family
-from .qwen3_5 import NORM_OFFSET, Qwen35Layer, draft_layers
+from .qwen3_5 import DRAFT_RULES, NORM_OFFSET, Qwen35Layer, draft_layers
 from .qwen3_moe import read_experts
 
 
@@ -47,4 +47,5 @@ FAMILY = Family(
     has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
+    draft=DRAFT_RULES,
 )

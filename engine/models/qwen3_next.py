@@ -7,7 +7,7 @@ from baton.engine.hf_config.attention import read_linear_attention
 from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
 
 from . import Family
-from .qwen3_5 import NORM_OFFSET, draft_layers
+from .qwen3_5 import DRAFT_RULES, NORM_OFFSET, draft_layers
 from .qwen3_5_moe import Qwen35MoeLayer, read_experts_and_shared
 
 
@@ -42,4 +42,5 @@ FAMILY = Family(
     has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
+    draft=DRAFT_RULES,
 )

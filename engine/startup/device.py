@@ -98,4 +98,10 @@ def step_limits(config: EngineConfig, steps: StepSizes, max_model_len: int) -> S
     """Return the bounds of a runner's steps."""
     speculation = config.speculative_config
     max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
-    return StepLimits(steps.max_num_seqs, steps.max_num_batched_tokens, max_model_len, max_drafts)
+    return StepLimits(
+        steps.max_num_seqs,
+        steps.max_num_batched_tokens,
+        max_model_len,
+        max_drafts,
+        guesses_on_device=config.runs_draft_layer,
+    )

@@ -40,6 +40,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
             from .load import load_member
 
             device = device_for(config, member)
+            check_speculation(model_config, config, device.type)
         membership = RankGroup(
             member,
             config.expert_spread,
@@ -74,9 +75,10 @@ def _read_model_config(config: EngineConfig) -> ModelConfig:
         kv_cache_dtype=config.kv_cache_dtype,
         seed=config.seed,
         window_caches=not config.disable_hybrid_kv_cache_manager,
+        drafts=config.runs_draft_layer,
     )
     check_division(model_config, config)
-    check_speculation(model_config, config)
+    check_speculation(model_config, config, config.device)
     return model_config
 
 

@@ -34,6 +34,8 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     ranks = config.tensor_parallel_size
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
+    if model.drafts:  # the layer is counted with the others; its projection, of two, and three norms are its own
+        norms += (2 * model.hidden_size + 3) * model.hidden_size
     mixers = _mixers(model, ranks)
     attention, latents = _attention_of_layers(model, mixers, ranks)
     plain = embeddings + norms + latents
@@ -78,7 +80,7 @@ def _attention_of_layers(model: ModelConfig, mixers: _Mixers, ranks: int) -> tup
         projections, up = _attention(model, ranks)
         return projections * mixers.attention, up * mixers.attention
     weights = 0.0
-    for layer in range(model.num_layers):
+    for layer in range(model.num_run_layers):
         heads = model.heads_of(layer)
         queries, kv_heads = model.num_heads / ranks, max(1, heads.num_kv_heads // ranks)
         weights += model.hidden_size * queries * (heads.key_dim + heads.value_dim)
@@ -124,8 +126,8 @@ def _mixers(model: ModelConfig, ranks: int) -> _Mixers:
     if model.linear is not None:
         linear = model.linear
         recurrent = sum(linear.layers)
-        return _Mixers(model.num_layers - recurrent, recurrent, _linear(linear, model.hidden_size, ranks))
-    return _Mixers(model.num_layers)
+        return _Mixers(model.num_run_layers - recurrent, recurrent, _linear(linear, model.hidden_size, ranks))
+    return _Mixers(model.num_run_layers)
 
 
 def _linear(shape: LinearAttentionShape, hidden: int, ranks: int) -> float:
@@ -141,7 +143,7 @@ def _linear(shape: LinearAttentionShape, hidden: int, ranks: int) -> float:
 def _norms_of_layers(model: ModelConfig) -> int:
     """Count the norms of hidden states: one before the mixers of a layer, one before its MLP."""
     if model.mamba is None:
-        return 2 * model.num_layers
+        return 2 * model.num_run_layers
     return sum(min(2, len(blocks)) for blocks in model.mamba.blocks)
 
 

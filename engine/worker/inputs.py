@@ -9,7 +9,7 @@ Tensors stay at their addresses for the life of a runner, so that a captured ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -34,7 +34,7 @@ class Guesses(NamedTuple):
 
     chunk: int
     first: int  # the index in the row of the first
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # (): those that the row keeps
     num_drafts: int
 
 
@@ -318,7 +318,8 @@ class InputBuffers:
         for states in self.states.values():
             states.set(batch, shape)
         for guesses in batch.guesses:
-            self._tables.guess(batch.rows[guesses.chunk], guesses.first, guesses.token_ids)
+            if guesses.token_ids:  # else the row has them
+                self._tables.guess(batch.rows[guesses.chunk], guesses.first, guesses.token_ids)
 
     def fill_decodes(self, num_seqs: int) -> None:
         """Find the slots of the states of a step of decodes."""
@@ -328,13 +329,19 @@ class InputBuffers:
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
         wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
-        caches = tuple(
+        caches = self.caches(shape, lambda group: self._batch(shape, group))
+        return StepInputs(self.token_ids[: shape.num_tokens], caches, wanted)
+
+    def caches(
+        self, shape: StepShape, batch_of: Callable[[int], AttentionBatch]
+    ) -> tuple[GroupCache | StateCache, ...]:
+        """Return the cache groups: states as the step of `shape` has them, the others as `batch_of` a group says."""
+        return tuple(
             StateCache(self.states[group].of(shape), arena)
             if group in self.states
-            else GroupCache(self._batch(shape, group), arena)
+            else GroupCache(batch_of(group), arena)
             for group, arena in enumerate(self._arenas)
         )
-        return StepInputs(self.token_ids[: shape.num_tokens], caches, wanted)
 
     def _batch(self, shape: StepShape, group: int) -> AttentionBatch:
         """Return the sequences of a step, placed as the tables of one cache group say."""

@@ -38,6 +38,7 @@ class ModelRunner:
         self.model = model
         self.arenas = arenas
         self.backend = backend
+        self.limits = limits
         states = [group for group, arena in enumerate(arenas) if arena.dtype == torch.uint8]
         memory = backend.zeros(RowTables.num_values(limits, len(arenas), len(states), checkpoint_tokens))
         self.writes = backend.table_writes(memory)
@@ -86,6 +87,8 @@ class ModelRunner:
             hidden = self.captured.run(shape, ranks)
             self.step.draw(batch, shape, hidden)
             logprobs = self.processors.logprobs(batch, self.step, hidden)
+            if self.limits.guesses_on_device:
+                self.step.guess(shape, plan.num_guesses)
             return self.outputs.send(plan.step, batch.num_draws, logprobs)
 
     def _update_rows(self, plan: StepPlan) -> None:

@@ -32,11 +32,17 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     max_drafts: int = 0  # of one request in a step
+    guesses_on_device: bool = False  # whether the model's draft head makes them
 
     @property
     def max_num_draws(self) -> int:
         """The most tokens that a step draws."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), MAX_DRAFTED_TOKENS))
+
+    @property
+    def max_guesses_on_device(self) -> int:
+        """The most guesses of a request that the model's draft head makes in a step."""
+        return self.max_drafts if self.guesses_on_device else 0
 
     @property
     def max_guesses(self) -> int:

@@ -1,6 +1,6 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses
+    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses, room
                         one row a running request             | the batch of the step                 | one row each
                                  one table of blocks for each cache group          cuts of those with states
 
@@ -85,7 +85,8 @@ class RowTables:
 
     In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers with states, slot
     `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
-    that the plans name are leftovers that nothing reads.
+    that the plans name are leftovers that nothing reads. `room[row]`, where guesses are made on the device, is the
+    number of tokens that the row's blocks hold.
     """
 
     def __init__(
@@ -109,16 +110,17 @@ class RowTables:
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
         self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
-        self.guesses, self.first_guess = tables[-2:]
+        self.guesses, self.first_guess, self.room = tables[-3:]
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(7, len(tables) - 2, size), strict=True)
+            for group, first in zip(state_groups, range(7, len(tables) - 3, size), strict=True)
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
         self.step = StepTables(self.tokens.tensor, self.blocks, self.computed.tensor[0], BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
+        self._tells_room = limits.guesses_on_device
         self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # in the block tables of each row
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
@@ -157,6 +159,8 @@ class RowTables:
                 self.state_slots[group][row] = list(blocks)
         add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
         add(self.computed.address(0, row), [start.num_computed])
+        if self._tells_room:
+            add(self.room.address(0, row), [self._room_of(row)])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
         """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""
@@ -175,8 +179,16 @@ class RowTables:
                     blocks.append(new[0])
                 elif new:
                     self._writes.add(address, new)
+            if self._tells_room:
+                addresses.append(self.room.address(0, chunk.row))
+                blocks.append(self._room_of(chunk.row))
         if addresses:
             self._writes.add_singles(addresses, blocks)
+
+    def _room_of(self, row: int) -> int:
+        """Return how many tokens a row's blocks hold, in each group that keeps something of each token."""
+        kept = (counts[row] for group, counts in enumerate(self._num_blocks) if group not in self.state_slots)
+        return BLOCK_SIZE * min(kept)
 
     def set_states(self, group: int, sources: Sequence[int], targets: Sequence[int], cuts: Cuts) -> None:
         """Write the slots of a step of chunks, and how it is cut."""
@@ -196,7 +208,7 @@ def _table_shapes(
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    guesses = [(seqs, limits.max_guesses), (1, seqs)]
+    guesses = [(seqs, limits.max_guesses), (1, seqs), (1, seqs if limits.guesses_on_device else 0)]
     return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *guesses]
 
 

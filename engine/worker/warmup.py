@@ -65,8 +65,9 @@ def warm_up(runner: Runner, limits: StepLimits, num_blocks: int, num_groups: int
     prompt = Chunk(row=0, start=0, num_tokens=prompt_len, samples=True, new_block_ids=[])
     decode = Chunk(row=0, start=prompt_len, num_tokens=1, samples=True, new_block_ids=[])
     fits = prompt_len + 2 <= limits.max_model_len
+    guesses = limits.max_guesses_on_device
     for plan in (
-        StepPlan(step=0, freed_rows=[], started_rows=[start], chunks=[prompt]),
+        StepPlan(step=0, freed_rows=[], started_rows=[start], chunks=[prompt], num_guesses=guesses),
         StepPlan(step=0, freed_rows=[], started_rows=[], chunks=[decode] if fits else []),
         StepPlan(step=0, freed_rows=[0], started_rows=[], chunks=[]),
     ):
@@ -163,6 +164,8 @@ def padding_steps(runner: ModelRunner, shapes: Sequence[StepShape]) -> None:
     with runner.backend.in_order():
         for shape in shapes:
             runner.step.run(shape)
+            if guesses := runner.limits.max_guesses_on_device:
+                runner.step.guess(shape, guesses)
     runner.backend.synchronize()
 
 
@@ -188,7 +191,8 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
     length = min(limits.max_num_batched_tokens // limits.max_num_seqs, limits.max_model_len - 1)
     starts = [_start(row, length, len(runner.arenas)) for row in rows]
     chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in rows]
-    runner.launch(StepPlan(0, [], starts, chunks)).result()
+    guesses = limits.max_guesses_on_device
+    runner.launch(StepPlan(0, [], starts, chunks, num_guesses=guesses)).result()
     runner.launch(StepPlan(0, list(rows), [], [])).result()
 
 

@@ -123,6 +123,7 @@ class Request:
         "num_blocks_passed",
         "num_cached_tokens",
         "num_computed",
+        "num_guesses",
         "num_prompt",
         "num_registered",
         "num_seen_blocks",
@@ -151,6 +152,7 @@ class Request:
         self.num_prompt = len(message.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_guesses = 0  # of its next tokens, that its row has on the device
         self.num_unsettled_drafts = 0  # of steps in flight: so many of its tokens may not come to be
         self.drafts: DraftCounts | None = None  # of the step that is being settled, until its output is made
         self.is_constrained = message.sampling.structured_outputs is not None
@@ -277,6 +279,11 @@ class Request:
         return self.num_computed + 1 < self.limit
 
     @property
+    def may_go_on(self) -> bool:
+        """False once its last token is planned even if all drafts turn out wrong."""
+        return self.num_computed - self.num_unsettled_drafts + 1 < self.limit
+
+    @property
     def may_draw(self) -> bool:
         return bool(self.masks) or not self.is_constrained
 
@@ -302,7 +309,7 @@ class Request:
         """Return row and blocks, see `give_up_blocks`. Drawn tokens are kept, computed KV is not."""
         row, blocks = self.row, self.give_up_blocks()
         self.row = NO_ROW
-        self.capacity = self.num_computed = self.num_registered = 0
+        self.capacity = self.num_computed = self.num_registered = self.num_guesses = 0
         self.next_registration = sys.maxsize
         return row, blocks
 

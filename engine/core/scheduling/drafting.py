@@ -7,6 +7,9 @@ Tokens that steps in flight draw are not known yet, so a guess begins behind the
 the part of it that lies behind those on their way. The drafter is told of a request and its tokens when it is asked for
 guesses, so that steps without drafts cost nothing.
 
+A drafter on the device guesses at the end of each step, behind what it drew, and the row keeps that for the next one:
+there a draft is a number, and the plan says how many guesses are to be made for the next step.
+
 A request with a grammar draws nothing while a step of its own is in flight. Its guesses are made when that step is
 settled, so that its grammar, which makes the next mask in a thread, looks at them there as well.
 """
@@ -14,6 +17,7 @@ settled, so that its grammar, which makes the next mask in a thread, looks at th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..requests.request import Request
 from ..speculation.config import SpeculativeConfig, make_drafter
@@ -29,7 +33,23 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
     if config is None:
         return None
     on_gpu = device == "cuda"
-    return Drafting(make_drafter(config), config.num_speculative_tokens, only_plain=on_gpu, with_grammars=not on_gpu)
+    return Drafting(
+        make_drafter(config),
+        config.num_speculative_tokens,
+        only_plain=on_gpu,
+        with_grammars=not on_gpu,
+        on_device=config.guesses_on_device,
+    )
+
+
+class Drafts(NamedTuple):
+    """The drafts of a request in a step."""
+
+    num_drafts: int
+    guesses: Sequence[int] = ()  # of the tokens from the last known one on; () where the row keeps them
+
+
+NO_DRAFTS = Drafts(0)
 
 
 class Drafting:
@@ -43,17 +63,19 @@ class Drafting:
         adapts: bool = True,
         only_plain: bool = False,
         with_grammars: bool = True,
+        on_device: bool = False,
     ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
         `only_plain`: there are drafts in steps without prompts only, and for requests whose draws follow from the
         numbers in their row. That is what steps on a GPU are captured for. `with_grammars`: so do requests whose output
-        must fit one.
+        must fit one. `on_device`: guesses are made there.
         """
         self.most = most
         self.drafter = drafter
         self._only_plain = only_plain
         self._with_grammars = with_grammars
+        self._on_device = on_device
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # tokens that the drafter knows, of requests that it knows
@@ -77,24 +99,41 @@ class Drafting:
             return False
         return not self._only_plain or request.message.sampling.is_plain
 
-    def propose(self, request: Request, room: int) -> Sequence[int]:
-        """Return guesses of the tokens from the last known one on, up to `room` behind those that are on their way.
-
-        None where it gets no drafts.
-        """
+    def propose(self, request: Request, room: int) -> Drafts:
+        """Return up to `room` drafts of a request, behind its tokens that are on their way."""
         num_drafts = min(room, self.most)
         if request.is_constrained:
             num_drafts = min(num_drafts, len(request.guesses))
+        elif self._on_device:
+            num_drafts = min(num_drafts, request.num_guesses)
         if self._lengths is not None:
             num_drafts = self._lengths.of(request.request_id, num_drafts)
         if not num_drafts:
-            return ()
+            return NO_DRAFTS
         if request.is_constrained:
-            return request.guesses[:num_drafts]
+            return Drafts(num_drafts, request.guesses[:num_drafts])
+        if self._on_device:
+            return Drafts(num_drafts)
         self._tell(request)
         num_coming = request.num_computed - len(request.token_ids)
         guesses = self.drafter.propose(request.request_id, num_coming + num_drafts)
-        return guesses if len(guesses) > num_coming else ()
+        return Drafts(len(guesses) - num_coming, guesses) if len(guesses) > num_coming else NO_DRAFTS
+
+    def plan_guesses(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> int:
+        """Return how many guesses the device makes behind each draw of a step, and note that its rows will have them.
+
+        They are for the next step that each of these requests is in.
+        """
+        if not self._on_device:
+            return 0
+        drawn = [request for chunk, request in zip(chunks, requests, strict=True) if chunk.samples]
+        asking = [request for request in drawn if request.may_go_on and not request.is_constrained]
+        num_guesses = self.most if asking else 0
+        if self._lengths is not None:
+            num_guesses = self._lengths.made_ahead([request.request_id for request in asking])
+        for request in drawn:
+            request.num_guesses = num_guesses
+        return num_guesses
 
     def guess_for_grammar(self, request: Request) -> tuple[int, Sequence[int]]:
         """Return how many drafts a request may get in its next step, and guesses of them, for its grammar to look at.
@@ -149,8 +188,13 @@ class Drafting:
         before = request.token_ids[max(request.num_prompt, first - 1) : first]
         return text.contains((*before, *chunk.drafts))
 
-    def observe(self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Take in the time of a step, once its requests are settled: what decoded in it, and what else it read."""
+    def observe(
+        self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float, *, guessed: bool = False
+    ) -> None:
+        """Take in the time of a step, once its requests are settled: what decoded in it, and what else it read.
+
+        `guessed`: the device made guesses in it.
+        """
         num_accepted, self._num_accepted = self._num_accepted, 0
         if self._lengths is None:
             return
@@ -158,7 +202,7 @@ class Drafting:
         if num_prompt_tokens:
             self._lengths.observe_prompts(num_tokens + num_prompt_tokens, seconds)
         else:
-            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted)
+            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted, guessed=guessed)
 
     def end(self, request: Request) -> None:
         """Forget a request that is over. Its answer is an example for others."""

@@ -18,7 +18,7 @@ from ..kv.transfers import Transfers
 from ..requests.request import Request, RequestStatus, advance_decodes
 from ..speculation.config import MAX_DRAFTED_TOKENS
 from ..step import Chunk
-from .drafting import Drafting
+from .drafting import NO_DRAFTS, Drafting
 from .step_draft import NO_BLOCKS, StepDraft
 from .waiting import WaitingQueue
 
@@ -128,15 +128,16 @@ class RunningRequests:
         decodes = draft.take_decodes()
         spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes))
         for chunk, request in decodes:
-            num_known, num_computed, new_blocks = len(request.token_ids), request.num_computed, NO_BLOCKS
+            num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
-            guesses = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else ()
-            if num_known + len(guesses) > request.capacity:
+            drafts = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else NO_DRAFTS
+            num_drafts = drafts.num_drafts
+            if num_computed + num_drafts > request.capacity:
                 new_blocks = self._memory.grow(request)
-                guesses = guesses[: request.capacity - num_known]
-            if num_known + len(guesses) > num_computed:
-                spare -= num_known + len(guesses) - num_computed
-                draft.add_drafts(chunk, request, guesses, new_blocks)
+                num_drafts = min(num_drafts, request.capacity - num_computed)
+            if num_drafts > 0:
+                spare -= num_drafts
+                draft.add_drafts(chunk, request, num_drafts, drafts.guesses, new_blocks)
             else:
                 draft.put_back(chunk, request)
 

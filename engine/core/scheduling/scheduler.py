@@ -162,7 +162,12 @@ class Scheduler:
         if draft.is_empty:
             self._rest()
             return None
-        plan = self.steps.enter(draft, self.rows.drain_freed(), constrained=self.constraints.num_live > 0)
+        plan = self.steps.enter(
+            draft,
+            self.rows.drain_freed(),
+            constrained=self.constraints.num_live > 0,
+            drafting=self.drafting,
+        )
         self.tier_copies.planned(plan.step)
         self._meter.planned(plan.step, self._clock())
         self._stuck = False
@@ -207,7 +212,7 @@ class Scheduler:
         self._num_drawn += num_drawn
         if self.drafting is not None:
             num_drafts = plan.num_tokens - num_decodes - num_prompt_tokens
-            self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds)
+            self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds, guessed=plan.num_guesses > 0)
         if len(self.requests) != num_live:
             self.running.remove_ended()
         if self.tier_copies.exists:

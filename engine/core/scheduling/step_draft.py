@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..prefix import BlockHash
 from ..requests.request import Request
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
+from .drafting import Drafting
 
 NO_BLOCKS: list[list[int]] = []  # shared by all chunks that bring none; never written to
 
@@ -96,10 +97,21 @@ class StepDraft:
         self.singles.append(chunk)
         self.singles_requests.append(request)
 
-    def add_drafts(self, chunk: Chunk, request: Request, guesses: Sequence[int], new_blocks: list[list[int]]) -> None:
-        """Plan a decode with guesses of the request's tokens from the last known one on, and blocks to hold them."""
-        num_drafts = len(request.token_ids) + len(guesses) - request.num_computed
+    def add_drafts(
+        self,
+        chunk: Chunk,
+        request: Request,
+        num_drafts: int,
+        guesses: Sequence[int],
+        new_blocks: list[list[int]],
+    ) -> None:
+        """Plan a decode with drafts, and blocks to hold them.
+
+        `guesses` are of the request's tokens from the last known one on, as many as there are drafts or more; none
+        where the row has them.
+        """
         blocks = _joined(chunk.new_block_ids, new_blocks)
+        guesses = guesses[: request.num_computed + num_drafts - len(request.token_ids)]
         drafted = Chunk(
             chunk.row, chunk.start, 1 + num_drafts, True, blocks, num_drafts=num_drafts, drafts=tuple(guesses)
         )
@@ -117,7 +129,9 @@ class StepDraft:
         """Requests that only draw."""
         return len(self.singles) + len(self._drafted)
 
-    def seal(self, freed_rows: list[int], *, constrained: bool) -> tuple[StepPlan, Sequence[Request]]:
+    def seal(
+        self, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None
+    ) -> tuple[StepPlan, Sequence[Request]]:
         """Return the plan, and the request of each of its chunks; nothing can be added afterwards.
 
         `constrained`: some of the requests may have a grammar.
@@ -128,7 +142,9 @@ class StepDraft:
         requests += self._drafted_requests
         requests += self._longer_requests
         masks = _masks(chunks, requests) if constrained else []
-        return StepPlan(self.step, freed_rows, self._row_starts, chunks, masks=masks), requests
+        num_guesses = 0 if drafting is None else drafting.plan_guesses(chunks, requests)
+        plan = StepPlan(self.step, freed_rows, self._row_starts, chunks, masks=masks, num_guesses=num_guesses)
+        return plan, requests
 
 
 def _joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
@@ -174,10 +190,12 @@ class StepsInFlight:
     def draft(self) -> StepDraft:
         return StepDraft(self.num_planned, self._max_num_tokens)
 
-    def enter(self, draft: StepDraft, freed_rows: list[int], *, constrained: bool) -> StepPlan:
+    def enter(
+        self, draft: StepDraft, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None
+    ) -> StepPlan:
         """Make the draft a plan that is in flight. `constrained`: some of its requests may have a grammar."""
         num_decodes = draft.num_decodes
-        plan, requests = draft.seal(freed_rows, constrained=constrained)
+        plan, requests = draft.seal(freed_rows, constrained=constrained, drafting=drafting)
         self._steps.append(StepInFlight(plan, requests, draft.num_prompt_tokens, num_decodes))
         self.num_planned += 1
         return plan

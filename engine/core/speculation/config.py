@@ -9,15 +9,15 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from baton.engine.strict_model import StrictModel, hint
 
-from .drafter import Drafter
+from .drafter import DeviceDrafter, Drafter
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 MAX_DRAFTS = 15  # of one request in a step
 MAX_DRAFTED_TOKENS = 512  # of all requests that decode in a step with drafts: the logits of each have their memory
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "mtp")
 _LOOKUP_TOKENS = 5  # vLLM's
-_NEEDS_DRAFT_LAYERS = "needs draft layers, and those of checkpoints are not loaded yet"
+_NEEDS_DRAFT_LAYERS = "needs a checkpoint of its own, and none but the model's is loaded"
 _NEEDS_DRAFT_MODEL = "needs a second model, and an engine has one"
 _REFUSED_METHODS = {
     "draft_model": _NEEDS_DRAFT_MODEL,
@@ -25,7 +25,6 @@ _REFUSED_METHODS = {
     "medusa": "needs trained heads, and none are loaded",
     "eagle": _NEEDS_DRAFT_LAYERS,
     "eagle3": _NEEDS_DRAFT_LAYERS,
-    "mtp": _NEEDS_DRAFT_LAYERS,
     "ngram_gpu": "is 'ngram' searched for on a GPU: the search takes microseconds on a CPU",
     "extract_hidden_states": "guesses nothing",
     "custom_class": "runs code of callers within a step",
@@ -47,7 +46,7 @@ class SpeculativeConfig(StrictModel):
     model_config = ConfigDict(strict=True)
 
     refused: ClassVar[Mapping[str, str]] = {
-        "model": f"{_OF_MODELS}: leave it out with 'ngram' and 'suffix'",
+        "model": f"{_OF_MODELS}: leave it out, 'mtp' has the draft layer of the served one",
         "quantization": _OF_MODELS,
         "max_model_len": _OF_MODELS,
         "revision": _OF_MODELS,
@@ -77,10 +76,14 @@ class SpeculativeConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _lookups_follow_each_other(cls, data: Any) -> Any:
+    def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         given = {key: value for key, value in data.items() if value is not None}
+        if str(given.get("method")).endswith("_mtp"):  # vLLM has a name for each family
+            given["method"] = "mtp"
+        if given.get("method") == "mtp":
+            given.setdefault("num_speculative_tokens", 1)  # draft layers are trained for one, and vLLM's default
         low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         if (low is None) != (high is None):
             given["prompt_lookup_min"] = given["prompt_lookup_max"] = high if low is None else low
@@ -90,13 +93,16 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _is_known(cls, method: str) -> str:
         if method not in METHODS:
-            reason = _REFUSED_METHODS.get(method) or ("needs draft layers" if method.endswith("_mtp") else None)
-            if reason is not None:
-                raise ValueError(f"is {method!r}, which {reason}; methods that work are 'ngram' and 'suffix'")
-            raise ValueError(
-                f"is {method!r}, must be 'ngram' or 'suffix'; {hint(method, [*METHODS, *_REFUSED_METHODS])}"
-            )
+            names = ", ".join(f"'{name}'" for name in METHODS)
+            if (reason := _REFUSED_METHODS.get(method)) is not None:
+                raise ValueError(f"is {method!r}, which {reason}; methods that work are {names}")
+            raise ValueError(f"is {method!r}, must be one of {names}; {hint(method, [*METHODS, *_REFUSED_METHODS])}")
         return method
+
+    @property
+    def guesses_on_device(self) -> bool:
+        """True where a layer of the model guesses, at the end of each step."""
+        return self.method == "mtp"
 
     @model_validator(mode="after")
     def _keys_fit_the_method(self) -> Self:
@@ -119,6 +125,8 @@ class SpeculativeConfig(StrictModel):
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """Return the drafter of the config's method."""
+    if config.guesses_on_device:
+        return DeviceDrafter()
     if config.method == "ngram":
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     return SuffixDrafter(

@@ -44,3 +44,25 @@ class Drafter(Protocol):
     def end(self, request_id: str) -> None:
         """Forget a request that is over. Its answer may serve as an example for later ones."""
         ...
+
+
+class DeviceDrafter:
+    """Stands for a drafter that works on the device, at the end of each step: it need not be told of requests.
+
+    Implements `Drafter`, and guesses nothing here.
+    """
+
+    def start(self, request: DraftedRequest) -> None:
+        pass
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        pass
+
+    def propose(self, request_id: str, most: int) -> list[int]:
+        return []
+
+    def learn(self, answer: Sequence[int], cache_salt: str) -> None:
+        pass
+
+    def end(self, request_id: str) -> None:
+        pass

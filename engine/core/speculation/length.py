@@ -28,6 +28,8 @@ All is a function of the calls, and nothing is drawn at random.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .acceptance import Acceptance, chances
 from .step_cost import StepCost
 
@@ -78,6 +80,7 @@ class DraftLengths:
         self._reviewed_for = (0, False)  # requests, and whether there were prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
+        self._is_measured = False  # whether the step has no drafts so that its time is known
 
     @property
     def num_known(self) -> int:
@@ -97,6 +100,7 @@ class DraftLengths:
 
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
+        self._is_measured = plain_s is None or self._in_a_row >= MOST_IN_A_ROW
         if plain_s is None or self._account_s is None or self._account_s < 0:
             return 0
         if self._in_a_row >= MOST_IN_A_ROW:
@@ -159,6 +163,15 @@ class DraftLengths:
         tried = self._tried.get(request_id)
         return most if tried is None else self._worth(tried, most, self._step + 1)
 
+    def made_ahead(self, request_ids: Sequence[str]) -> int:
+        """Return how many guesses a drafter on the device makes for each of these requests in this step, for the next.
+
+        None in a step whose time is to be that of a step without drafts.
+        """
+        if self._is_measured:
+            return 0
+        return max((self.expected(request_id, self._most) for request_id in request_ids), default=0)
+
     def _worth(self, tried: _Tried, most: int, step: int) -> int:
         """Return the number of a request's drafts, up to `most`, that are worth their time or are due to be tried."""
         threshold, num_drafts = self._threshold, 0
@@ -184,13 +197,16 @@ class DraftLengths:
             tried.step = self._step
             tried.wait = _FIRST_WAIT if num_accepted else min(2 * tried.wait, _LONGEST_WAIT)
 
-    def observe(self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0) -> None:
+    def observe(
+        self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0, *, guessed: bool = False
+    ) -> None:
         """Note the time of a step that only decoded: `num_tokens` with all of its drafts.
 
-        `seconds` passed since the step before it ended, or since it was planned if that was later.
+        `seconds` passed since the step before it ended, or since it was planned if that was later. `guessed`: guesses
+        for the next step were made in it, which is part of what drafts cost.
         """
         num_requests = num_tokens - num_drafts
-        if num_requests <= 0 or seconds <= 0:
+        if num_requests <= 0 or seconds <= 0 or (guessed and not num_drafts):
             return
         if not num_drafts:
             self._cost.note_plain(num_requests, seconds)

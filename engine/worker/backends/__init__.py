@@ -4,6 +4,7 @@ cpu.py             computes when it is called; its captured steps are recorded c
 cuda.py            launches and never waits; its captured steps are CUDA graphs
 cuda_stream.py     the stream, events, pinned memory and graphs of a GPU
 staged_writes.py   changes to the row tables, in a pinned buffer that a GPU reads in place
+drafting_head.py   guesses of the model's draft head, at the end of a step of either kind
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from ...core.step import Chunk, StepSize
 from ...layers.attention import GroupCache, StateCache
 from ...layers.base import RankRows
+from ...layers.draft_head import DraftStates
 from ..inputs import Batch, CurrentBatch, InputBuffers
 from ..outputs import Event, StepOutputs
 from ..sampling import LogitsProcessors, StepLogits
@@ -41,6 +43,20 @@ class Model(Protocol):
         """Return the hidden states behind the last norm of the `wanted` `[R]` int64 tokens, or of all; write all KV.
 
         `ranks`: how many rows the data-parallel ranks have that run this step together; None: as many as this one.
+        """
+        ...
+
+    def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        caches: Sequence[GroupCache | StateCache],
+        wanted: Tensor | None = None,
+    ) -> DraftStates:
+        """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
+
+        `hidden` [T, hidden_size] are all tokens' hidden states behind the last norm, `token_ids` [T] the tokens that
+        follow them. Called only where `StepLimits.guesses_on_device`.
         """
         ...
 
@@ -87,6 +103,14 @@ class DeviceStep(StepLogits, Protocol):
 
     def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
         """Store the tokens of the chunks that sample in their rows and in the current page of the outputs."""
+        ...
+
+    def guess(self, shape: StepShape, num_guesses: int) -> None:
+        """Write what the draft head keeps of the step's tokens, and store guesses in the rows of chunks that sample.
+
+        They are of the `num_guesses` tokens behind the last one drawn, or of more. Called behind `draw`, only where
+        `StepLimits.guesses_on_device`.
+        """
         ...
 
 

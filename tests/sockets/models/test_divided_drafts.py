@@ -10,10 +10,11 @@ from baton.engine import SamplingParams
 from baton.engine.parallel import ALONE_MEMBER
 
 from ...helpers.checkpoints import write_checkpoint
+from ...helpers.draft_layers import with_draft_layer
 from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
 from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
-from ...helpers.parallel_engine import engine_config, requests_of, serve_alone
+from ...helpers.parallel_engine import engine_config, requests_of, serve, serve_alone
 
 pytestmark = pytest.mark.exhaustive
 
@@ -50,3 +51,20 @@ def test_answers_are_those_without_drafts(
     assert speculation is not None
     assert 0.2 < speculation.acceptance_rate < 0.95
     assert speculation.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
+def test_a_draft_layer_is_divided_as_the_others_are(
+    pool: MemberPool, tmp_path: Path, params: SamplingParams, ranks: int
+) -> None:
+    folder = with_draft_layer(tmp_path / "drafting", "deepseek_v3")
+    batches = [requests_of(PROMPTS, params)]
+    plain = serve_alone(engine_config(str(folder)), batches)
+    mtp = {"method": "mtp", "num_speculative_tokens": 3}
+    config = engine_config(str(folder), tensor_parallel_size=ranks, speculative_config=mtp)
+    served = serve(ALONE_MEMBER, config, batches) if ranks == 1 else pool.run(serve, config, batches, tp=ranks)[0]
+    assert served is not None
+    assert [answer.token_ids for answer in served.answers] == [answer.token_ids for answer in plain.answers]
+    assert served.stats.speculation is not None
+    assert served.stats.speculation.num_drafts > 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 
@@ -84,6 +85,7 @@ class Row:
     is_constrained: bool
     num_computed: int = 0
     kv: list[int] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)  # of the tokens behind the last one
 
     def __post_init__(self) -> None:
         self.kv = kv_of(self.tokens)
@@ -157,6 +159,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.fail_at_launch: Exception | None = None
         self.fail_at_result: Exception | None = None
+        self.guess_errors = 0.0  # the share of the guesses made in a step that are wrong
         self.draws_nothing = False  # as where a request excludes every token, or the model gives no numbers
         self._queue: deque[FakePendingStep] = deque()
 
@@ -236,7 +239,19 @@ class FakeRunner:
         for chunk in plan.chunks:
             self._write(chunk)
         self._check_masks(plan)
-        return StepResult(plan.step, [self._read_and_draw(chunk) for chunk in plan.chunks])
+        results = [self._read_and_draw(chunk) for chunk in plan.chunks]
+        for chunk in plan.chunks:
+            self._guess(self.rows[chunk.row], plan.num_guesses if chunk.samples else 0)
+        return StepResult(plan.step, results)
+
+    def _guess(self, row: Row, count: int) -> None:
+        """Keep guesses of what the row draws next, as a drafter on the device does."""
+        row.guesses, kv = [], row.kv[-1]
+        for position in range(len(row.tokens), len(row.tokens) + count):
+            token = next_token(kv, row.seed, self.config.vocab_size)
+            is_wrong = Random(f"{row.request_id}/{position}").random() < self.guess_errors
+            row.guesses.append((token + is_wrong) % self.config.vocab_size)
+            kv = hash((kv, row.guesses[-1]))
 
     def _check_masks(self, plan: StepPlan) -> None:
         """Each draw of those with a grammar has one, made for exactly the tokens before it, drafts among them."""
@@ -262,7 +277,7 @@ class FakeRunner:
             assert chunk.samples
             assert end - chunk.num_drafts == len(row.tokens), "drafts of tokens that are drawn already"
         for position in range(end - chunk.num_drafts, end):
-            row.append(chunk.drafts[position - chunk.first_guess])
+            row.append(chunk.drafts[position - chunk.first_guess] if chunk.drafts else row.guesses.pop(0))
         for position in range(start, end):
             for memory, table in zip(self.memories, row.tables, strict=False):
                 memory.write(table, position, row.kv[position])

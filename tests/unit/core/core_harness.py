@@ -18,6 +18,7 @@ from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.scheduling.scheduler import Scheduler
+from baton.engine.core.speculation.drafter import DeviceDrafter
 
 from ...helpers.drafters import KnowingDrafter
 from .core_fakes import Answer, Arenas, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
@@ -93,10 +94,12 @@ class Harness:
         fetch: Callable[[bytes], Sequence[int]] = fetch_from_ticket,
         num_drafts: int = 0,
         draft_errors: float = 0.0,
+        guesses_on_device: bool = False,
     ) -> None:
         """With tiers where `min_restored_tokens` is given. `fetch`: what lies behind the ticket of another engine.
 
-        `num_drafts`: what a request gets in a step at most; a share of `draft_errors` is wrong.
+        `num_drafts`: what a request gets in a step at most; a share of `draft_errors` is wrong. `guesses_on_device`:
+        the runner makes them, at the end of a step.
         """
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
@@ -105,14 +108,20 @@ class Harness:
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
+        self.runner.guess_errors = draft_errors
         self.drafter = KnowingDrafter(self._whole, draft_errors, VOCAB_SIZE)
+        drafting = None
+        if guesses_on_device:
+            drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, on_device=True)
+        elif num_drafts:
+            drafting = Drafting(self.drafter, num_drafts, adapts=False)
         self.core = EngineCore(
             engine_config,
             self.runner,
             self.connector,
             tiers=self.tiers,
             grammars=grammars,
-            drafting=Drafting(self.drafter, num_drafts, adapts=False) if num_drafts else None,
+            drafting=drafting,
             clock=clock,
         )
         self.threads = LateThreads()  # unused but for `think_late`

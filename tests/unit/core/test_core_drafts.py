@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ class DraftingMachine(EngineMachine):
         lazy=st.booleans(),
         num_drafts=st.integers(1, 6),
         errors=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+        on_device=st.booleans(),
         num_blocks=st.integers(4, 24),
         window=st.sampled_from([None, None, 3, 9]),
         max_num_seqs=st.integers(1, 4),
@@ -40,6 +43,7 @@ class DraftingMachine(EngineMachine):
         lazy: bool,
         num_drafts: int,
         errors: float,
+        on_device: bool,
         num_blocks: int,
         window: int | None,
         max_num_seqs: int,
@@ -58,6 +62,7 @@ class DraftingMachine(EngineMachine):
             clock=self.clock,
             num_drafts=num_drafts,
             draft_errors=errors,
+            guesses_on_device=on_device,
         )
         self.engine.think_late()
 
@@ -68,31 +73,55 @@ TestDrafts.settings = settings(
 )
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("errors", [0.0, 0.4, 1.0])
-def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(depth: int, errors: float) -> None:
+def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(
+    depth: int, errors: float, on_device: bool
+) -> None:
     few_blocks = config(depth=depth, num_blocks=14, max_num_batched_tokens=12)
-    engine = Harness(few_blocks, num_drafts=3, draft_errors=errors)
+    engine = Harness(few_blocks, num_drafts=3, draft_errors=errors, guesses_on_device=on_device)
     engine.add(*crowd())
     engine.run_to_the_end()
     assert engine.core.stats().num_preemptions > 0
     assert {answer.finish_reason for answer in engine.answers.values()} == {FinishReason.LENGTH}
 
 
-def num_steps(depth: int, errors: float | None) -> int:
-    engine = Harness(config(depth=depth), num_drafts=0 if errors is None else 3, draft_errors=errors or 0.0)
+def num_steps(depth: int, errors: float | None, *, on_device: bool) -> int:
+    engine = Harness(
+        config(depth=depth),
+        num_drafts=0 if errors is None else 3,
+        draft_errors=errors or 0.0,
+        guesses_on_device=on_device and errors is not None,
+    )
     engine.add(request("a", 10, max_tokens=40, seed=1))
     engine.run_to_the_end()
     assert len(engine.answer("a").token_ids) == 40
     return len(engine.runner.plans)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_right_drafts_save_steps_and_wrong_ones_cost_none(depth: int) -> None:
-    alone = num_steps(depth, None)
-    assert num_steps(depth, errors=0.0) <= alone / 4 + 2
-    assert alone / 4 < num_steps(depth, errors=0.5) < alone
-    assert num_steps(depth, errors=1.0) <= alone + depth  # one that is not needed may be in flight
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(depth: int, on_device: bool) -> None:
+    alone, right, half, wrong = (num_steps(depth, errors, on_device=on_device) for errors in (None, 0.0, 0.5, 1.0))
+    assert right <= alone / 4 + 2
+    assert alone / 4 < half < alone
+    assert wrong <= alone + depth  # one that is not needed may be in flight
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_guesses_for_those_that_go_on_and_drafts_are_what_it_has_guessed(depth: int) -> None:
+    engine = Harness(config(depth=depth), num_drafts=3, guesses_on_device=True)
+    engine.add(request("one", 10, max_tokens=1), request("more", 10, max_tokens=20))
+    engine.run_to_the_end()
+    plans = engine.runner.plans
+    assert all(plan.num_guesses in (0, 3) for plan in plans)
+    for before, plan in itertools.pairwise(plans):
+        assert all(not chunk.drafts and chunk.num_drafts <= before.num_guesses for chunk in plan.chunks)
+    alone = Harness(config(depth=depth), num_drafts=3, guesses_on_device=True)
+    alone.add(request("one", 10, max_tokens=1))
+    alone.run_to_the_end()
+    assert not any(plan.num_guesses for plan in alone.runner.plans)
 
 
 def test_an_answer_ends_at_a_stop_token_within_a_draft_and_nothing_behind_it_is_put_out() -> None:

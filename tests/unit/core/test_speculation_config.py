@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from baton.engine.core.speculation.config import MAX_DRAFTS, SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.speculation.ngram import NgramDrafter
 from baton.engine.core.speculation.suffix import SuffixDrafter
 from baton.engine.strict_model import problems_of
@@ -23,10 +24,10 @@ def config(**given: Any) -> SpeculativeConfig:
     ("given", "field", "message"),
     [
         ({}, "method", "is missing"),
-        ({"method": "ngrams"}, "method", "must be 'ngram' or 'suffix'; did you mean 'ngram'"),
-        ({"method": "mtp"}, "method", "is 'mtp', which needs draft layers"),
-        ({"method": "deepseek_mtp"}, "method", "which needs draft layers"),
-        ({"method": "eagle3"}, "method", "which needs draft layers"),
+        ({"method": "ngrams"}, "method", "must be one of 'ngram', 'suffix', 'mtp'; did you mean 'ngram'"),
+        ({"method": "mtp", "prompt_lookup_max": 3}, "prompt_lookup_max", "is for 'ngram'"),
+        ({"method": "mtp", "model": "deepseek"}, "model", "the draft layer of the served one"),
+        ({"method": "eagle3"}, "method", "which needs a checkpoint of its own"),
         ({"method": "draft_model"}, "method", "which needs a second model"),
         ({"method": "medusa"}, "method", "which needs trained heads"),
         ({**NGRAM, "num_speculative_token": 3}, "num_speculative_token", "did you mean 'num_speculative_tokens'"),
@@ -77,6 +78,14 @@ def test_suffix_needs_nothing_but_its_name() -> None:
     assert config(method="suffix").num_speculative_tokens == MAX_DRAFTS
 
 
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "qwen3_next_mtp"])
+def test_a_draft_layer_has_one_name_and_guesses_one_token_where_no_number_is_given(method: str) -> None:
+    made = config(method=method)
+    assert (made.method, made.num_speculative_tokens) == ("mtp", 1)
+    assert config(method=method, num_speculative_tokens=3).num_speculative_tokens == 3
+
+
 def test_each_method_has_its_drafter() -> None:
+    assert isinstance(make_drafter(config(method="mtp")), DeviceDrafter)
     assert isinstance(make_drafter(config(**NGRAM)), NgramDrafter)
     assert isinstance(make_drafter(config(method="suffix")), SuffixDrafter)

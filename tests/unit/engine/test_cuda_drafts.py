@@ -6,7 +6,6 @@ Drafts are made by one who knows the answers, and errs in a share of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,78 +13,30 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
-from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
-from baton.engine.models import load_config, load_model
-from baton.engine.worker.backends import Backend, cuda
+from baton.engine.worker.backends import cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafted_sizes
 from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import step
 
-from ...helpers.at_once import make_masks_at_once
 from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
-from ...helpers.kv_memory import allocate_kv
-from .narrow_grammars import NarrowGrammars, with_grammars
+from .cores import Engines, answers_of, tokens_and_logprobs
+from .narrow_grammars import with_grammars
 from .random_workload import random_requests
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
 
 
-class Engines:
-    """Engines of one tiny model whose blocks start as NaN: reading one too many shows."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.config = load_config(checkpoint, dtype="float32")
-        self.model = load_model(self.config)
-        (self.group,) = self.config.caches.groups
-
-    def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
-        kv = allocate_kv(self.group.blocks, num_blocks).fill_(float("nan"))
-        return ModelRunner(self.model, [kv], backend, LIMITS, self.config.vocab_size)
-
-    def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:
-        config = EngineCoreConfig(
-            num_blocks=num_blocks,
-            max_num_seqs=LIMITS.max_num_seqs,
-            max_num_batched_tokens=LIMITS.max_num_batched_tokens,
-            max_model_len=LIMITS.max_model_len,
-            vocab_size=self.config.vocab_size,
-            eos_token_ids=[2],
-            depth=depth,
-        )
-        core = EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
-        make_masks_at_once(core)
-        return core
-
-
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path) -> Engines:
-    return Engines(checkpoint)
+    return Engines(checkpoint, LIMITS)
 
 
 def cuda_backend(max_tokens: int) -> CudaBackend:
     return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=max_tokens), torch.float32)
-
-
-def answers_of(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {}
-    for request in requests:
-        core.add(request)
-    while core.has_work():
-        for output in core.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
-
-
-def tokens_and_logprobs(outputs: Sequence[EngineOutput]) -> tuple[list[int], list[float]]:
-    tokens = [token for output in outputs for token in output.token_ids]
-    values = [entry.logprobs[0] for output in outputs if output.logprobs for entry in output.logprobs]
-    return tokens, values
 
 
 @pytest.mark.exhaustive

@@ -14,13 +14,16 @@ from baton.cluster.planning.model_checks import check_model
 from baton.cluster.spec import InvalidSpec, load_spec
 from baton.engine import EngineConfig, InvalidEngineConfig
 from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.models import load_config
+from baton.engine.models import load_config, make_model
 from baton.engine.startup.speculation_limits import check_speculation
+from baton.engine.startup.weight_counts import weights_of_rank
 
 from ...helpers.checkpoints import DIFFERENCES, SHAPE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 UNIFIED = {"unified": {"replicas": 1}}
 
 
@@ -40,7 +43,7 @@ def test_a_mapping_an_object_and_the_command_line_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "field", "message"),
     [
-        ({"method": "eagle3"}, "speculative_config.method", "is 'eagle3', which needs draft layers"),
+        ({"method": "eagle3"}, "speculative_config.method", "is 'eagle3', which needs a checkpoint of"),
         ({**NGRAM, "modle": "x"}, "speculative_config.modle", "is unknown"),
         ({**NGRAM, "num_speculative_tokens": 99}, "speculative_config.num_speculative_tokens", "at most 15"),
         ({"num_speculative_tokens": 4}, "speculative_config.method", "is missing"),
@@ -75,16 +78,44 @@ def test_a_fleet_may_have_its_own_or_none() -> None:
     assert spec.engine_config(Role.DECODE).speculative_config == SpeculativeConfig(method="suffix")
     passed_on = load_spec(json.loads(json.dumps(spec.model_dump(mode="json", exclude_unset=True))))
     assert passed_on.engine_config(Role.DECODE) == spec.engine_config(Role.DECODE)
-    with pytest.raises(InvalidSpec, match=r"speculative_config.method: is 'mtp', which needs draft layers"):
+    with pytest.raises(InvalidSpec, match=r"speculative_config.method: is 'medusa', which needs trained heads"):
         load_spec(
-            {"model": "configs/demo/model", "fleets": UNIFIED, "engine": {"speculative_config": {"method": "mtp"}}}
+            {"model": "configs/demo/model", "fleets": UNIFIED, "engine": {"speculative_config": {"method": "medusa"}}}
         )
 
 
-def read(folder: Path, kind: str, architecture: str) -> ModelConfig:
-    raw = {**SHAPE, **DIFFERENCES[kind], "architectures": [architecture], "model_type": kind}
+def test_a_draft_layer_runs_in_all_fleets_or_in_none() -> None:
+    alone = {"prefill": {"replicas": 1}, "decode": {"replicas": 1, "engine": {"speculative_config": MTP}}}
+    with pytest.raises(InvalidSpec, match="speculative_config has a draft layer for decode alone"):
+        load_spec({"model": "configs/demo/model", "fleets": alone})
+    both = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+    spec = load_spec({"model": "configs/demo/model", "fleets": both, "engine": {"speculative_config": MTP}})
+    assert all(spec.engine_config(role).runs_draft_layer for role in (Role.PREFILL, Role.DECODE))
+
+
+def read(folder: Path, kind: str, architecture: str, *, drafts: bool = False, **keys: Any) -> ModelConfig:
+    raw = {**SHAPE, **DIFFERENCES[kind], "architectures": [architecture], "model_type": kind, **keys}
     (folder / "config.json").write_text(json.dumps(raw))
-    return load_config(folder, load_format="dummy")
+    return load_config(folder, load_format="dummy", drafts=drafts)
+
+
+def test_a_model_without_a_draft_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="'mtp' is not supported for Qwen3ForCausalLM"):
+        read(tmp_path, "qwen3", "Qwen3ForCausalLM", drafts=True)
+    with pytest.raises(UnsupportedModel, match="needs draft layers, and there are none"):
+        read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True, num_nextn_predict_layers=0)
+
+
+def test_a_draft_layer_is_one_more_layer_of_the_caches_and_weights(tmp_path: Path) -> None:
+    plain = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM")
+    drafting = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True)
+    assert plain.identity == drafting.identity
+    assert drafting.caches.only.layers == (*plain.caches.only.layers, plain.num_layers)
+    assert drafting.caches.fingerprint != plain.caches.fingerprint, "their blocks do not fit each other"
+    for model in (plain, drafting):
+        counted = weights_of_rank(model, config())
+        held = sum(slot.num_elements for slot in make_model(model).slots())
+        assert counted.plain + counted.narrow == pytest.approx(held, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +130,22 @@ def test_what_cannot_be_combined_is_refused_with_the_reason(
 ) -> None:
     model = read(tmp_path, kind, architecture)
     with pytest.raises(InvalidEngineConfig, match=message) as caught:
-        check_speculation(model, config(speculative_config=NGRAM, **args))
+        check_speculation(model, config(speculative_config=NGRAM, **args), "cpu")
     assert caught.value.field == "speculative_config"
-    check_speculation(model, config(**args))
+    check_speculation(model, config(**args), "cpu")
+
+
+def test_a_draft_layer_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    model = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True)
+    check_speculation(model, config(speculative_config=MTP), "auto")
+    check_speculation(model, config(speculative_config=NGRAM), "cuda")
+    with pytest.raises(InvalidEngineConfig, match="draft layers guess on CPUs alone so far"):
+        check_speculation(model, config(speculative_config=MTP), "cuda")
 
 
 def test_what_can_be_combined_is_taken(tmp_path: Path) -> None:
     model = read(tmp_path, "qwen3", "Qwen3ForCausalLM")
-    check_speculation(model, config(speculative_config=NGRAM, tensor_parallel_size=2))
+    check_speculation(model, config(speculative_config=NGRAM, tensor_parallel_size=2), "cuda")
 
 
 def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Path) -> None:

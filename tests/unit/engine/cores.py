@@ -1,0 +1,62 @@
+"""Engine cores over a runner of either kind of device, without start-up: what they answer to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.models import load_config, load_model
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import StepLimits
+
+from ...helpers.at_once import make_masks_at_once
+from ...helpers.kv_memory import allocate_kv
+from .narrow_grammars import NarrowGrammars
+
+
+class Engines:
+    """Engines of one tiny model whose blocks start as NaN: reading one too many shows."""
+
+    def __init__(self, checkpoint: Path, limits: StepLimits) -> None:
+        self.config = load_config(checkpoint, dtype="float32", drafts=limits.guesses_on_device)
+        self.limits = limits
+        self.model = load_model(self.config)
+        (self.group,) = self.config.caches.groups
+
+    def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
+        kv = allocate_kv(self.group.blocks, num_blocks).fill_(float("nan"))
+        return ModelRunner(self.model, [kv], backend, self.limits, self.config.vocab_size)
+
+    def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:
+        config = EngineCoreConfig(
+            num_blocks=num_blocks,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_model_len=self.limits.max_model_len,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=[2],
+            depth=depth,
+        )
+        core = EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
+        make_masks_at_once(core)
+        return core
+
+
+def answers_of(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[EngineOutput]]:
+    outputs: dict[str, list[EngineOutput]] = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work():
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens_and_logprobs(outputs: Sequence[EngineOutput]) -> tuple[list[int], list[float]]:
+    tokens = [token for output in outputs for token in output.token_ids]
+    values = [entry.logprobs[0] for output in outputs if output.logprobs for entry in output.logprobs]
+    return tokens, values

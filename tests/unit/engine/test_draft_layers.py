@@ -1,0 +1,244 @@
+"""A draft layer of the model guesses, at the end of each step: answers are those without it, and its guesses are those
+that the checkpoint's tensors give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine.core.messages import EngineRequest, EngineStats
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.drafter import DeviceDrafter
+from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.startup import build
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.drafting_head import DraftingHead
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.warmup import ProfileRun
+from baton.kernels.sampling import encode_row, sample_rows
+
+from ...helpers.draft_layers import DraftReference, num_layers_of, with_draft_layer
+from ...helpers.inline_stream import InlineStream
+from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .copy_connector import Room
+from .cores import Engines, answers_of, tokens_and_logprobs
+from .handing_off import hand_off
+
+PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
+HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
+KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
+MOST = 3
+LIMITS = StepLimits(
+    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
+)
+MTP = {"method": "mtp", "num_speculative_tokens": MOST}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_draft_layer(tmp_path_factory.mktemp("drafting") / "deepseek", "deepseek_v3")
+
+
+@pytest.fixture
+def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Make engines whose requests always have as many drafts as they may."""
+
+    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        if config is None:
+            return None
+        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
+
+    monkeypatch.setattr(build, "make_drafting", drafting)
+
+    def make(path: Path = folder, **args: Any) -> LLM:
+        small = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
+        return LLM(str(path), **{**small, **args})
+
+    return make
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    outputs = llm.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
+
+
+def stats_of(llm: LLM) -> SpeculationStats:
+    stats = llm.engine.core.stats().speculation
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.exhaustive
+@KINDS
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"async_scheduling": True},
+        {"num_gpu_blocks_override": 16},
+        {"num_gpu_blocks_override": 16, "async_scheduling": True},
+        {"enable_prefix_caching": False, "max_num_seqs": 1},
+    ],
+    ids=["batched", "chunked", "two in flight", "preempted", "preempted, two in flight", "one by one"],
+)
+def test_answers_are_those_without_a_draft_layer(
+    make: Callable[..., LLM], params: SamplingParams, args: dict[str, Any]
+) -> None:
+    expected = answers(make(), params)
+    drafting = make(speculative_config=MTP, **args)
+    for _ in range(2):  # the second time, prompts are cached
+        assert answers(drafting, params) == expected
+    assert stats_of(drafting).num_draft_tokens > 100
+    core = drafting.engine.core
+    if "num_gpu_blocks_override" in args:
+        assert core.stats().num_preemptions > 0
+    assert core.stats().num_blocks_free == core.stats().num_blocks
+
+
+def expected_accepted(
+    reference: DraftReference, whole: list[int], num_prompt: int, params: SamplingParams
+) -> list[int]:
+    """Return how many drafts the reference guesses right, by position in their step, of a request by itself."""
+    accepted = [0] * MOST
+    table = torch.from_numpy(encode_row(params, seed=params.seed or 0, prompt_len=num_prompt))[None]
+    hidden = reference.states_of_model(whole)
+    known = num_prompt  # the index of the newest token, which was drawn and not run
+    while known + 1 < len(whole):
+        inputs = reference.inputs(whole[1 : known + 1], hidden[:known])
+        guesses: list[int] = []
+        for number in range(min(MOST, len(whole) - 2 - known)):
+            logits, state = reference.last(inputs)
+            position = torch.tensor([known + 1 + number])
+            guesses.append(int(sample_rows(logits[None], table, torch.tensor([0]), position)))
+            inputs = torch.cat((inputs, reference.inputs(guesses[-1:], state)))
+        right = 0
+        while right < len(guesses) and guesses[right] == whole[known + 1 + right]:
+            accepted[right] += 1
+            right += 1
+        known += right + 1
+    return accepted
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("chunk", [256, 16])
+def test_guesses_are_those_that_the_layers_of_transformers_give(
+    make: Callable[..., LLM], folder: Path, params: SamplingParams, chunk: int
+) -> None:
+    reference = DraftReference(folder)
+    drafting = make(speculative_config=MTP, max_num_seqs=1, max_num_batched_tokens=chunk)
+    expected = [0] * MOST
+    for prompt, own in zip(PROMPTS[::2], own_seeds(params, 3), strict=True):
+        (output,) = drafting.generate(prompt, own, use_tqdm=False)
+        whole = [*prompt, *output.outputs[0].token_ids]
+        found = expected_accepted(reference, whole, len(prompt), own)
+        expected = [total + more for total, more in zip(expected, found, strict=True)]
+    assert stats_of(drafting).num_accepted_per_pos == expected
+    if params is HOT:
+        assert all(expected), "random numbers decide most draws, so some guesses are right"
+
+
+def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], folder: Path, tmp_path: Path) -> None:
+    """A model whose next token follows from the last one alone, and a draft layer that reads just that."""
+    path, own = tmp_path / "known", num_layers_of("deepseek_v3")
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    draft = f"model.layers.{own}."
+    size = len(tensors["model.norm.weight"])
+    tensors[f"{draft}eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1)
+    tensors[f"{draft}enorm.weight"] = torch.ones(size)
+    tensors[f"{draft}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    for params in (GREEDY, HOT):
+        drafting = make(path, speculative_config=MTP)
+        assert answers(drafting, params) == answers(make(path), params)
+        stats = stats_of(drafting)
+        assert stats.num_accepted_tokens > 100
+        assert stats.acceptance_rate > 0.99, "two norms round otherwise than one, now and then"
+
+
+@KINDS
+def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
+    make: Callable[..., LLM], folder: Path, params: SamplingParams
+) -> None:
+    plain = make()
+    own = own_seeds(params, len(PROMPTS))
+    requests = [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=each, seed=each.seed or 0)
+        for i, (prompt, each) in enumerate(zip(PROMPTS, own, strict=True))
+    ]
+    room = Room()
+    args = {"model": str(folder), "dtype": "float32", "max_num_seqs": 8, "speculative_config": MTP}
+    prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
+    assert hand_off(prefill, decode, requests) == [token_ids for token_ids, _ in answers(plain, params)]
+    there, here = prefill.stats().speculation, decode.stats().speculation
+    assert there is not None
+    assert there.num_drafts == 0
+    assert here is not None
+    assert here.num_drafts > 20
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Engines:
+    return Engines(folder, LIMITS)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("num_blocks", [64, 20])
+def test_steps_as_a_gpu_runs_them_guess_the_same(engines: Engines, num_blocks: int, captured: bool, depth: int) -> None:
+    requests = [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=HOT, seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+    def serve(backend: Backend) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
+        runner = engines.runner(backend, num_blocks)
+        if captured:
+            runner.capture()
+        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
+        core = engines.core(runner, num_blocks, depth, drafting)
+        outputs = answers_of(core, requests)
+        return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
+
+    there = CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32 if captured else 0), torch.float32)
+    (stats, found), (plain, expected) = serve(there), serve(CpuBackend(CpuShapes(LIMITS)))
+    assert found.keys() == expected.keys()
+    for name, (tokens, values) in found.items():
+        assert tokens == expected[name][0]
+        assert values == pytest.approx(expected[name][1], abs=1e-4)
+    assert stats.speculation == plain.speculation
+    assert stats.speculation is not None
+    assert stats.speculation.num_accepted_tokens > 30
+    assert stats.num_preemptions > 0 or num_blocks == 64
+
+
+def test_sizes_of_steps_are_warmed_up_with_guesses(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    guessed: list[tuple[int, int]] = []
+    guess = DraftingHead.guess
+
+    def note(head: DraftingHead, num_seqs: int, num_guesses: int) -> None:
+        guessed.append((num_seqs, num_guesses))
+        guess(head, num_seqs, num_guesses)
+
+    monkeypatch.setattr(DraftingHead, "guess", note)
+    shapes = CudaShapes(LIMITS, max_tokens=32)
+    backend = CudaBackend(InlineStream(), shapes, torch.float32)
+    captured = list(shapes.in_capture_order())
+    ProfileRun(lambda: engines.runner(backend, 4), captured, lambda work: work() or 0, LIMITS).run()
+    assert {(shape.num_seqs, MOST) for shape in captured} <= set(guessed)
