@@ -146,7 +146,7 @@ def no_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRules:
-    """Where a family's checkpoints have the layer that guesses the token behind the next one, under which names.
+    """The place and the names of a family's draft layer, which guesses the token behind the next one.
 
     `path` holds the layer itself as `layer`, the norms of the two that it reads, of an embedding and of a hidden state,
     their projection, and the norm behind the layer.

@@ -28,7 +28,7 @@ from .residual import ResidualStream
 
 
 class DraftStates(NamedTuple):
-    """What a draft head gives for R tokens, each [R, hidden_size]."""
+    """The results of a draft head for R tokens, each [R, hidden_size]."""
 
     normed: Tensor  # for the model's head
     hidden: Tensor  # for the next guess, in the place of the model's hidden states
