@@ -163,9 +163,17 @@ class EngineConfig(EngineArguments):
         return ExpertSpread(self.num_redundant_experts, self.all2all_backend)
 
     @property
-    def runs_draft_layer(self) -> bool:
-        """True where the model's own draft layer guesses tokens."""
+    def guesses_on_device(self) -> bool:
+        """True where the model's draft layer guesses tokens, or a second model."""
         return self.speculative_config is not None and self.speculative_config.guesses_on_device
+
+    @property
+    def kept_for_guesses(self) -> str:
+        """Name whose keys and values are kept beside the model's, to guess tokens with; empty: nobody's."""
+        speculation = self.speculative_config
+        if speculation is None or not speculation.guesses_on_device:
+            return ""
+        return speculation.model or "its draft layer"
 
     @property
     def world_size(self) -> int:

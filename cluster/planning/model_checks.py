@@ -6,13 +6,12 @@ from pathlib import Path
 
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec, InvalidSpec
-from baton.engine.config import DTYPES, InvalidEngineConfig
+from baton.engine.config import InvalidEngineConfig
 from baton.engine.hf_config.errors import ModelError, ModelNotFetched
 from baton.engine.hf_config.hub import Files
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
-from baton.engine.startup.division import check_division
-from baton.engine.startup.speculation_limits import check_speculation
+from baton.engine.startup.model_config import read_model_config
 
 
 def check_model(spec: FleetSpec) -> None:
@@ -33,19 +32,9 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
 
     Raises `ModelError` for a model that Baton cannot serve, `InvalidEngineConfig` where the arguments do not fit it.
     """
-    config = spec.engine_config(role)
-    model = load_config(
-        spec.model_folder(Files.TEXT),
-        dtype=DTYPES[config.dtype] or "auto",
-        max_model_len=config.max_model_len,
-        load_format="dummy",
-        kv_cache_dtype=config.kv_cache_dtype,
-        window_caches=not config.disable_hybrid_kv_cache_manager,
-        drafts=config.runs_draft_layer,
-    )
-    check_division(model, config)
-    check_speculation(model, config, config.device)
-    return model
+    folder = str(spec.model_folder(Files.TEXT))
+    config = spec.engine_config(role).model_copy(update={"model": folder, "load_format": "dummy"})
+    return read_model_config(config)
 
 
 def check_model_files(spec: FleetSpec, *, with_weights: bool) -> None:

@@ -20,7 +20,7 @@ from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.arenas import arenas_of, divide_memory, longest_sequence, needs_of
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
-from baton.engine.startup.weight_counts import weights_of_rank
+from baton.engine.startup.weight_counts import weight_bytes_of_rank
 from baton.kv_transfer.tiers.division import divide_bytes, fewest_bytes
 
 from .model_checks import read_model
@@ -188,10 +188,10 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
 def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
     config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
-    weights = weights_of_rank(model, config).num_bytes(model, device)
+    weights = weight_bytes_of_rank(model, config, device)
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)
-    caches = model.caches.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
+    caches = model.engine_caches.layout.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
     budget, setting = _kv_budget(spec, role, machines, device, weights + step)
     if config.num_gpu_blocks_override is not None:
         sizes = arenas_of(caches, config.num_gpu_blocks_override, steps.max_num_seqs, model.max_model_len)
@@ -315,7 +315,7 @@ def _bandwidth(plan: Plan) -> Bandwidth | None:
     if Role.PREFILL not in fleets or Role.DECODE not in fleets:
         return None
     spec, decode = plan.spec, fleets[Role.DECODE].config
-    caches = read_model(spec, Role.DECODE).caches
+    caches = read_model(spec, Role.DECODE).engine_caches.layout
     request = handoff_bytes(caches, decode.tensor_parallel_size, plan.traffic.prompt_tokens)
     total = request * plan.traffic.requests_per_s
     readers, holders = (spec.num_workers_of(role) for role in (Role.DECODE, Role.PREFILL))

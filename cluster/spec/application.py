@@ -106,11 +106,12 @@ class FleetSpec(StrictModel):
                         f"{name} is {ours!r} for {first_role} and {theirs!r} for {role}: it must be the same in all "
                         "fleets, or their KV blocks do not fit; set it once, under the top-level `engine`"
                     )
-            if first.runs_draft_layer != config.runs_draft_layer:
+            ours, theirs = first.kept_for_guesses, config.kept_for_guesses
+            if ours != theirs:
                 raise ValueError(
-                    f"speculative_config has a draft layer for {role if config.runs_draft_layer else first_role} alone:"
-                    " its keys and values are part of each block, so it must run in all fleets; set it once, under the"
-                    " top-level `engine`"
+                    f"speculative_config guesses by {ours or 'no model'} for {first_role} and by "
+                    f"{theirs or 'no model'} for {role}: what it keeps of a sequence is handed over with it, so it "
+                    "must be the same in all fleets; set it once, under the top-level `engine`"
                 )
         return self
 

@@ -292,6 +292,11 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         return _hash_of(self)
 
     @property
+    def rank(self) -> int:
+        """The place of its kind among groups: 0 keeps all tokens, 1 a window of them, 2 a state."""
+        return 2 if isinstance(self.blocks, StateLayout) else int(self.window is not None)
+
+    @property
     def kv(self) -> KVLayout:
         """The blocks of a group that keeps something of each token. Raises `SeveralGroups` for states."""
         if isinstance(self.blocks, StateLayout):
@@ -333,6 +338,18 @@ class CacheLayout(msgspec.Struct, frozen=True):
             if layer in group.layers and isinstance(group.blocks, kind)
         )
 
+    def joined(self, other: CacheLayout) -> JoinedCaches:
+        """Return what this model and another one keep of a sequence, in the order of groups that `of_layers` gives."""
+        groups = (*self.groups, *other.groups)
+        order = sorted(range(len(groups)), key=lambda number: groups[number].rank)
+        places = {number: place for place, number in enumerate(order)}
+        own = len(self.groups)
+        return JoinedCaches(
+            CacheLayout(tuple(groups[number] for number in order)),
+            tuple(places[number] for number in range(own)),
+            tuple(places[number] for number in range(own, len(groups))),
+        )
+
     @property
     def only(self) -> GroupLayout:
         """The group of a model all of whose layers keep the same. Raises `SeveralGroups`."""
@@ -352,6 +369,14 @@ class CacheLayout(msgspec.Struct, frozen=True):
         return CacheLayout(
             tuple(msgspec.structs.replace(group, blocks=group.blocks.of_rank(rank, size)) for group in self.groups)
         )
+
+
+class JoinedCaches(NamedTuple):
+    """The caches of two models in one engine."""
+
+    layout: CacheLayout
+    first: tuple[int, ...]  # the groups of the first model, in its own order
+    second: tuple[int, ...]
 
 
 def _hash_of(layout: msgspec.Struct) -> str:

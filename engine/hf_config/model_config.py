@@ -13,7 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import CacheKind, CacheLayout, LayerCache, LayerCaches, LayerState, StatePart, StateRows
+from ..core.layout import (
+    CacheKind,
+    CacheLayout,
+    JoinedCaches,
+    LayerCache,
+    LayerCaches,
+    LayerState,
+    StatePart,
+    StateRows,
+)
 from .attention import HeadShape, LatentShape, LinearAttentionShape, WindowRule
 from .errors import UnsupportedModel
 from .experts import ExpertsConfig
@@ -230,6 +239,7 @@ class ModelConfig:
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # behind the last layer, for guessing further tokens, in the checkpoint
     drafts: bool = False  # whether the first of these is run: it is then the layer of index `num_layers`
+    draft_model: ModelConfig | None = None  # a smaller one, which guesses further tokens
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
@@ -250,6 +260,11 @@ class ModelConfig:
         """The groups of the whole model's layers, by what they keep of a sequence."""
         layers = range(self.num_run_layers)
         return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in layers])
+
+    @cached_property
+    def engine_caches(self) -> JoinedCaches:
+        """The groups of all that an engine keeps: the model's, and those of its draft model."""
+        return self.caches.joined(CacheLayout(()) if self.draft_model is None else self.draft_model.caches)
 
     @property
     def num_run_layers(self) -> int:

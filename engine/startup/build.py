@@ -84,7 +84,7 @@ def build_engine(
     return Engine(
         core=core,
         model_config=loaded.model_config,
-        caches=loaded.model_config.caches,
+        caches=loaded.model_config.engine_caches.layout,
         region=loaded.region,
         max_model_len=loaded.core_config.max_model_len,
         steps=loaded.steps,

@@ -20,6 +20,7 @@ from ..layers.decoder import CausalLM
 from ..models import load_model
 from ..parallel.groups import ALL_ALONE
 from ..weights import loading_bar
+from ..worker.backends import DraftModel
 from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
@@ -38,6 +39,7 @@ class CpuStartup:
         self._config = config
         self._steps = steps
         self._context = context
+        self._draft_model: CausalLM | None = None
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Set the number of threads, and compile the C++ kernels if this machine has not done so yet."""
@@ -51,8 +53,11 @@ class CpuStartup:
             logger.warning("no compiled kernels, so an engine many times slower: %s", error)
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
+        groups = self._context.groups
         with loading_bar() as progress:
-            return load_model(model_config, progress=progress, groups=self._context.groups)
+            if model_config.draft_model is not None:
+                self._draft_model = load_model(model_config.draft_model, progress=progress, groups=groups)
+            return load_model(model_config, progress=progress, groups=groups)
 
     def size_kv_cache(
         self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
@@ -67,7 +72,16 @@ class CpuStartup:
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
         limits = step_limits(self._config, self._steps, core_config.max_model_len)
-        runner = ModelRunner(model, arenas, CpuBackend(CpuShapes(limits)), limits, core_config.vocab_size)
+        _, own, of_draft = model_config.engine_caches
+        runner = ModelRunner(
+            model,
+            arenas,
+            CpuBackend(CpuShapes(limits)),
+            limits,
+            core_config.vocab_size,
+            groups=own,
+            draft_model=None if self._draft_model is None else DraftModel(self._draft_model, of_draft),
+        )
         if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
             runner.capture()
         warm_up(runner, limits, min(group.num_blocks for group in core_config.groups), len(arenas))

@@ -103,5 +103,5 @@ def step_limits(config: EngineConfig, steps: StepSizes, max_model_len: int) -> S
         steps.max_num_batched_tokens,
         max_model_len,
         max_drafts,
-        guesses_on_device=config.runs_draft_layer,
+        guesses_on_device=config.guesses_on_device,
     )

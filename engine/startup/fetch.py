@@ -26,6 +26,20 @@ def fetch_models(config: EngineConfig, progress: Progress | None = None) -> Engi
                 download_dir=config.download_dir,
             )
         )
-    return config.model_copy(
-        update={"model": str(model), "tokenizer": tokenizer, "revision": None, "tokenizer_revision": None}
-    )
+    update: dict[str, object] = {
+        "model": str(model),
+        "tokenizer": tokenizer,
+        "revision": None,
+        "tokenizer_revision": None,
+    }
+    speculation = config.speculative_config
+    if speculation is not None and speculation.model is not None:
+        draft_model = model_folder(
+            speculation.model,
+            files,
+            revision=speculation.revision,
+            download_dir=config.download_dir,
+            progress=progress,
+        )
+        update["speculative_config"] = speculation.model_copy(update={"model": str(draft_model), "revision": None})
+    return config.model_copy(update=update)

@@ -62,7 +62,7 @@ def load_member(
     All ranks of the group call it at the same time: they take the smallest number of blocks that any of them has
     memory for.
     """
-    caches, member, widest = model_config.caches, context.member, context.groups.widest
+    caches, member, widest = model_config.engine_caches.layout, context.member, context.groups.widest
     own_caches = caches.of_rank(member.tp_rank, member.tensor_parallel_size)
     steps = _step_sizes(config, model_config, context)
     with phases("kernels"):
@@ -131,7 +131,7 @@ def _core_config(
             window=group.window,
             checkpoint_tokens=CHECKPOINT_TOKENS if group.kind is CacheKind.STATE else None,
         )
-        for group, num_blocks in zip(model_config.caches.groups, arenas, strict=True)
+        for group, num_blocks in zip(model_config.engine_caches.layout.groups, arenas, strict=True)
     ]
     return EngineCoreConfig(
         num_blocks=sum(arenas),

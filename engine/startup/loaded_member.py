@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 from baton.kernels.compiler import Compiler, start_compiler
 
-from ..config import DTYPES, EngineConfig, InvalidEngineConfig
-from ..hf_config.model_config import ModelConfig
-from ..models import load_config
+from ..config import EngineConfig, InvalidEngineConfig
 from ..parallel.member import Member
-from .division import check_division
+from .model_config import read_model_config
 from .phases import Phases
 from .speculation_limits import check_speculation
 
@@ -31,7 +29,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
     """
     with phases("config"):
         _require_group_size(config, member)
-        model_config = _read_model_config(config)
+        model_config = read_model_config(config)
     with _kernel_compiler(config, member, phases) as compiler:
         with phases("imports"):
             # Here rather than at the top: torch loads with it, and a process that only names `Engine` needs no torch.
@@ -63,23 +61,6 @@ def _require_group_size(config: EngineConfig, member: Member) -> None:
             raise InvalidEngineConfig(
                 name, f"is {asked}, but this process was started as a member of a group of {given}"
             )
-
-
-def _read_model_config(config: EngineConfig) -> ModelConfig:
-    """Read the checkpoint's config. Raises `InvalidEngineConfig` where the model cannot be served as asked."""
-    model_config = load_config(
-        config.model,
-        dtype=DTYPES[config.dtype] or "auto",
-        max_model_len=config.max_model_len,
-        load_format=config.load_format,
-        kv_cache_dtype=config.kv_cache_dtype,
-        seed=config.seed,
-        window_caches=not config.disable_hybrid_kv_cache_manager,
-        drafts=config.runs_draft_layer,
-    )
-    check_division(model_config, config)
-    check_speculation(model_config, config, config.device)
-    return model_config
 
 
 @contextmanager

@@ -29,6 +29,12 @@ class Weights:
         return int(self.plain * wide + self.narrow * narrow)
 
 
+def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, device: str) -> int:
+    """Return the bytes of one rank's weights on a "cuda" or "cpu" device, those of its draft model among them."""
+    models = [model] if model.draft_model is None else [model, model.draft_model]
+    return sum(weights_of_rank(each, config).num_bytes(each, device) for each in models)
+
+
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     """Count the weights of one rank; all ranks have as many."""
     ranks = config.tensor_parallel_size

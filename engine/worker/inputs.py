@@ -287,10 +287,20 @@ class StateInputs:
 class InputBuffers:
     """Memory for the inputs of the largest step; each step uses the front of it."""
 
-    def __init__(self, tables: RowTables, arenas: Sequence[Tensor], limits: StepLimits, checkpoint_tokens: int) -> None:
-        """`arenas`: the blocks of each cache group, the slots of each that keeps states."""
+    def __init__(
+        self,
+        tables: RowTables,
+        arenas: Sequence[Tensor],
+        limits: StepLimits,
+        checkpoint_tokens: int,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """`arenas`: the blocks of each cache group, the slots of each that keeps states. `groups`: those of the model,
+        in its order; None: all.
+        """
         self._tables = tables
         self._arenas = arenas
+        self._groups = range(len(arenas)) if groups is None else groups
         self.states = {
             group: StateInputs(tables, group, limits.max_num_seqs, checkpoint_tokens) for group in tables.state_slots
         }
@@ -329,18 +339,21 @@ class InputBuffers:
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
         wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
-        caches = self.caches(shape, lambda group: self._batch(shape, group))
-        return StepInputs(self.token_ids[: shape.num_tokens], caches, wanted)
+        return StepInputs(self.token_ids[: shape.num_tokens], self.caches(shape, self._groups), wanted)
 
     def caches(
-        self, shape: StepShape, batch_of: Callable[[int], AttentionBatch]
+        self,
+        shape: StepShape,
+        groups: Sequence[int],
+        batch_of: Callable[[StepShape, int], AttentionBatch] | None = None,
     ) -> tuple[GroupCache | StateCache, ...]:
-        """Return the cache groups: states as the step of `shape` has them, the others as `batch_of` a group says."""
+        """Return some cache groups: as the step of `shape` has them, or, but for states, as `batch_of` a group says."""
+        batch_of = batch_of or self._batch
         return tuple(
-            StateCache(self.states[group].of(shape), arena)
+            StateCache(self.states[group].of(shape), self._arenas[group])
             if group in self.states
-            else GroupCache(batch_of(group), arena)
-            for group, arena in enumerate(self._arenas)
+            else GroupCache(batch_of(shape, group), self._arenas[group])
+            for group in groups
         )
 
     def _batch(self, shape: StepShape, group: int) -> AttentionBatch:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.layout import CHECKPOINT_TOKENS
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
 from ..layers.base import RankRows
-from .backends import Backend, CapturedSteps, Model, StepParts
+from .backends import Backend, CapturedSteps, DraftModel, Model, StepParts
 from .inputs import Batch, CurrentBatch, InputBuffers
 from .outputs import FinishedStep, StepOutputs
 from .sampling import LogitsProcessors
@@ -34,7 +34,10 @@ class ModelRunner:
         vocab_size: int,
         *,
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
+        groups: Sequence[int] | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
+        """`groups`: the arenas of the model, in the order of its cache groups, where a draft model has others."""
         self.model = model
         self.arenas = arenas
         self.backend = backend
@@ -43,7 +46,8 @@ class ModelRunner:
         memory = backend.zeros(RowTables.num_values(limits, len(arenas), len(states), checkpoint_tokens))
         self.writes = backend.table_writes(memory)
         self.tables = RowTables(memory, self.writes, limits, len(arenas), states, checkpoint_tokens)
-        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens)
+        groups = range(len(arenas)) if groups is None else groups
+        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens, groups)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_draws), torch.int32)
@@ -51,6 +55,8 @@ class ModelRunner:
         self.step = backend.make_step(
             StepParts(
                 model=model,
+                groups=groups,
+                draft_model=draft_model,
                 tables=self.tables,
                 current=self.current,
                 inputs=self.inputs,

@@ -82,6 +82,11 @@ class Drafting:
         self._predicted: dict[Request, PredictedText] = {}  # of requests that the drafter knows
         self._num_accepted = 0  # in the step that is being settled
 
+    @property
+    def num_behind(self) -> int:
+        """The number of tokens behind those of a step whose keys and values are written in it, too."""
+        return self.most if self._on_device else 0
+
     def begin_step(self, num_decodes: int, num_prompt_tokens: int, *, may_start: bool) -> bool:
         """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts.
 

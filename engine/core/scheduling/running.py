@@ -123,7 +123,7 @@ class RunningRequests:
     def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
         """Let decodes have drafts, as far as budget, blocks and the requests' lengths go.
 
-        A block is taken for them only where one is free.
+        A block is taken for them, and for guesses that are made behind them, only where one is free.
         """
         decodes = draft.take_decodes()
         spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes))
@@ -132,7 +132,7 @@ class RunningRequests:
             room = min(spare, request.limit - 1 - num_computed)
             drafts = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else NO_DRAFTS
             num_drafts = drafts.num_drafts
-            if num_computed + num_drafts > request.capacity:
+            if num_drafts and num_computed + num_drafts + drafting.num_behind > request.capacity:
                 new_blocks = self._memory.grow(request)
                 num_drafts = min(num_drafts, request.capacity - num_computed)
             if num_drafts > 0:

@@ -15,13 +15,11 @@ from .suffix import SuffixDrafter
 
 MAX_DRAFTS = 15  # of one request in a step
 MAX_DRAFTED_TOKENS = 512  # of all requests that decode in a step with drafts: the logits of each have their memory
-METHODS = ("ngram", "suffix", "mtp")
+METHODS = ("ngram", "suffix", "mtp", "draft_model")
 _LOOKUP_TOKENS = 5  # vLLM's
 _NEEDS_DRAFT_LAYERS = "needs a checkpoint of its own, and none but the model's is loaded"
-_NEEDS_DRAFT_MODEL = "needs a second model, and an engine has one"
 _REFUSED_METHODS = {
-    "draft_model": _NEEDS_DRAFT_MODEL,
-    "mlp_speculator": _NEEDS_DRAFT_MODEL,
+    "mlp_speculator": "needs a trained head, and none is loaded",
     "medusa": "needs trained heads, and none are loaded",
     "eagle": _NEEDS_DRAFT_LAYERS,
     "eagle3": _NEEDS_DRAFT_LAYERS,
@@ -29,8 +27,9 @@ _REFUSED_METHODS = {
     "extract_hidden_states": "guesses nothing",
     "custom_class": "runs code of callers within a step",
 }
-_OF_MODELS = "is for methods with a model of their own"
 _OF_METHOD = {
+    "model": "draft_model",
+    "revision": "draft_model",
     "prompt_lookup_max": "ngram",
     "prompt_lookup_min": "ngram",
     "suffix_decoding_max_tree_depth": "suffix",
@@ -46,23 +45,23 @@ class SpeculativeConfig(StrictModel):
     model_config = ConfigDict(strict=True)
 
     refused: ClassVar[Mapping[str, str]] = {
-        "model": f"{_OF_MODELS}: leave it out, 'mtp' has the draft layer of the served one",
-        "quantization": _OF_MODELS,
-        "max_model_len": _OF_MODELS,
-        "revision": _OF_MODELS,
-        "code_revision": _OF_MODELS,
-        "draft_tensor_parallel_size": _OF_MODELS,
-        "draft_load_config": _OF_MODELS,
-        "parallel_drafting": _OF_MODELS,
-        "use_local_argmax_reduction": _OF_MODELS,
-        "disable_padded_drafter_batch": _OF_MODELS,
-        "enforce_eager": f"{_OF_MODELS}; steps follow the engine's own enforce_eager",
+        "quantization": "a draft model's follows from its checkpoint",
+        "max_model_len": "a draft model serves sequences as long as the model's",
+        "code_revision": "no code of checkpoints is run",
+        "draft_tensor_parallel_size": "a draft model is divided as the model is",
+        "draft_load_config": "a draft model is loaded as the model is",
+        "parallel_drafting": "guesses are made one behind the other",
+        "use_local_argmax_reduction": "guesses are drawn as tokens are",
+        "disable_padded_drafter_batch": "steps follow the engine's own enforce_eager",
+        "enforce_eager": "steps follow the engine's own enforce_eager",
         "speculative_token_tree": "drafts are one sequence: no tree of them is checked",
         "rejection_sample_method": "a draft is accepted where the undisturbed draw gives the same token",
         "disable_by_batch_size": "the number of drafts follows the load by itself",
     }
 
     method: str
+    model: str | None = None  # draft_model: a folder with config.json and safetensors, or a name of the Hub
+    revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
     # The most drafts of one request in a step; fewer where they are not accepted, or the batch is large.
     num_speculative_tokens: int = Field(MAX_DRAFTS, ge=1, le=MAX_DRAFTS)
     # ngram: how many of the last tokens must have occurred before. Of these two, one that is left out is as the other.
@@ -82,6 +81,8 @@ class SpeculativeConfig(StrictModel):
         given = {key: value for key, value in data.items() if value is not None}
         if str(given.get("method")).endswith("_mtp"):  # vLLM has a name for each family
             given["method"] = "mtp"
+        if "method" not in given and "model" in given:
+            given["method"] = "draft_model"
         if given.get("method") == "mtp":
             given.setdefault("num_speculative_tokens", 1)  # draft layers are trained for one, and vLLM's default
         low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
@@ -101,8 +102,8 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def guesses_on_device(self) -> bool:
-        """True where a layer of the model guesses, at the end of each step."""
-        return self.method == "mtp"
+        """True where a layer of the model guesses, or a second model, at the end of each step."""
+        return self.method in ("mtp", "draft_model")
 
     @model_validator(mode="after")
     def _keys_fit_the_method(self) -> Self:
@@ -115,10 +116,12 @@ class SpeculativeConfig(StrictModel):
             problems["prompt_lookup_min"] = (
                 f"is {self.prompt_lookup_min}, must be at most prompt_lookup_max ({self.prompt_lookup_max})"
             )
-        if self.method == "ngram" and "num_speculative_tokens" not in self.model_fields_set:
+        if self.method in ("ngram", "draft_model") and "num_speculative_tokens" not in self.model_fields_set:
             problems["num_speculative_tokens"] = (
-                f"is required with 'ngram': the most guesses at once, 1 to {MAX_DRAFTS}"
+                f"is required with {self.method!r}: the most guesses at once, 1 to {MAX_DRAFTS}"
             )
+        if self.method == "draft_model" and self.model is None:
+            problems["model"] = "is required with 'draft_model': a folder or a name of the Hub"
         self.refuse(problems)
         return self
 

@@ -4,7 +4,7 @@ cpu.py             computes when it is called; its captured steps are recorded c
 cuda.py            launches and never waits; its captured steps are CUDA graphs
 cuda_stream.py     the stream, events, pinned memory and graphs of a GPU
 staged_writes.py   changes to the row tables, in a pinned buffer that a GPU reads in place
-drafting_head.py   guesses of the model's draft head, at the end of a step of either kind
+guesses.py         guesses of the model's draft head, or of a draft model, at the end of a step of either kind
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Model(Protocol):
         """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
 
         `hidden` [T, hidden_size] are all tokens' hidden states behind the last norm, `token_ids` [T] the tokens that
-        follow them. Called only where `StepLimits.guesses_on_device`.
+        follow them. Called only where `StepLimits.guesses_on_device`, and there is no draft model.
         """
         ...
 
@@ -69,11 +69,20 @@ class Model(Protocol):
         ...
 
 
+class DraftModel(NamedTuple):
+    """A second model, which guesses what the first one will draw."""
+
+    model: Model
+    groups: Sequence[int]  # its cache groups, among those of the engine
+
+
 @dataclass(frozen=True)
 class StepParts:
     """The objects that the steps of one runner read and write."""
 
     model: Model
+    groups: Sequence[int]  # the model's cache groups
+    draft_model: DraftModel | None  # guesses in the place of the model's draft head
     tables: RowTables
     current: CurrentBatch
     inputs: InputBuffers
@@ -106,7 +115,7 @@ class DeviceStep(StepLogits, Protocol):
         ...
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:
-        """Write what the draft head keeps of the step's tokens, and store guesses in the rows of chunks that sample.
+        """Write what the drafter keeps of the step's tokens, and store guesses in the rows of chunks that sample.
 
         They are of the `num_guesses` tokens behind the last one drawn, or of more. Called behind `draw`, only where
         `StepLimits.guesses_on_device`.

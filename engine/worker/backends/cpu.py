@@ -34,7 +34,7 @@ from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites, Values
 from . import DeviceStep, Graph, StepParts
-from .drafting_head import DraftingHead
+from .guesses import make_guesser
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class CpuStep:
         self._seq_lens, self._table_rows = inputs.seq_lens.numpy(), inputs.table_rows.numpy()
         self._logits: Tensor | None = None  # of the step's draws, in order
         self._hidden: Tensor | None = None  # of all of the step's tokens, for guesses on the device
-        self._drafting = DraftingHead(parts) if parts.limits.guesses_on_device else None
+        self._guesser = make_guesser(parts)
+        self._reads_hidden = self._guesser is not None and self._guesser.reads_hidden
         self._drawn: NDArray[np.int64] = np.zeros(0, np.int64)  # their tokens
         self._workspace = Workspace()
         self._unrecordable: set[bool] = set()  # whether decodes, whether mixes of any larger size
@@ -103,7 +104,7 @@ class CpuStep:
             return None
         sizes = [size for size in (shape.num_tokens, shape.num_wanted) if size is not None]
         try:
-            if self._drafting is not None:
+            if self._reads_hidden:
                 raise NotRecordable("all hidden states, for its draft head")
             if self._parts.inputs.states:
                 raise NotRecordable("states, and cuts a step by the tables of their slots")
@@ -176,17 +177,18 @@ class CpuStep:
     def _forward(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         inputs = self._parts.inputs.of(shape)
         forward = self._parts.model.forward
-        if self._drafting is None:
+        if not self._reads_hidden:
             return forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
         self._hidden = forward(inputs.token_ids, inputs.caches, None, ranks)
         return self._hidden if inputs.wanted is None else rows_at(self._hidden, inputs.wanted)
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:
-        assert self._drafting is not None, "only steps that guess have a draft head"
-        assert self._hidden is not None, "the step has run"
-        self._drafting.read(shape, self._hidden)
+        assert self._guesser is not None, "only steps that guess have a guesser"
+        batch = self._parts.current.batch
+        exact = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded
+        self._guesser.read(exact, self._hidden)
         if num_guesses:
-            self._drafting.guess(shape.num_seqs, num_guesses)
+            self._guesser.guess(exact.num_seqs, num_guesses)
 
     def _fill(self, shape: StepShape) -> None:
         """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""
@@ -222,8 +224,8 @@ class CpuStep:
         """Write a chunk's drafts into its row: those guesses that are for the tokens it runs."""
         row, end, num_drafts = batch.rows[guesses.chunk], batch.ends[guesses.chunk], guesses.num_drafts
         if not guesses.token_ids:
-            assert self._drafting is not None, "only a drafter on the device leaves guesses in rows"
-            self._tokens[row, end - num_drafts : end] = self._drafting.guesses.token_ids[row, :num_drafts]
+            assert self._guesser is not None, "only a drafter on the device leaves guesses in rows"
+            self._tokens[row, end - num_drafts : end] = self._guesser.guesses.token_ids[row, :num_drafts]
             return
         first = end - num_drafts - guesses.first
         self._tokens[row, end - num_drafts : end] = guesses.token_ids[first : first + num_drafts]

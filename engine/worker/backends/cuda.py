@@ -37,7 +37,7 @@ from ..shapes import Shapes, StepShape
 from ..tables import TableWrites
 from . import DeviceStep, Graph, StepParts
 from .cuda_stream import Stream
-from .drafting_head import DraftingHead
+from .guesses import make_guesser
 from .staged_writes import StagedWrites
 
 
@@ -87,11 +87,11 @@ class CudaStep:
         num_drawn = parts.limits.max_num_draws if parts.limits.max_drafts else 0
         self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # of each token, with drafts
         self._has_drafts = False  # the newest step
-        self._drafting = DraftingHead(parts) if parts.limits.guesses_on_device else None
+        self._guesser = make_guesser(parts)
         self._guess_graphs: dict[int, Callable[[], object]] = {}  # by sequences
         self._guesses = Guesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
-        if self._drafting is not None:
-            self._guesses = self._drafting.guesses
+        if self._guesser is not None:
+            self._guesses = self._guesser.guesses
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         return None
@@ -106,15 +106,15 @@ class CudaStep:
         if shape.is_decode:
             parts.inputs.fill_decodes(shape.num_seqs)
         inputs = parts.inputs.of(shape)
-        wanted = inputs.wanted if self._drafting is None else None
+        wanted = None if self._guesser is not None and self._guesser.reads_hidden else inputs.wanted
         hidden = parts.model.forward(inputs.token_ids, inputs.caches, wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]
         logits = self.logits[: shape.num_seqs]
         parts.model.logits(last, out=logits)
         drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
         store_tokens(drawn, tables.step, batch, buffers, parts.outputs.ring)
-        if self._drafting is not None:
-            self._drafting.read(shape, hidden)
+        if self._guesser is not None:
+            self._guesser.read(shape, hidden)
         return hidden
 
     def _run_drafts(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
@@ -129,25 +129,25 @@ class CudaStep:
         drawn = self._drawn[: shape.num_tokens]
         drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
-        if self._drafting is not None:
-            self._drafting.read(shape, hidden)
+        if self._guesser is not None:
+            self._guesser.read(shape, hidden)
         return hidden
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:
         """Make as many guesses as a request gets at most, or none: that is what is captured."""
-        assert self._drafting is not None, "only steps that guess have a draft head"
+        assert self._guesser is not None, "only steps that guess have a draft head"
         if not num_guesses:
             return
         graph = self._guess_graphs.get(shape.num_seqs)
         if graph is None:
-            self._drafting.guess(shape.num_seqs, self._parts.limits.max_drafts)
+            self._guesser.guess(shape.num_seqs, self._parts.limits.max_drafts)
         else:
             graph()
 
     def capture(self, shape: StepShape) -> Graph | None:
         replay = self._stream.capture(functools.partial(self.run, shape))
-        if self._drafting is not None and shape.num_seqs not in self._guess_graphs:
-            guess = functools.partial(self._drafting.guess, shape.num_seqs, self._parts.limits.max_drafts)
+        if self._guesser is not None and shape.num_seqs not in self._guess_graphs:
+            guess = functools.partial(self._guesser.guess, shape.num_seqs, self._parts.limits.max_drafts)
             self._guess_graphs[shape.num_seqs] = self._stream.capture(guess)
 
         def graph() -> None:

@@ -55,14 +55,17 @@ def test_answers_are_those_without_drafts(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
-def test_a_draft_layer_is_divided_as_the_others_are(
-    pool: MemberPool, tmp_path: Path, params: SamplingParams, ranks: int
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_what_guesses_on_the_device_is_divided_as_the_model_is(
+    pool: MemberPool, tmp_path: Path, method: str, params: SamplingParams, ranks: int
 ) -> None:
     folder = with_draft_layer(tmp_path / "drafting", "deepseek_v3")
     batches = [requests_of(PROMPTS, params)]
     plain = serve_alone(engine_config(str(folder)), batches)
-    mtp = {"method": "mtp", "num_speculative_tokens": 3}
-    config = engine_config(str(folder), tensor_parallel_size=ranks, speculative_config=mtp)
+    guesses: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        guesses["model"] = str(write_checkpoint(tmp_path / "small", "qwen3", num_hidden_layers=1))
+    config = engine_config(str(folder), tensor_parallel_size=ranks, speculative_config=guesses)
     served = serve(ALONE_MEMBER, config, batches) if ranks == 1 else pool.run(serve, config, batches, tp=ranks)[0]
     assert served is not None
     assert [answer.token_ids for answer in served.answers] == [answer.token_ids for answer in plain.answers]

@@ -24,18 +24,28 @@ def config(**given: Any) -> SpeculativeConfig:
     ("given", "field", "message"),
     [
         ({}, "method", "is missing"),
-        ({"method": "ngrams"}, "method", "must be one of 'ngram', 'suffix', 'mtp'; did you mean 'ngram'"),
+        (
+            {"method": "ngrams"},
+            "method",
+            "'suffix', 'mtp', 'draft_model'; did you mean 'ngram'",
+        ),
         ({"method": "mtp", "prompt_lookup_max": 3}, "prompt_lookup_max", "is for 'ngram'"),
-        ({"method": "mtp", "model": "deepseek"}, "model", "the draft layer of the served one"),
+        ({"method": "mtp", "model": "deepseek"}, "model", "is for 'draft_model'"),
         ({"method": "eagle3"}, "method", "which needs a checkpoint of its own"),
-        ({"method": "draft_model"}, "method", "which needs a second model"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "model", "is required with 'draft_model'"),
+        ({"model": "small"}, "num_speculative_tokens", "is required with 'draft_model'"),
+        (
+            {"model": "small", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+            "draft_tensor_parallel_size",
+            "as the model is",
+        ),
         ({"method": "medusa"}, "method", "which needs trained heads"),
         ({**NGRAM, "num_speculative_token": 3}, "num_speculative_token", "did you mean 'num_speculative_tokens'"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens", "is 0, must be at least 1"),
         ({**NGRAM, "num_speculative_tokens": 16}, "num_speculative_tokens", "is 16, must be at most 15"),
         ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens", "is true, must be a number"),
         ({"method": "ngram"}, "num_speculative_tokens", "is required with 'ngram'"),
-        ({**NGRAM, "model": "draft"}, "model", "is for methods with a model of their own"),
+        ({**NGRAM, "model": "draft"}, "model", "is for 'draft_model'"),
         ({**NGRAM, "speculative_token_tree": "[(0,)]"}, "speculative_token_tree", "one sequence"),
         ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max", "at least 1"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min", "prompt_lookup_max .3."),
@@ -83,6 +93,12 @@ def test_a_draft_layer_has_one_name_and_guesses_one_token_where_no_number_is_giv
     made = config(method=method)
     assert (made.method, made.num_speculative_tokens) == ("mtp", 1)
     assert config(method=method, num_speculative_tokens=3).num_speculative_tokens == 3
+
+
+def test_a_model_is_a_draft_model_where_no_method_is_given() -> None:
+    made = config(model="small", num_speculative_tokens=2)
+    assert made == config(method="draft_model", model="small", num_speculative_tokens=2)
+    assert made.guesses_on_device
 
 
 def test_each_method_has_its_drafter() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from baton.engine.core.config import CacheGroupConfig
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
-from baton.engine.models import load_config, load_model
-from baton.engine.worker.backends import Backend
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.models import load_model
+from baton.engine.worker.backends import Backend, DraftModel
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import StepLimits
 
@@ -21,19 +22,30 @@ from .narrow_grammars import NarrowGrammars
 class Engines:
     """Engines of one tiny model whose blocks start as NaN: reading one too many shows."""
 
-    def __init__(self, checkpoint: Path, limits: StepLimits) -> None:
-        self.config = load_config(checkpoint, dtype="float32", drafts=limits.guesses_on_device)
+    def __init__(self, config: ModelConfig, limits: StepLimits) -> None:
+        self.config = config
         self.limits = limits
-        self.model = load_model(self.config)
-        (self.group,) = self.config.caches.groups
+        self.model = load_model(config)
+        self.draft_model = None if config.draft_model is None else load_model(config.draft_model)
 
     def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
-        kv = allocate_kv(self.group.blocks, num_blocks).fill_(float("nan"))
-        return ModelRunner(self.model, [kv], backend, self.limits, self.config.vocab_size)
+        """Make a runner with so many blocks in each cache group."""
+        layout, own, of_draft = self.config.engine_caches
+        return ModelRunner(
+            self.model,
+            [allocate_kv(group.blocks, num_blocks).fill_(float("nan")) for group in layout.groups],
+            backend,
+            self.limits,
+            self.config.vocab_size,
+            groups=own,
+            draft_model=None if self.draft_model is None else DraftModel(self.draft_model, of_draft),
+        )
 
     def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:
+        groups = self.config.engine_caches.layout.groups
         config = EngineCoreConfig(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(groups),
+            cache_groups=[CacheGroupConfig(num_blocks=num_blocks, window=group.window) for group in groups],
             max_num_seqs=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             max_model_len=self.limits.max_model_len,

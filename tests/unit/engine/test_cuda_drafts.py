@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.models import load_config
 from baton.engine.worker.backends import cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -32,7 +33,7 @@ LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path) -> Engines:
-    return Engines(checkpoint, LIMITS)
+    return Engines(load_config(checkpoint, dtype="float32"), LIMITS)
 
 
 def cuda_backend(max_tokens: int) -> CudaBackend:

@@ -18,11 +18,12 @@ from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.models import load_config
 from baton.engine.startup import build
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.backends.drafting_head import DraftingHead
+from baton.engine.worker.backends.guesses import HeadGuesser
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 from baton.engine.worker.warmup import ProfileRun
 from baton.kernels.sampling import encode_row, sample_rows
@@ -195,7 +196,7 @@ def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Engines:
-    return Engines(folder, LIMITS)
+    return Engines(load_config(folder, dtype="float32", drafts=True), LIMITS)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -230,13 +231,13 @@ def test_steps_as_a_gpu_runs_them_guess_the_same(engines: Engines, num_blocks: i
 
 def test_sizes_of_steps_are_warmed_up_with_guesses(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     guessed: list[tuple[int, int]] = []
-    guess = DraftingHead.guess
+    guess = HeadGuesser.guess
 
-    def note(head: DraftingHead, num_seqs: int, num_guesses: int) -> None:
+    def note(head: HeadGuesser, num_seqs: int, num_guesses: int) -> None:
         guessed.append((num_seqs, num_guesses))
         guess(head, num_seqs, num_guesses)
 
-    monkeypatch.setattr(DraftingHead, "guess", note)
+    monkeypatch.setattr(HeadGuesser, "guess", note)
     shapes = CudaShapes(LIMITS, max_tokens=32)
     backend = CudaBackend(InlineStream(), shapes, torch.float32)
     captured = list(shapes.in_capture_order())

@@ -84,13 +84,16 @@ def test_a_fleet_may_have_its_own_or_none() -> None:
         )
 
 
-def test_a_draft_layer_runs_in_all_fleets_or_in_none() -> None:
-    alone = {"prefill": {"replicas": 1}, "decode": {"replicas": 1, "engine": {"speculative_config": MTP}}}
-    with pytest.raises(InvalidSpec, match="speculative_config has a draft layer for decode alone"):
+@pytest.mark.parametrize(
+    ("guesses", "name"), [(MTP, "its draft layer"), ({"model": "small", "num_speculative_tokens": 2}, "small")]
+)
+def test_what_guesses_on_the_device_does_so_in_all_fleets_or_in_none(guesses: dict[str, Any], name: str) -> None:
+    alone = {"prefill": {"replicas": 1}, "decode": {"replicas": 1, "engine": {"speculative_config": guesses}}}
+    with pytest.raises(InvalidSpec, match=f"guesses by no model for prefill and by {name} for decode"):
         load_spec({"model": "configs/demo/model", "fleets": alone})
     both = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
-    spec = load_spec({"model": "configs/demo/model", "fleets": both, "engine": {"speculative_config": MTP}})
-    assert all(spec.engine_config(role).runs_draft_layer for role in (Role.PREFILL, Role.DECODE))
+    spec = load_spec({"model": "configs/demo/model", "fleets": both, "engine": {"speculative_config": guesses}})
+    assert {spec.engine_config(role).kept_for_guesses for role in (Role.PREFILL, Role.DECODE)} == {name}
 
 
 def read(folder: Path, kind: str, architecture: str, *, drafts: bool = False, **keys: Any) -> ModelConfig:
@@ -139,7 +142,7 @@ def test_a_draft_layer_is_refused_on_a_gpu(tmp_path: Path) -> None:
     model = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True)
     check_speculation(model, config(speculative_config=MTP), "auto")
     check_speculation(model, config(speculative_config=NGRAM), "cuda")
-    with pytest.raises(InvalidEngineConfig, match="draft layers guess on CPUs alone so far"):
+    with pytest.raises(InvalidEngineConfig, match="draft layers and draft models guess on CPUs alone"):
         check_speculation(model, config(speculative_config=MTP), "cuda")
 
 

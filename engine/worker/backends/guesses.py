@@ -1,0 +1,180 @@
+"""Guesses that are made on the device at the end of each step: by the model's draft head, or by a draft model.
+
+    read     all tokens of the step ─> what the drafter keeps of them
+    guess    the last drawn         ─> logits ─> a guess ─> drafter ─> logits ─> the next guess ...
+
+A guess is drawn as the token itself will be, with the request's temperature and the random numbers of that position:
+where the drafter's logits are near the model's, so is the draw. Penalties, biases and grammars are left out.
+
+Nothing here waits for the device, and no shape depends on what the tables hold: a captured step has both parts.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.kernels.attention import AttentionBatch
+from baton.kernels.sampling import sample_rows
+from baton.kernels.step import Guesses
+
+from ...core.layout import BLOCK_SIZE
+from ...layers.attention import GroupCache, StateCache
+from ..shapes import StepShape
+from . import DraftModel, StepParts
+
+
+def make_guesser(parts: StepParts) -> Guesser | None:
+    """Return what guesses on the device; None where nothing does."""
+    if not parts.limits.guesses_on_device:
+        return None
+    return HeadGuesser(parts) if parts.draft_model is None else ModelGuesser(parts, parts.draft_model)
+
+
+class Guesser(abc.ABC):
+    """Keeps guesses by row. What it reads and writes stays at its addresses.
+
+    `guesses` are those of each row, from the index `guesses.first` in the row on; the last line of both is of padding.
+    """
+
+    reads_hidden: bool  # whether `read` needs the hidden states of all tokens
+
+    def __init__(self, parts: StepParts, groups: Sequence[int]) -> None:
+        """`groups`: the cache groups of what guesses."""
+        self._parts = parts
+        self._groups = groups
+        limits, device = parts.limits, parts.tables.memory.device
+        num_rows = limits.max_num_seqs
+        self.guesses = Guesses(
+            torch.zeros(num_rows + 1, limits.max_drafts, dtype=torch.int32, device=device),
+            torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+        )
+        self._numbers = torch.arange(max(num_rows, limits.max_num_batched_tokens) + 1, device=device).int()
+
+    @abc.abstractmethod
+    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+        """Write what is kept of all tokens of a step. Called when its draws are in the rows.
+
+        `hidden` [T, hidden_size] are the states behind the model's last norm, where they are asked for.
+        """
+
+    @abc.abstractmethod
+    def guess(self, num_seqs: int, num_guesses: int) -> None:
+        """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
+
+        Keys and values of guessed tokens are written where their row has a block for them; the next step writes over
+        them.
+        """
+
+    def _begin(self, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Return the row [S] of each sequence, -1 for padding, and the position [S] of its first guess. Notes them."""
+        rows = self._parts.tables.rows.tensor[0, :num_seqs]
+        first = self._parts.tables.computed.tensor[0, rows.clamp(min=0).long()] + 1
+        self.guesses.first[rows.long()] = first  # -1 is the last line
+        return rows, first
+
+    def _keep(self, logits: Tensor, rows: Tensor, first: Tensor, number: int) -> Tensor:
+        """Draw guess `number` of each row from logits [S, V], keep it and return it, [S] int32."""
+        drawn = sample_rows(logits, self._parts.tables.sampling.tensor, rows, first + number)
+        guessed = drawn.clamp(min=0).int()  # where nothing can be drawn, the guess is wrong
+        self.guesses.token_ids[rows.long(), number] = guessed
+        return guessed
+
+    def _caches_at(self, rows: Tensor, positions: Tensor) -> tuple[GroupCache | StateCache, ...]:
+        """Return the caches of a step of one token of each row; of a row that has no block for it, of none."""
+        tables, limits = self._parts.tables, self._parts.limits
+        num_seqs, some_rows = len(rows), rows.clamp(min=0).long()
+        has_block = (rows >= 0) & (positions < tables.room.tensor[0, some_rows].clamp(max=limits.max_model_len))
+        positions = torch.where(has_block, positions, 0).long()
+        blocks = tables.blocks[:, some_rows, positions // BLOCK_SIZE].long()
+        slots = torch.where(has_block, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, -1)
+        seq_lens = torch.where(has_block, positions + 1, 0).int()
+
+        def batch(shape: StepShape, group: int) -> AttentionBatch:
+            return AttentionBatch(
+                query_start=self._numbers[: num_seqs + 1],
+                seq_lens=seq_lens,
+                block_tables=tables.blocks[group],
+                positions=positions,
+                slots=slots[group],
+                max_query_len=1,
+                max_seq_len=shape.max_seq_len,
+                num_decodes=num_seqs,
+                table_rows=some_rows.int(),
+            )
+
+        shape = StepShape(num_seqs, num_seqs, num_seqs, 1, limits.max_model_len)
+        return self._parts.inputs.caches(shape, self._groups, batch)
+
+
+class HeadGuesser(Guesser):
+    """Guesses by the model's draft head (`layers.draft_head`), from hidden states and the tokens that follow them."""
+
+    reads_hidden = True
+
+    def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts, parts.groups)
+        self._normed: Tensor | None = None  # [num_rows, hidden_size] of the step's sequences, as is the next
+        self._hidden: Tensor | None = None
+
+    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+        assert hidden is not None, "it was asked for"
+        tables, inputs, model = self._parts.tables, self._parts.inputs, self._parts.model
+        num_seqs, num_tokens = shape.num_seqs, shape.num_tokens
+        batch, positions = tables.batch(num_seqs), inputs.positions[:num_tokens]
+        ends = self._numbers[: num_seqs + 1] if shape.is_decode else batch.query_start
+        firsts, rows = ends[:-1], batch.rows.clamp(min=0).long()
+        owners = torch.searchsorted(ends[1:].contiguous(), self._numbers[:num_tokens], right=True)
+        owners = owners.clamp(max=num_seqs - 1)
+        longest = tables.tokens.tensor.shape[1] - 1
+        following = tables.tokens.tensor[rows[owners], (positions + 1).clamp(max=longest)]
+        # The last token of each sequence that is kept: behind it lie drafts that were wrong.
+        starts = positions[firsts.clamp(max=num_tokens - 1).long()]
+        last = firsts + tables.computed.tensor[0, rows] - 1 - starts
+        last = torch.where(batch.rows >= 0, last, 0).clamp(0, num_tokens - 1).long()
+        states = model.draft(following, hidden, inputs.of(shape).caches, last)
+        if self._normed is None or self._hidden is None:
+            self._normed, self._hidden = (
+                torch.zeros(self._parts.limits.max_num_seqs, each.shape[1], dtype=each.dtype, device=each.device)
+                for each in states
+            )
+        self._normed[:num_seqs].copy_(states.normed)
+        self._hidden[:num_seqs].copy_(states.hidden)
+
+    def guess(self, num_seqs: int, num_guesses: int) -> None:
+        assert self._normed is not None, "the step was read"
+        assert self._hidden is not None, "the step was read"
+        model, (rows, first) = self._parts.model, self._begin(num_seqs)
+        normed, hidden = self._normed[:num_seqs], self._hidden[:num_seqs]
+        for number in range(num_guesses):
+            guessed = self._keep(model.logits(normed), rows, first, number)
+            if number + 1 < num_guesses:
+                normed, hidden = model.draft(guessed, hidden, self._caches_at(rows, first - 1 + number))
+
+
+class ModelGuesser(Guesser):
+    """Guesses by a draft model, which reads the tokens and nothing of the model."""
+
+    reads_hidden = False
+
+    def __init__(self, parts: StepParts, draft_model: DraftModel) -> None:
+        super().__init__(parts, draft_model.groups)
+        self._model = draft_model.model
+
+    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+        inputs = self._parts.inputs
+        # One token goes on behind the last attention: ranks that divide the product there wait for each other.
+        one = self._numbers[:1].long()
+        self._model.forward(inputs.token_ids[: shape.num_tokens], inputs.caches(shape, self._groups), one)
+
+    def guess(self, num_seqs: int, num_guesses: int) -> None:
+        rows, first = self._begin(num_seqs)
+        last = (first - 1).clamp(max=self._parts.limits.max_model_len - 1)
+        token_ids = self._parts.tables.tokens.tensor[rows.clamp(min=0).long(), last.long()]
+        for number in range(num_guesses):
+            caches = self._caches_at(rows, first - 1 + number)
+            normed = self._model.forward(token_ids, caches, None)
+            token_ids = self._keep(self._model.logits(normed), rows, first, number)

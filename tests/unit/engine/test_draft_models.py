@@ -1,0 +1,218 @@
+"""A second model guesses, at the end of each step: answers are those without it, and it guesses what it would draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams, build_engine
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.drafter import DeviceDrafter
+from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.startup import build
+from baton.engine.startup.model_config import read_model_config
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+
+from ...helpers.checkpoints import write_checkpoint
+from ...helpers.inline_stream import InlineStream
+from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .copy_connector import Room
+from .cores import Engines, answers_of, tokens_and_logprobs
+from .handing_off import hand_off
+
+PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)  # behind which a block has room for guesses
+HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
+KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
+MOST = 3
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another family with the same vocabulary: one layer, other heads, other weights."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 48}
+    return write_checkpoint(tmp_path_factory.mktemp("draft") / "llama", "llama", seed=3, **shape)
+
+
+@pytest.fixture
+def make(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Make engines whose requests always have as many drafts as they may."""
+
+    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        if config is None:
+            return None
+        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
+
+    monkeypatch.setattr(build, "make_drafting", drafting)
+    return make_llm
+
+
+def guessing(model: Path) -> dict[str, Any]:
+    return {"model": str(model), "num_speculative_tokens": MOST}
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    outputs = llm.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
+
+
+def stats_of(llm: LLM) -> SpeculationStats:
+    stats = llm.engine.core.stats().speculation
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.exhaustive
+@KINDS
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"async_scheduling": True},
+        {"num_gpu_blocks_override": 16, "async_scheduling": True},
+        {"enable_prefix_caching": False, "max_num_seqs": 1},
+    ],
+    ids=["batched", "chunked", "two in flight", "preempted, two in flight", "one by one"],
+)
+def test_answers_are_those_without_a_draft_model(
+    llm: LLM, make: Callable[..., LLM], other: Path, params: SamplingParams, args: dict[str, Any]
+) -> None:
+    expected = answers(llm, params)
+    drafting = make(speculative_config=guessing(other), **args)
+    for _ in range(2):  # the second time, prompts are cached
+        assert answers(drafting, params) == expected
+    assert stats_of(drafting).num_draft_tokens > 100
+    core = drafting.engine.core
+    if "num_gpu_blocks_override" in args:
+        assert core.stats().num_preemptions > 0
+    assert core.stats().num_blocks_free == core.stats().num_blocks
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 16, "async_scheduling": True}], ids=["", "chunked"])
+def test_a_model_guesses_itself_right(
+    make: Callable[..., LLM], checkpoint: Path, params: SamplingParams, args: dict[str, Any]
+) -> None:
+    drafting = make(speculative_config=guessing(checkpoint), **args)
+    answers(drafting, params)
+    stats = stats_of(drafting)
+    assert stats.num_draft_tokens > 100
+    assert stats.acceptance_rate == 1, "its cache has all tokens, and no others"
+
+
+def expected_accepted(guess: Callable[[list[int], int], Sequence[int]], whole: list[int], num_prompt: int) -> list[int]:
+    """Return how many of the guesses are right, by position in their step, of a request by itself."""
+    accepted, known = [0] * MOST, num_prompt  # the index of the newest token, which was drawn and not run
+    while known + 1 < len(whole):
+        guesses = guess(whole[: known + 1], min(MOST, len(whole) - 2 - known))
+        right = 0
+        while right < len(guesses) and guesses[right] == whole[known + 1 + right]:
+            accepted[right] += 1
+            right += 1
+        known += right + 1
+    return accepted
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_guesses_are_what_the_draft_model_draws_by_itself(
+    make: Callable[..., LLM], other: Path, params: SamplingParams
+) -> None:
+    alone = LLM(str(other), skip_tokenizer_init=True, dtype="float32", max_num_seqs=1)
+    drafting = make(speculative_config=guessing(other), max_num_seqs=1)
+    expected = [0] * MOST
+    for prompt, own in zip(PROMPTS[::2], own_seeds(params, 3), strict=True):
+
+        def guess(tokens: list[int], count: int, own: SamplingParams = own) -> Sequence[int]:
+            few = msgspec.structs.replace(own, max_tokens=max(1, count), logprobs=None)
+            return alone.generate(tokens, few, use_tqdm=False)[0].outputs[0].token_ids[:count]
+
+        (output,) = drafting.generate(prompt, own, use_tqdm=False)
+        found = expected_accepted(guess, [*prompt, *output.outputs[0].token_ids], len(prompt))
+        expected = [total + more for total, more in zip(expected, found, strict=True)]
+    assert stats_of(drafting).num_accepted_per_pos == expected
+    assert any(expected) or params is GREEDY
+
+
+def requests_of(params: SamplingParams) -> list[EngineRequest]:
+    return [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=own, seed=own.seed or 0)
+        for i, (prompt, own) in enumerate(zip(PROMPTS, own_seeds(params, len(PROMPTS)), strict=True))
+    ]
+
+
+def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[..., LLM], checkpoint: Path) -> None:
+    room = Room()
+    args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8}
+    args["speculative_config"] = guessing(checkpoint)
+    prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
+    assert hand_off(prefill, decode, requests_of(HOT)) == [tokens for tokens, _ in answers(llm, HOT)]
+    stats = decode.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 100
+    assert stats.acceptance_rate == 1, "the prompts' part of its cache came with the model's"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, depth: int) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
+    config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(other)}))
+    limits = StepLimits(
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
+    )
+    engines = Engines(config, limits)
+
+    def serve(backend: Backend) -> tuple[SpeculationStats | None, dict[str, tuple[list[int], list[float]]]]:
+        runner = engines.runner(backend, 64)
+        runner.capture()
+        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
+        core = engines.core(runner, 64, depth, drafting)
+        outputs = answers_of(core, requests_of(HOT))
+        return core.stats().speculation, {name: tokens_and_logprobs(each) for name, each in outputs.items()}
+
+    there = CudaBackend(InlineStream(), CudaShapes(limits, max_tokens=32), torch.float32)
+    (stats, found), (plain, expected) = serve(there), serve(CpuBackend(CpuShapes(limits)))
+    assert {name: tokens for name, (tokens, _) in found.items()} == {name: each for name, (each, _) in expected.items()}
+    assert stats == plain
+    assert stats is not None
+    assert stats.num_accepted_tokens > 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 300}, "its vocabulary has 300 tokens, and the model's 256"),
+        ({"max_position_embeddings": 128}, "max_model_len is 256, but the model has 128 positions"),
+    ],
+)
+def test_a_draft_model_that_cannot_guess_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, **changes)
+    config = EngineConfig.from_args({"model": str(checkpoint), "speculative_config": guessing(folder)})
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        read_model_config(config)
+    assert caught.value.field == "speculative_config.model"
+
+
+def test_a_draft_model_with_states_or_other_tokens_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    hybrid = write_checkpoint(tmp_path / "hybrid", "qwen3_next")
+    with pytest.raises(InvalidEngineConfig, match="keeps recurrent states"):
+        read_model_config(EngineConfig.from_args({"model": str(checkpoint), "speculative_config": guessing(hybrid)}))
+    same = write_checkpoint(tmp_path / "same", "llama")
+    tokens = (checkpoint / "tokenizer.json").read_text()
+    (same / "tokenizer.json").write_text(tokens.replace('"version": "1.0"', '"version":"1.0"'))
+    config = EngineConfig.from_args({"model": str(checkpoint), "speculative_config": guessing(same)})
+    assert read_model_config(config).draft_model is not None
+    (same / "tokenizer.json").write_text(tokens.replace('"!": 0', '"!": 1'))
+    with pytest.raises(InvalidEngineConfig, match=r"its tokenizer\.json has other tokens than the model's"):
+        read_model_config(config)
