@@ -130,6 +130,11 @@ class Batch:
         return StepSize(sum(self.lens), len(self.rows), max(1, num_wanted), bool(self.scored))
 
     @property
+    def has_prompts(self) -> bool:
+        """True where a chunk is more than a decode and its drafts."""
+        return sum(self.lens) > len(self.lens) + sum(guesses.num_drafts for guesses in self.guesses)
+
+    @property
     def alone(self) -> int:
         """The length of the step's only sequence; 0 where there are several."""
         return self.ends[0] if len(self.ends) == 1 else 0

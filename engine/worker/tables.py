@@ -1,6 +1,6 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses, room
+    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses ... read
                         one row a running request             | the batch of the step                 | one row each
                                  one table of blocks for each cache group          cuts of those with states
 
@@ -85,8 +85,8 @@ class RowTables:
 
     In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers with states, slot
     `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
-    that the plans name are leftovers that nothing reads. `room[row]`, where guesses are made on the device, is the
-    number of tokens that the row's blocks hold.
+    that the plans name are leftovers that nothing reads. Where guesses are made on the device, `room[row]` is the
+    number of tokens that the row's blocks hold, and `read[row]` of those that a draft model has read.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class RowTables:
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
         self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
-        self.guesses, self.first_guess, self.room = tables[-3:]
+        self.guesses, self.first_guess, self.room, self.read = tables[-4:]
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(7, len(tables) - 3, size), strict=True)
+            for group, first in zip(state_groups, range(7, len(tables) - 4, size), strict=True)
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
@@ -161,6 +161,7 @@ class RowTables:
         add(self.computed.address(0, row), [start.num_computed])
         if self._tells_room:
             add(self.room.address(0, row), [self._room_of(row)])
+            add(self.read.address(0, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
         """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""
@@ -208,7 +209,7 @@ def _table_shapes(
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    guesses = [(seqs, limits.max_guesses), (1, seqs), (1, seqs if limits.guesses_on_device else 0)]
+    guesses = [(seqs, limits.max_guesses), (1, seqs), *[(1, seqs if limits.guesses_on_device else 0)] * 2]
     return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *guesses]
 
 

@@ -194,11 +194,11 @@ class Drafting:
         return text.contains((*before, *chunk.drafts))
 
     def observe(
-        self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float, *, guessed: bool = False
+        self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float, num_guesses: int = 0
     ) -> None:
         """Take in the time of a step, once its requests are settled: what decoded in it, and what else it read.
 
-        `guessed`: the device made guesses in it.
+        The device made `num_guesses` of each request in it.
         """
         num_accepted, self._num_accepted = self._num_accepted, 0
         if self._lengths is None:
@@ -207,7 +207,7 @@ class Drafting:
         if num_prompt_tokens:
             self._lengths.observe_prompts(num_tokens + num_prompt_tokens, seconds)
         else:
-            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted, guessed=guessed)
+            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted, num_guesses)
 
     def end(self, request: Request) -> None:
         """Forget a request that is over. Its answer is an example for others."""

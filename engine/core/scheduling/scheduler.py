@@ -212,7 +212,7 @@ class Scheduler:
         self._num_drawn += num_drawn
         if self.drafting is not None:
             num_drafts = plan.num_tokens - num_decodes - num_prompt_tokens
-            self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds, guessed=plan.num_guesses > 0)
+            self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds, plan.num_guesses)
         if len(self.requests) != num_live:
             self.running.remove_ended()
         if self.tier_copies.exists:

@@ -23,6 +23,9 @@ are worth, speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN
 In a step that reads prompts, too, a draft takes the place of a prompt token, and is taken to cost as much (t). The
 account does not see such steps, as their time says nothing about their drafts.
 
+A drafter on the device makes guesses a step ahead. They take time whether or not drafts come of them, so a step that
+is to measure others makes none (`made_ahead`), and the account is debited with those that were made in vain.
+
 All is a function of the calls, and nothing is drawn at random.
 """
 
@@ -41,6 +44,7 @@ _MARGIN = 1.1  # estimates err, and a draft costs the scheduler time, too
 _FIRST_PRIOR = 0.6  # share of drafts accepted, before the first
 _KEPT, _WEIGHT = 0.9, 2.0  # of one request's acceptance, and of the time of prompts
 _KEPT_BY_ALL, _WEIGHT_OF_ALL = 0.99, 4.0
+_LONGEST_GUESSES = 4.0  # plain steps: a step that made guesses and took longer was kept by something else
 _FIRST_WAIT, _LONGEST_WAIT = 8, 128  # steps before a request without drafts tries one
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 2048  # steps before a batch without drafts tries them
 _REVIEWED = 8  # steps between two looks at the threshold of a batch of one size
@@ -80,7 +84,8 @@ class DraftLengths:
         self._reviewed_for = (0, False)  # requests, and whether there were prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
-        self._is_measured = False  # whether the step has no drafts so that its time is known
+        self._promised = 0  # the step for which guesses were made to try drafts in it
+        self._is_measured = False  # whether no guesses are made in the step, so that the time of the rest is known
 
     @property
     def num_known(self) -> int:
@@ -101,7 +106,9 @@ class DraftLengths:
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
         self._is_measured = plain_s is None or self._in_a_row >= MOST_IN_A_ROW
-        if plain_s is None or self._account_s is None or self._account_s < 0:
+        if plain_s is None or self._account_s is None:
+            return 0
+        if self._account_s < 0 and self._promised != self._step:
             return 0
         if self._in_a_row >= MOST_IN_A_ROW:
             self._in_a_row = 0
@@ -117,14 +124,22 @@ class DraftLengths:
 
     def _try_all(self, num_requests: int, plain_s: float) -> int:
         """Let every request have a draft although it does not look worth it, if that was long ago and is paid for."""
-        cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
-        if self._step - self._last_drafts < self._pause or self._account_s is None or self._account_s < cost_s:
-            return 0
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if self._promised != self._step:
+            if not self._may_try(num_requests, plain_s, self._step):
+                return 0
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._last_drafts = self._step
         self._reviewed_for = (0, False)
         self._threshold = 0.0
+        self._is_measured = True
         return 1
+
+    def _may_try(self, num_requests: int, plain_s: float, step: int) -> bool:
+        """Return whether the last drafts are long ago at a step, and a draft of each request is paid for."""
+        cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
+        cost_s += self._cost.guess_s(num_requests)
+        is_due = step - self._last_drafts >= self._pause
+        return is_due and self._account_s is not None and self._account_s >= cost_s
 
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
         """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
@@ -133,11 +148,12 @@ class DraftLengths:
         if has_prompts:
             prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else as_request_s
             return max(_LEAST_CHANCE, _MARGIN * best * min(as_request_s, prompt_token_s))
-        added_s = self._cost.added_s(2 * num_requests, as_request_s)
+        guess_s = self._cost.guess_s(num_requests) / num_requests
+        added_s = self._cost.added_s(2 * num_requests, as_request_s) + guess_s
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         for num_drafts, chance in enumerate(chances(self._shares), 1):
             drawn += num_requests * chance
-            each_s = self._cost.added_s(num_requests * (1 + num_drafts), as_request_s)
+            each_s = self._cost.added_s(num_requests * (1 + num_drafts), as_request_s) + guess_s
             rate = drawn / (plain_s + num_requests * num_drafts * each_s)
             if rate > best:
                 best, added_s = rate, each_s
@@ -166,11 +182,18 @@ class DraftLengths:
     def made_ahead(self, request_ids: Sequence[str]) -> int:
         """Return how many guesses a drafter on the device makes for each of these requests in this step, for the next.
 
-        None in a step whose time is to be that of a step without drafts.
+        None in a step whose time is to be known without them.
         """
-        if self._is_measured:
+        if self._is_measured or not request_ids:
             return 0
-        return max((self.expected(request_id, self._most) for request_id in request_ids), default=0)
+        if self._threshold >= 1:
+            plain_s = self._cost.plain_s(len(request_ids))
+            if plain_s is None or not self._may_try(len(request_ids), plain_s, self._step + 1):
+                return 0
+            self._last_drafts = self._promised = self._step + 1
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            return 1
+        return max(self.expected(request_id, self._most) for request_id in request_ids)
 
     def _worth(self, tried: _Tried, most: int, step: int) -> int:
         """Return the number of a request's drafts, up to `most`, that are worth their time or are due to be tried."""
@@ -198,17 +221,17 @@ class DraftLengths:
             tried.wait = _FIRST_WAIT if num_accepted else min(2 * tried.wait, _LONGEST_WAIT)
 
     def observe(
-        self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0, *, guessed: bool = False
+        self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0, num_guesses: int = 0
     ) -> None:
         """Note the time of a step that only decoded: `num_tokens` with all of its drafts.
 
-        `seconds` passed since the step before it ended, or since it was planned if that was later. `guessed`: guesses
-        for the next step were made in it, which is part of what drafts cost.
+        `seconds` passed since the step before it ended, or since it was planned if that was later. `num_guesses` of
+        each request were made in it for the next step, which is part of what drafts cost.
         """
         num_requests = num_tokens - num_drafts
-        if num_requests <= 0 or seconds <= 0 or (guessed and not num_drafts):
+        if num_requests <= 0 or seconds <= 0:
             return
-        if not num_drafts:
+        if not num_drafts and not num_guesses:
             self._cost.note_plain(num_requests, seconds)
         plain_s = self._cost.plain_s(num_requests)
         if plain_s is None:
@@ -216,11 +239,15 @@ class DraftLengths:
         if self._account_s is None:
             self._account_s = LOAN_STEPS * plain_s
         lost_s = 0.0
+        if num_guesses and not num_drafts:
+            lost_s = max(0.0, min(seconds, _LONGEST_GUESSES * plain_s) - plain_s)
+            self._cost.note_guesses(num_requests, num_guesses, lost_s)
         if num_drafts:
             self._in_a_row += 1
             self._last_drafts = self._step
-            seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s))
-            self._cost.note_drafts(num_requests, num_drafts, seconds, plain_s)
+            guesses_s = num_guesses * self._cost.guess_s(num_requests)
+            seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s) + guesses_s)
+            self._cost.note_drafts(num_requests, num_drafts, max(plain_s, seconds - guesses_s), plain_s)
             lost_s = seconds - plain_s * (num_requests + num_accepted) / num_requests
         self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
 

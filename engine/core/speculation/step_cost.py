@@ -43,6 +43,7 @@ class StepCost:
         self._num_noted = 0  # steps
         self._added: dict[int, float] = {}  # seconds of one draft, by the bin of the step's tokens
         self._bins: list[int] = []  # those of `_added`, in order
+        self._guess: dict[int, float] = {}  # seconds of a guess for all requests, by their bin
 
     def plain_s(self, num_requests: int) -> float | None:
         """Return the time of a step without drafts; None where it was not measured."""
@@ -66,6 +67,19 @@ class StepCost:
         high = self._bins[above]
         share = (size - low) / (high - low)
         return self._added[low] * (1 - share) + self._added[high] * share
+
+    def guess_s(self, num_requests: int) -> float:
+        """Return the time that a drafter on the device takes for one guess of each request; 0 where none is known."""
+        if not self._guess:
+            return 0.0
+        size = _bin(num_requests)
+        return self._guess[min(self._guess, key=lambda known: (abs(known - size), known))]
+
+    def note_guesses(self, num_requests: int, num_guesses: int, seconds: float) -> None:
+        """Note what a step took longer in which so many guesses of each request were made, and no draft checked."""
+        size, each = _bin(num_requests), max(0.0, seconds) / num_guesses
+        known = self._guess.get(size)
+        self._guess[size] = each if known is None else known + _NEWEST * (each - known)
 
     def note_plain(self, num_requests: int, seconds: float) -> None:
         self._num_noted += 1

@@ -34,7 +34,7 @@ from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites, Values
 from . import DeviceStep, Graph, StepParts
-from .guesses import make_guesser
+from .guesses import ModelGuesser, make_guesser
 
 logger = logging.getLogger(__name__)
 
@@ -183,12 +183,16 @@ class CpuStep:
         return self._hidden if inputs.wanted is None else rows_at(self._hidden, inputs.wanted)
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:
-        assert self._guesser is not None, "only steps that guess have a guesser"
-        batch = self._parts.current.batch
+        """Let the drafter read the step. A draft model reads it later, unless it guesses or there are prompts."""
+        batch, guesser = self._parts.current.batch, self._guesser
         exact = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded
-        self._guesser.read(exact, self._hidden)
+        if not isinstance(guesser, ModelGuesser):
+            assert guesser is not None, "only steps that guess have a guesser"
+            guesser.read(exact, self._hidden)
+        elif num_guesses or batch.has_prompts:
+            guesser.catch_up(exact.num_seqs)
         if num_guesses:
-            self._guesser.guess(exact.num_seqs, num_guesses)
+            guesser.guess(exact.num_seqs, num_guesses)
 
     def _fill(self, shape: StepShape) -> None:
         """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""

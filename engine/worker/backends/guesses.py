@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,25 +90,43 @@ class Guesser(abc.ABC):
         num_seqs, some_rows = len(rows), rows.clamp(min=0).long()
         has_block = (rows >= 0) & (positions < tables.room.tensor[0, some_rows].clamp(max=limits.max_model_len))
         positions = torch.where(has_block, positions, 0).long()
-        blocks = tables.blocks[:, some_rows, positions // BLOCK_SIZE].long()
-        slots = torch.where(has_block, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, -1)
-        seq_lens = torch.where(has_block, positions + 1, 0).int()
+        seq_lens = torch.where(has_block, positions + 1, 0)
+        placed = _Placed(some_rows, self._numbers[: num_seqs + 1], seq_lens, some_rows, positions, has_block)
+        return self._caches_of(placed, num_decodes=num_seqs)
+
+    def _caches_of(self, placed: _Placed, num_decodes: int) -> tuple[GroupCache | StateCache, ...]:
+        tables, limits = self._parts.tables, self._parts.limits
+        num_seqs, num_tokens = len(placed.rows), len(placed.positions)
+        blocks = tables.blocks[:, placed.token_rows, placed.positions // BLOCK_SIZE].long()
+        slots = torch.where(placed.is_real, blocks * BLOCK_SIZE + placed.positions % BLOCK_SIZE, -1)
+        longest = 1 if num_decodes else min(num_tokens, limits.max_model_len)
 
         def batch(shape: StepShape, group: int) -> AttentionBatch:
             return AttentionBatch(
-                query_start=self._numbers[: num_seqs + 1],
-                seq_lens=seq_lens,
+                query_start=placed.query_start,
+                seq_lens=placed.seq_lens.int(),
                 block_tables=tables.blocks[group],
-                positions=positions,
+                positions=placed.positions,
                 slots=slots[group],
-                max_query_len=1,
-                max_seq_len=shape.max_seq_len,
-                num_decodes=num_seqs,
-                table_rows=some_rows.int(),
+                max_query_len=longest,
+                max_seq_len=limits.max_model_len,
+                num_decodes=num_decodes,
+                table_rows=placed.rows.int(),
             )
 
-        shape = StepShape(num_seqs, num_seqs, num_seqs, 1, limits.max_model_len)
+        shape = StepShape(num_seqs, num_tokens, num_decodes, longest, limits.max_model_len)
         return self._parts.inputs.caches(shape, self._groups, batch)
+
+
+class _Placed(NamedTuple):
+    """Tokens of a step [T] and sequences [S], as tensors."""
+
+    rows: Tensor  # [S] int64
+    query_start: Tensor  # [S + 1] int32
+    seq_lens: Tensor  # [S]
+    token_rows: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    is_real: Tensor  # [T]: others are padding, or have no block
 
 
 class HeadGuesser(Guesser):
@@ -156,7 +175,11 @@ class HeadGuesser(Guesser):
 
 
 class ModelGuesser(Guesser):
-    """Guesses by a draft model, which reads the tokens and nothing of the model."""
+    """Guesses by a draft model, which reads the tokens and nothing of the model.
+
+    What it has read of each row is known on the device (`RowTables.read`), so steps may be left out: the next one that
+    is read catches up.
+    """
 
     reads_hidden = False
 
@@ -165,10 +188,32 @@ class ModelGuesser(Guesser):
         self._model = draft_model.model
 
     def read(self, shape: StepShape, hidden: Tensor | None) -> None:
-        inputs = self._parts.inputs
+        """Read the step's tokens that are kept. The step before it was read, too."""
+        self._read(self._parts.tables.rows.tensor[0, : shape.num_seqs], shape.num_tokens)
+
+    def catch_up(self, num_seqs: int) -> None:
+        """Read all tokens of a step's sequences that are not read yet. It waits for the device."""
+        tables, most = self._parts.tables, self._parts.limits.max_num_batched_tokens
+        rows = tables.rows.tensor[0, :num_seqs]
+        while num_unread := int((tables.computed.tensor[0, rows.long()] - tables.read.tensor[0, rows.long()]).sum()):
+            self._read(rows, min(num_unread, most))
+
+    def _read(self, rows: Tensor, num_tokens: int) -> None:
+        """Read up to so many of the tokens of rows [S] that are not read yet, in the order of the rows."""
+        tables, some_rows = self._parts.tables, rows.clamp(min=0).long()
+        starts = tables.read.tensor[0, some_rows]
+        lens = torch.where(rows >= 0, tables.computed.tensor[0, some_rows] - starts, 0)
+        query_start = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).clamp(max=num_tokens).int()
+        lens = query_start.diff()
+        tokens = self._numbers[:num_tokens]
+        owners = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True).clamp(max=len(rows) - 1)
+        is_real = tokens < query_start[-1]
+        positions = torch.where(is_real, starts[owners] + tokens - query_start[owners], 0).long()
+        token_ids = tables.tokens.tensor[some_rows[owners], positions]
+        placed = _Placed(some_rows, query_start, starts + lens, some_rows[owners], positions, is_real)
         # One token goes on behind the last attention: ranks that divide the product there wait for each other.
-        one = self._numbers[:1].long()
-        self._model.forward(inputs.token_ids[: shape.num_tokens], inputs.caches(shape, self._groups), one)
+        self._model.forward(token_ids, self._caches_of(placed, num_decodes=0), self._numbers[:1].long())
+        tables.read.tensor[0, some_rows] = torch.where(rows >= 0, starts + lens, tables.read.tensor[0, some_rows])
 
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         rows, first = self._begin(num_seqs)

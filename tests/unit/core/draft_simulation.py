@@ -45,28 +45,34 @@ def simulate(
     noise: float = 0.02,
     seed: int = 0,
     looks_ahead: bool = False,
+    guess_s: float | None = None,
 ) -> Simulated:
     """Run steps in which a draft is right at the rate of its request; `rates` are dealt out to requests in turn.
 
     After `answer_steps` steps a request gives its place to the next one. Where it `looks_ahead`, a request has guesses
-    only as far as they were expected when its step before was settled, as those with a grammar.
+    only as far as they were expected when its step before was settled, as those with a grammar. Where `guess_s` is
+    given, guesses are made on the device at the end of each step, and a guess for all requests takes so many seconds.
     """
     draw, policy, done = random.Random(seed), DraftLengths(most), Simulated()
     places = [f"{place} 0" for place in range(num_requests)]
     guessed: dict[str, int] = {}  # guesses of the next step by request, where they are made ahead
-    in_flight: deque[tuple[list[str], list[int]]] = deque()
+    made: dict[str, int] = {}  # guesses that the device has made for a request
+    in_flight: deque[tuple[list[str], list[int], int]] = deque()
     for step in range(num_steps):
         if step and step % (answer_steps // min(answer_steps, num_requests) or 1) == 0:
             place = step % num_requests
             policy.end(places[place])
             places[place] = f"{place} {step}"
         limit = policy.begin_step(num_requests)
-        rooms = [guessed.pop(request, 0) if looks_ahead else most for request in places]
+        known = made if guess_s is not None else guessed if looks_ahead else None
+        rooms = [most if known is None else known.pop(request, 0) for request in places]
         counts = [policy.of(request, room) if limit else 0 for request, room in zip(places, rooms, strict=True)]
-        in_flight.append((places.copy(), counts))
+        num_guesses = 0 if guess_s is None else policy.made_ahead(places)
+        made = dict.fromkeys(places, num_guesses)
+        in_flight.append((places.copy(), counts, num_guesses))
         if len(in_flight) < depth:
             continue
-        requests, drafts = in_flight.popleft()
+        requests, drafts, num_guesses = in_flight.popleft()
         num_drafts, num_accepted = sum(drafts), 0
         for request, count in zip(requests, drafts, strict=True):
             rate = rates[int(request.split()[0]) % len(rates)]
@@ -76,8 +82,9 @@ def simulate(
             num_accepted += accepted
             policy.settled(request, count, accepted)
             guessed[request] = policy.expected(request, most)
-        seconds = device(num_requests + num_drafts) * draw.uniform(1 - noise, 1 + noise)
-        policy.observe(num_requests + num_drafts, seconds, num_drafts, num_accepted)
+        seconds = device(num_requests + num_drafts) + num_guesses * (guess_s or 0.0)
+        seconds *= draw.uniform(1 - noise, 1 + noise)
+        policy.observe(num_requests + num_drafts, seconds, num_drafts, num_accepted, num_guesses)
         done.tokens += num_requests + num_accepted
         done.seconds += seconds
         done.drafts += num_drafts

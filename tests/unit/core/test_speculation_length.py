@@ -56,6 +56,28 @@ def test_guesses_that_are_made_a_step_ahead_are_made_and_tried_seldom_where_they
     assert done.drafts > 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("num_requests", "rate", "times"), [(1, 0.6, 1.5), (1, 0.9, 2.7), (8, 0.6, 1.35), (64, 0.9, 1.5)]
+)
+def test_guesses_that_the_device_makes_in_a_tenth_of_a_step_are_worth_it(
+    num_requests: int, rate: float, times: float, depth: int
+) -> None:
+    done = simulate(memory_bound, num_requests, [rate], depth=depth, guess_s=memory_bound(num_requests) / 10)
+    assert 1 / done.slowdown(memory_bound, num_requests) >= times
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_requests", [1, 64])
+@pytest.mark.parametrize(("rate", "share"), [(0.0, 0.1), (0.6, 3.0)])
+@pytest.mark.parametrize("device", [memory_bound, compute_bound])
+def test_guesses_that_the_device_makes_cost_little_where_they_are_not_worth_it(
+    device: Device, share: float, rate: float, num_requests: int, depth: int
+) -> None:
+    done = simulate(device, num_requests, [rate], depth=depth, guess_s=device(num_requests) * share)
+    assert done.slowdown(device, num_requests) <= MOST_SLOWDOWN
+
+
 @pytest.mark.parametrize("num_requests", [8, 64, 256])
 def test_where_a_draft_costs_what_a_request_costs_there_are_next_to_none(num_requests: int) -> None:
     done = simulate(compute_bound, num_requests, [0.9], num_steps=1000)
