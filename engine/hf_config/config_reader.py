@@ -77,7 +77,7 @@ def read_config(
         load_format=load_format,
         seed=seed,
         window_caches=window_caches,
-        identity=_identity(computed, folder.checkpoint, seed),
+        identity=identity_of(computed, folder.checkpoint, seed),
         is_text_part=is_text_part,
     )
     return config.with_drafts() if drafts else config
@@ -257,7 +257,7 @@ def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
     return asked
 
 
-def _identity(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
+def identity_of(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
     """Hash the computation and the weights; not paths, file layout, or keys that change no result."""
     plain = {name: _plain(value) for name, value in computed.items()}
     weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()

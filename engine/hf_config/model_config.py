@@ -154,6 +154,15 @@ def no_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Eagle3Shape:
+    """An EAGLE-3 head, beside the sizes of its layer."""
+
+    vocab_size: int  # tokens that it knows
+    layers: tuple[int, ...]  # of the model, whose inputs it reads
+    goes_on_normed: bool  # whether its layer adds to the hidden state behind its norm
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftRules:
     """The place and the names of a family's draft layer, which guesses the token behind the next one.
 
@@ -239,7 +248,8 @@ class ModelConfig:
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # behind the last layer, for guessing further tokens, in the checkpoint
     drafts: bool = False  # whether the first of these is run: it is then the layer of index `num_layers`
-    draft_model: ModelConfig | None = None  # a smaller one, which guesses further tokens
+    draft_model: ModelConfig | None = None  # a smaller one or a head, which guesses further tokens
+    eagle3: Eagle3Shape | None = None  # None: it is no such head
     quantization: Quantization | None  # None: plain weights
     cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
     cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
@@ -265,6 +275,12 @@ class ModelConfig:
     def engine_caches(self) -> JoinedCaches:
         """The groups of all that an engine keeps: the model's, and those of its draft model."""
         return self.caches.joined(CacheLayout(()) if self.draft_model is None else self.draft_model.caches)
+
+    @property
+    def drafted_from(self) -> tuple[int, ...]:
+        """The layers whose inputs its head reads; (): it has none, or one that reads the last hidden states."""
+        head = None if self.draft_model is None else self.draft_model.eagle3
+        return () if head is None else head.layers
 
     @property
     def num_run_layers(self) -> int:

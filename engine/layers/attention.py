@@ -138,7 +138,9 @@ class Attention(SelfAttention):
         sinks: bool = False,
         gated: bool = False,
         output_multiplier: float = 1.0,
+        in_features: int | None = None,
     ) -> None:
+        """`in_features`: the width of its input; by default the model's hidden size."""
         shape = config.heads_of(layer)
         heads, kv_heads, dim, value_dim = config.num_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim
         self._q_parts = 1 + gated  # of each head in q_proj: the query, and its gate
@@ -150,7 +152,7 @@ class Attention(SelfAttention):
             parts["k_proj"] = kv_heads * dim
         if self._has_values:
             parts["v_proj"] = kv_heads * value_dim
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
+        self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(heads * value_dim, config.hidden_size, bias=output_bias)
         # What cached keys and values are to be multiplied by; None: nothing.
         self.k_scale = ScalarScale() if config.cache_scales else None

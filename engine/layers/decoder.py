@@ -36,6 +36,7 @@ class Decoder(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.rules.norm_offset)
         self.layer_inputs = None if config.layer_inputs is None else LayerInputs(config, config.layer_inputs)
         self._names = config.rules.names
+        self._drafted_from = config.drafted_from
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
@@ -50,7 +51,9 @@ class Decoder(Layer):
         context: LayerContext,
         wanted: Tensor | None = None,
         ranks: RankRows | None = None,
+        inputs: list[Tensor] | None = None,
     ) -> Tensor:
+        """Give hidden states behind the last norm. `inputs`, where given, gets those of the layers `drafted_from`."""
         hidden = self.embed_tokens(token_ids)
         if self.layer_inputs is not None:
             context = replace(context, layer_inputs=self.layer_inputs(token_ids, hidden))
@@ -60,8 +63,13 @@ class Decoder(Layer):
             last = replace(context, rows_of_ranks=ranks.wanted)
         stream = ResidualStream(hidden, in_place=not hidden.is_cpu)
         step = LayerStep(stream, context)
-        for layer in self.layers[:-1]:
+        for index, layer in enumerate(self.layers[:-1]):
+            if inputs is not None and index in self._drafted_from:
+                inputs.append(stream.total)
             layer(step)
+        if inputs is not None:
+            # The last layer's, where it is named; of a shortened model, in the place of those that are left out.
+            inputs += [stream.total] * (len(self._drafted_from) - len(inputs))
         # Of most prompt tokens only the KV is used: the last layer ends for them where that is written.
         self.layers[-1](LayerStep(stream, last, wanted))
         return stream.normed(self.norm)
@@ -96,6 +104,10 @@ class CausalLM(Layer):
                 yield rules.draft.path(self.config), child
             else:
                 yield rules.names.get(name, name), child
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.data.device
 
     @property
     def num_heads(self) -> int:
@@ -176,6 +188,21 @@ class CausalLM(Layer):
         return self.model(token_ids, self._context(caches), wanted, ranks)
 
     __call__ = forward
+
+    @torch.inference_mode()
+    def forward_all(
+        self, token_ids: Tensor, caches: Sequence[GroupCache | StateCache], ranks: RankRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of all tokens, as `forward` does, and what a draft head reads of them [T, ...].
+
+        That are the same, or the inputs of the layers that the config's head names, side by side.
+        """
+        if not self.config.drafted_from:
+            hidden = self.forward(token_ids, caches, None, ranks)
+            return hidden, hidden
+        inputs: list[Tensor] = []
+        hidden = self.model(token_ids, self._context(caches), None, ranks, inputs)
+        return hidden, torch.cat(inputs, dim=1)
 
     def _context(self, caches: Sequence[GroupCache | StateCache]) -> LayerContext:
         assert self._cos_sin is not None, "allocate() comes before the first step"

@@ -49,6 +49,11 @@ class ResidualStream:
         self._last = None
         return normed
 
+    @property
+    def total(self) -> Tensor:
+        """The sum with all that was added to it, in memory of its own."""
+        return self._sum.clone() if self._last is None else self._sum + self._last
+
     def take(self, result: Tensor, behind: RMSNorm | None = None) -> None:
         """Take the result of a layer that had `target` to add to, or none where a norm follows it."""
         assert self._last is None, "a layer reads the stream before it adds to it"

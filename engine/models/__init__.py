@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.engine.layers.decoder import CausalLM
+    from baton.engine.layers.eagle3 import Eagle3Head
     from baton.engine.weights import Progress
 
 
@@ -103,6 +104,24 @@ def load_model(
     model.divide(groups)
     load_weights(model, device=device, progress=progress)
     return model
+
+
+def load_eagle3(
+    config: ModelConfig,
+    model: CausalLM,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    groups: ParallelGroups = ALL_ALONE,
+) -> Eagle3Head:
+    """Return the head of `config`, which guesses for `model`, as `load_model` does."""
+    from baton.engine.layers.eagle3 import Eagle3Head
+    from baton.engine.weights.loader import load_weights
+
+    head = Eagle3Head(config, model.model.embed_tokens)
+    head.divide(groups)
+    load_weights(head, device=device, progress=progress)
+    return head
 
 
 def check_weights(config: ModelConfig) -> None:

@@ -25,7 +25,7 @@ from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
-from .device import DeviceContext, step_limits
+from .device import DeviceContext, load_draft_model, step_limits
 from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
 
@@ -39,7 +39,7 @@ class CpuStartup:
         self._config = config
         self._steps = steps
         self._context = context
-        self._draft_model: CausalLM | None = None
+        self._draft_model: DraftModel | None = None
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Set the number of threads, and compile the C++ kernels if this machine has not done so yet."""
@@ -55,9 +55,9 @@ class CpuStartup:
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
         groups = self._context.groups
         with loading_bar() as progress:
-            if model_config.draft_model is not None:
-                self._draft_model = load_model(model_config.draft_model, progress=progress, groups=groups)
-            return load_model(model_config, progress=progress, groups=groups)
+            model = load_model(model_config, progress=progress, groups=groups)
+            self._draft_model = load_draft_model(model_config, model, progress=progress, groups=groups)
+        return model
 
     def size_kv_cache(
         self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
@@ -72,15 +72,14 @@ class CpuStartup:
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
         limits = step_limits(self._config, self._steps, core_config.max_model_len)
-        _, own, of_draft = model_config.engine_caches
         runner = ModelRunner(
             model,
             arenas,
             CpuBackend(CpuShapes(limits)),
             limits,
             core_config.vocab_size,
-            groups=own,
-            draft_model=None if self._draft_model is None else DraftModel(self._draft_model, of_draft),
+            groups=model_config.engine_caches.first,
+            draft_model=self._draft_model,
         )
         if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
             runner.capture()

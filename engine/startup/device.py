@@ -16,8 +16,11 @@ from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
+from ..models import load_eagle3, load_model
 from ..parallel.groups import ALL_ALONE, ParallelGroups
 from ..parallel.member import ALONE_MEMBER, Member
+from ..weights import Progress
+from ..worker.backends import DraftModel
 from ..worker.shapes import StepLimits
 from .step_sizes import StepSizes
 
@@ -92,6 +95,20 @@ class DeviceStartup(Protocol):
     def release(self) -> None:
         """Release captured graphs; no step is launched any more."""
         ...
+
+
+def load_draft_model(
+    model_config: ModelConfig, model: CausalLM, *, progress: Progress, groups: ParallelGroups
+) -> DraftModel | None:
+    """Load the draft model or the head of a config, on the device of its `model`; None where there is none."""
+    config, device = model_config.draft_model, model.device
+    if config is None:
+        return None
+    caches = model_config.engine_caches.second
+    if config.eagle3 is not None:
+        head = load_eagle3(config, model, device=device, progress=progress, groups=groups)
+        return DraftModel(caches, head=head)
+    return DraftModel(caches, model=load_model(config, device=device, progress=progress, groups=groups))
 
 
 def step_limits(config: EngineConfig, steps: StepSizes, max_model_len: int) -> StepLimits:

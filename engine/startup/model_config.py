@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from ..config import DTYPES, EngineConfig, InvalidEngineConfig
+from ..core.speculation.config import SpeculativeConfig
+from ..hf_config.eagle3 import read_eagle3
 from ..hf_config.errors import ModelError
 from ..hf_config.hub import Files, model_folder
 from ..hf_config.model_config import ModelConfig
@@ -34,17 +36,24 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     if speculation is None or speculation.model is None:
         return model
     try:
-        draft_model = _read_draft_model(model, config, speculation.model, speculation.revision)
+        draft_model = _read_draft_model(model, config, speculation)
         check_division(draft_model, config.model_copy(update={"enable_expert_parallel": False}))
     except (ModelError, InvalidEngineConfig) as error:
         raise InvalidEngineConfig("speculative_config.model", str(error)) from error
-    check_draft_model(model, draft_model)
+    if draft_model.eagle3 is None:
+        check_draft_model(model, draft_model)
     return dataclasses.replace(model, draft_model=draft_model)
 
 
-def _read_draft_model(model: ModelConfig, config: EngineConfig, name: str, revision: str | None) -> ModelConfig:
+def _read_draft_model(model: ModelConfig, config: EngineConfig, speculation: SpeculativeConfig) -> ModelConfig:
+    assert speculation.model is not None, "a config whose method has a checkpoint of its own"
+    folder = model_folder(
+        speculation.model, Files.TEXT, revision=speculation.revision, download_dir=config.download_dir
+    )
+    if speculation.method == "eagle3":
+        return read_eagle3(folder, model)
     return load_config(
-        model_folder(name, Files.TEXT, revision=revision, download_dir=config.download_dir),
+        folder,
         dtype=model.dtype,
         max_model_len=model.max_model_len,
         load_format=config.load_format,

@@ -24,7 +24,7 @@ def _refusal(model: ModelConfig, config: EngineConfig, device: str) -> str | Non
     if model.has_states:
         return f"{model.architecture} keeps recurrent states, which a rejected draft would have changed"
     if config.guesses_on_device and device == "cuda":
-        return "draft layers and draft models guess on CPUs alone so far; 'suffix' and 'ngram' do on GPUs"
+        return "draft layers, heads and draft models guess on CPUs alone so far; 'suffix' and 'ngram' do on GPUs"
     if config.data_parallel_size > 1:
         return f"data_parallel_size is {config.data_parallel_size}, and ranks do not agree about drafts yet"
     return None

@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..core.layout import DTYPE_BYTES
 from ..hf_config.attention import LinearAttentionShape
 from ..hf_config.mamba import ATTENTION, MAMBA
-from ..hf_config.model_config import ModelConfig
+from ..hf_config.model_config import Eagle3Shape, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, device: str) 
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     """Count the weights of one rank; all ranks have as many."""
     ranks = config.tensor_parallel_size
+    if model.eagle3 is not None:
+        return Weights(_eagle3(model, model.eagle3, ranks), 0)
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
     if model.drafts:  # the layer is counted with the others; its projection, of two, and three norms are its own
@@ -58,6 +60,14 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
         else:
             plain += routed
     return Weights(plain, narrow)
+
+
+def _eagle3(model: ModelConfig, shape: Eagle3Shape, ranks: int) -> float:
+    """Count the weights of an EAGLE-3 head, whose projections of queries, keys and values read two hidden states."""
+    hidden, dim, heads = model.hidden_size, model.head_dim, model.num_heads / ranks
+    kv_heads = max(1, model.num_kv_heads // ranks)
+    layer = dim * (2 * (heads + 2 * kv_heads) + heads) + 3 * model.intermediate_size / ranks
+    return hidden * (len(shape.layers) * hidden + layer + shape.vocab_size / ranks + 4)
 
 
 def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:

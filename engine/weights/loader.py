@@ -38,12 +38,15 @@ from . import Progress
 
 if TYPE_CHECKING:
     from baton.engine.layers.decoder import CausalLM
+    from baton.engine.layers.eagle3 import Eagle3Head
+
+    Loadable = CausalLM | Eagle3Head
 
 
 logger = logging.getLogger(__name__)
 
 
-def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
+def load_weights(model: Loadable, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
     """Allocate the parameters on `device`, fill them as `model.config` says, and pack them for the kernels.
 
     Holds no more than one tensor of the checkpoint beside the model, and of a divided one no more than a rank's share.
@@ -82,21 +85,21 @@ def load_weights(model: CausalLM, *, device: torch.device | str = "cpu", progres
     model.finish()
 
 
-def check_weights(model: CausalLM) -> None:
+def check_weights(model: Loadable) -> None:
     """Raise `WeightsError` where `load_weights` would, before it reads a weight: from headers, without memory."""
     checkpoint, _ = _choose_methods(model, torch.device("cpu"))
     if checkpoint is not None:
         _account_with_scales(model, {slot.name: slot for slot in model.slots()}, checkpoint)
 
 
-def allocate_unfilled(model: CausalLM, *, device: torch.device | str) -> None:
+def allocate_unfilled(model: Loadable, *, device: torch.device | str) -> None:
     """Do what `load_weights` does, but leave memory as it was: for steps that only launch kernels."""
     _choose_methods(model, torch.device(device))
     model.allocate(device, getattr(torch, model.config.dtype))
     model.finish()
 
 
-def _choose_methods(model: CausalLM, device: torch.device) -> tuple[Checkpoint | None, list[str]]:
+def _choose_methods(model: Loadable, device: torch.device) -> tuple[Checkpoint | None, list[str]]:
     """Give layers the methods of their weights.
 
     Returns the checkpoint that says which, None for dummy weights; and the layers whose quantized weights are
@@ -112,7 +115,7 @@ def _choose_methods(model: CausalLM, device: torch.device) -> tuple[Checkpoint |
     return checkpoint, use_quantized_methods(model, config.quantization, covered)
 
 
-def _account_with_scales(model: CausalLM, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def _account_with_scales(model: Loadable, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Account for all tensors. Returns the scales that weights are to be multiplied with, by the weights' names."""
     _warn_of_unread_head(model, checkpoint)
     quantization = model.config.quantization
@@ -122,7 +125,7 @@ def _account_with_scales(model: CausalLM, slots: Mapping[str, Slot], checkpoint:
     return scales
 
 
-def _warn_of_unread_head(model: CausalLM, checkpoint: Checkpoint) -> None:
+def _warn_of_unread_head(model: Loadable, checkpoint: Checkpoint) -> None:
     """Warn where the config ties the head to the embedding, but the checkpoint brings another one."""
     embedding, head = (checkpoint.entries.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     if not model.config.tie_word_embeddings or embedding is None or head is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from baton.engine.core.sampling import SamplingParams
+from baton.kernels.sampling import encode_row, sample_rows
 
 from .checkpoints import DIFFERENCES, SHAPE, edit_config, make_model, write_checkpoint
 
@@ -55,6 +58,46 @@ def num_layers_of(architecture: str) -> int:
 def _kinds(architecture: str, *, own: bool = False) -> dict[str, Any]:
     kinds = DIFFERENCES[architecture].get("layer_types")
     return {} if kinds is None else {"layer_types": [*kinds, *["full_attention"] * (not own)]}
+
+
+class GuessReference(Protocol):
+    """What guesses behind a text, by layers that are not Baton's."""
+
+    def states_of_model(self, token_ids: list[int]) -> Tensor:
+        """Return what it reads of the model, [T, hidden_size]."""
+        ...
+
+    def inputs(self, following: list[int], hidden: Tensor) -> Tensor:
+        """Return its inputs [T, ...]: `following` are the tokens behind those of `hidden`."""
+        ...
+
+    def last(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [V] behind the last of the inputs, and its hidden state [1, hidden_size]."""
+        ...
+
+
+def expected_accepted(
+    reference: GuessReference, whole: list[int], num_prompt: int, params: SamplingParams, most: int
+) -> list[int]:
+    """Return how many drafts are guessed right, by position in their step, of a request by itself."""
+    accepted = [0] * most
+    table = torch.from_numpy(encode_row(params, seed=params.seed or 0, prompt_len=num_prompt))[None]
+    hidden = reference.states_of_model(whole)
+    known = num_prompt  # the index of the newest token, which was drawn and not run
+    while known + 1 < len(whole):
+        inputs = reference.inputs(whole[1 : known + 1], hidden[:known])
+        guesses: list[int] = []
+        for number in range(min(most, len(whole) - 2 - known)):
+            logits, state = reference.last(inputs)
+            position = torch.tensor([known + 1 + number])
+            guesses.append(int(sample_rows(logits[None], table, torch.tensor([0]), position)))
+            inputs = torch.cat((inputs, reference.inputs(guesses[-1:], state)))
+        right = 0
+        while right < len(guesses) and guesses[right] == whole[known + 1 + right]:
+            accepted[right] += 1
+            right += 1
+        known += right + 1
+    return accepted
 
 
 class DraftReference:

@@ -15,21 +15,18 @@ from .suffix import SuffixDrafter
 
 MAX_DRAFTS = 15  # of one request in a step
 MAX_DRAFTED_TOKENS = 512  # of all requests that decode in a step with drafts: the logits of each have their memory
-METHODS = ("ngram", "suffix", "mtp", "draft_model")
+METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle3")
+_LOADED = ("draft_model", "eagle3")  # from a checkpoint of their own
 _LOOKUP_TOKENS = 5  # vLLM's
-_NEEDS_DRAFT_LAYERS = "needs a checkpoint of its own, and none but the model's is loaded"
 _REFUSED_METHODS = {
     "mlp_speculator": "needs a trained head, and none is loaded",
     "medusa": "needs trained heads, and none are loaded",
-    "eagle": _NEEDS_DRAFT_LAYERS,
-    "eagle3": _NEEDS_DRAFT_LAYERS,
+    "eagle": "is EAGLE before its third version, whose heads are not loaded",
     "ngram_gpu": "is 'ngram' searched for on a GPU: the search takes microseconds on a CPU",
     "extract_hidden_states": "guesses nothing",
     "custom_class": "runs code of callers within a step",
 }
 _OF_METHOD = {
-    "model": "draft_model",
-    "revision": "draft_model",
     "prompt_lookup_max": "ngram",
     "prompt_lookup_min": "ngram",
     "suffix_decoding_max_tree_depth": "suffix",
@@ -60,7 +57,7 @@ class SpeculativeConfig(StrictModel):
     }
 
     method: str
-    model: str | None = None  # draft_model: a folder with config.json and safetensors, or a name of the Hub
+    model: str | None = None  # draft_model, eagle3: a folder with config.json and safetensors, or a name of the Hub
     revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
     # The most drafts of one request in a step; fewer where they are not accepted, or the batch is large.
     num_speculative_tokens: int = Field(MAX_DRAFTS, ge=1, le=MAX_DRAFTS)
@@ -102,8 +99,8 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def guesses_on_device(self) -> bool:
-        """True where a layer of the model guesses, or a second model, at the end of each step."""
-        return self.method in ("mtp", "draft_model")
+        """True where a layer, a head or a second model guesses, at the end of each step."""
+        return self.method in ("mtp", *_LOADED)
 
     @model_validator(mode="after")
     def _keys_fit_the_method(self) -> Self:
@@ -116,12 +113,15 @@ class SpeculativeConfig(StrictModel):
             problems["prompt_lookup_min"] = (
                 f"is {self.prompt_lookup_min}, must be at most prompt_lookup_max ({self.prompt_lookup_max})"
             )
-        if self.method in ("ngram", "draft_model") and "num_speculative_tokens" not in self.model_fields_set:
+        if self.method in ("ngram", *_LOADED) and "num_speculative_tokens" not in self.model_fields_set:
             problems["num_speculative_tokens"] = (
                 f"is required with {self.method!r}: the most guesses at once, 1 to {MAX_DRAFTS}"
             )
-        if self.method == "draft_model" and self.model is None:
-            problems["model"] = "is required with 'draft_model': a folder or a name of the Hub"
+        if self.method in _LOADED and self.model is None:
+            problems["model"] = f"is required with {self.method!r}: a folder or a name of the Hub"
+        for name in ("model", "revision"):
+            if self.method not in _LOADED and getattr(self, name) is not None:
+                problems[name] = f"is for {' and '.join(map(repr, _LOADED))}, and the method is {self.method!r}"
         self.refuse(problems)
         return self
 

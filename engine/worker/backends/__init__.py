@@ -46,6 +46,12 @@ class Model(Protocol):
         """
         ...
 
+    def forward_all(
+        self, token_ids: Tensor, caches: Sequence[GroupCache | StateCache], ranks: RankRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of all tokens, as `forward` does, and what a draft head reads of them [T, ...]."""
+        ...
+
     def draft(
         self,
         token_ids: Tensor,
@@ -55,8 +61,8 @@ class Model(Protocol):
     ) -> DraftStates:
         """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
 
-        `hidden` [T, hidden_size] are all tokens' hidden states behind the last norm, `token_ids` [T] the tokens that
-        follow them. Called only where `StepLimits.guesses_on_device`, and there is no draft model.
+        `hidden` [T, ...] is what the head reads of all tokens, `token_ids` [T] the tokens that follow them. Called
+        only where `StepLimits.guesses_on_device`, and no draft model is another one.
         """
         ...
 
@@ -69,11 +75,26 @@ class Model(Protocol):
         ...
 
 
-class DraftModel(NamedTuple):
-    """A second model, which guesses what the first one will draw."""
+class GuessingHead(Protocol):
+    """The part of a draft head that the runner calls: of the model's own, or of one that was loaded beside it."""
 
-    model: Model
+    def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        caches: Sequence[GroupCache | StateCache],
+        wanted: Tensor | None = None,
+    ) -> DraftStates: ...
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+class DraftModel(NamedTuple):
+    """A second model, or a head beside the first one, which guesses what that will draw."""
+
     groups: Sequence[int]  # its cache groups, among those of the engine
+    model: Model | None = None
+    head: GuessingHead | None = None
 
 
 @dataclass(frozen=True)

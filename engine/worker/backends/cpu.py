@@ -176,11 +176,10 @@ class CpuStep:
 
     def _forward(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         inputs = self._parts.inputs.of(shape)
-        forward = self._parts.model.forward
         if not self._reads_hidden:
-            return forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
-        self._hidden = forward(inputs.token_ids, inputs.caches, None, ranks)
-        return self._hidden if inputs.wanted is None else rows_at(self._hidden, inputs.wanted)
+            return self._parts.model.forward(inputs.token_ids, inputs.caches, inputs.wanted, ranks)
+        hidden, self._hidden = self._parts.model.forward_all(inputs.token_ids, inputs.caches, ranks)
+        return hidden if inputs.wanted is None else rows_at(hidden, inputs.wanted)
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:
         """Let the drafter read the step. A draft model reads it later, unless it guesses or there are prompts."""

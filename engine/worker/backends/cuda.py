@@ -31,7 +31,7 @@ from baton.kernels.step import (
 
 from ...core.step import Chunk
 from ...layers.base import RankRows
-from ..inputs import Batch
+from ..inputs import Batch, StepInputs
 from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites
@@ -106,16 +106,24 @@ class CudaStep:
         if shape.is_decode:
             parts.inputs.fill_decodes(shape.num_seqs)
         inputs = parts.inputs.of(shape)
-        wanted = None if self._guesser is not None and self._guesser.reads_hidden else inputs.wanted
-        hidden = parts.model.forward(inputs.token_ids, inputs.caches, wanted, ranks)
+        hidden, read = self._forward(inputs, inputs.wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]
         logits = self.logits[: shape.num_seqs]
         parts.model.logits(last, out=logits)
         drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
         store_tokens(drawn, tables.step, batch, buffers, parts.outputs.ring)
         if self._guesser is not None:
-            self._guesser.read(shape, hidden)
+            self._guesser.read(shape, read)
         return hidden
+
+    def _forward(
+        self, inputs: StepInputs, wanted: Tensor | None, ranks: RankRows | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states of the wanted tokens, or of all, and what a draft head reads of all."""
+        model = self._parts.model
+        if self._guesser is not None and self._guesser.reads_hidden:
+            return model.forward_all(inputs.token_ids, inputs.caches, ranks)
+        return model.forward(inputs.token_ids, inputs.caches, wanted, ranks), None
 
     def _run_drafts(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         parts, tables = self._parts, self._parts.tables
@@ -123,14 +131,14 @@ class CudaStep:
         place_drafts(tables.step, self._guesses, batch, places)
         chunk_inputs(tables.step, batch, self._buffers(shape))
         inputs = parts.inputs.of(shape)
-        hidden = parts.model.forward(inputs.token_ids, inputs.caches, None, ranks)
+        hidden, read = self._forward(inputs, None, ranks)
         logits = self.logits[: shape.num_tokens]
         parts.model.logits(hidden, out=logits)
         drawn = self._drawn[: shape.num_tokens]
         drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
         if self._guesser is not None:
-            self._guesser.read(shape, hidden)
+            self._guesser.read(shape, read)
         return hidden
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:

@@ -25,14 +25,18 @@ from baton.kernels.step import Guesses
 from ...core.layout import BLOCK_SIZE
 from ...layers.attention import GroupCache, StateCache
 from ..shapes import StepShape
-from . import DraftModel, StepParts
+from . import DraftModel, GuessingHead, Model, StepParts
 
 
 def make_guesser(parts: StepParts) -> Guesser | None:
     """Return what guesses on the device; None where nothing does."""
     if not parts.limits.guesses_on_device:
         return None
-    return HeadGuesser(parts) if parts.draft_model is None else ModelGuesser(parts, parts.draft_model)
+    groups, model, head = parts.draft_model or DraftModel(parts.groups, head=parts.model)
+    if head is not None:
+        return HeadGuesser(parts, groups, head)
+    assert model is not None, "a draft model is a model or a head"
+    return ModelGuesser(parts, groups, model)
 
 
 class Guesser(abc.ABC):
@@ -59,7 +63,7 @@ class Guesser(abc.ABC):
     def read(self, shape: StepShape, hidden: Tensor | None) -> None:
         """Write what is kept of all tokens of a step. Called when its draws are in the rows.
 
-        `hidden` [T, hidden_size] are the states behind the model's last norm, where they are asked for.
+        `hidden` [T, ...] is what a draft head reads of them, where that is asked for.
         """
 
     @abc.abstractmethod
@@ -134,14 +138,15 @@ class HeadGuesser(Guesser):
 
     reads_hidden = True
 
-    def __init__(self, parts: StepParts) -> None:
-        super().__init__(parts, parts.groups)
+    def __init__(self, parts: StepParts, groups: Sequence[int], head: GuessingHead) -> None:
+        super().__init__(parts, groups)
+        self._head = head
         self._normed: Tensor | None = None  # [num_rows, hidden_size] of the step's sequences, as is the next
         self._hidden: Tensor | None = None
 
     def read(self, shape: StepShape, hidden: Tensor | None) -> None:
         assert hidden is not None, "it was asked for"
-        tables, inputs, model = self._parts.tables, self._parts.inputs, self._parts.model
+        tables, inputs = self._parts.tables, self._parts.inputs
         num_seqs, num_tokens = shape.num_seqs, shape.num_tokens
         batch, positions = tables.batch(num_seqs), inputs.positions[:num_tokens]
         ends = self._numbers[: num_seqs + 1] if shape.is_decode else batch.query_start
@@ -154,7 +159,7 @@ class HeadGuesser(Guesser):
         starts = positions[firsts.clamp(max=num_tokens - 1).long()]
         last = firsts + tables.computed.tensor[0, rows] - 1 - starts
         last = torch.where(batch.rows >= 0, last, 0).clamp(0, num_tokens - 1).long()
-        states = model.draft(following, hidden, inputs.of(shape).caches, last)
+        states = self._head.draft(following, hidden, inputs.caches(shape, self._groups), last)
         if self._normed is None or self._hidden is None:
             self._normed, self._hidden = (
                 torch.zeros(self._parts.limits.max_num_seqs, each.shape[1], dtype=each.dtype, device=each.device)
@@ -166,12 +171,12 @@ class HeadGuesser(Guesser):
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         assert self._normed is not None, "the step was read"
         assert self._hidden is not None, "the step was read"
-        model, (rows, first) = self._parts.model, self._begin(num_seqs)
+        head, (rows, first) = self._head, self._begin(num_seqs)
         normed, hidden = self._normed[:num_seqs], self._hidden[:num_seqs]
         for number in range(num_guesses):
-            guessed = self._keep(model.logits(normed), rows, first, number)
+            guessed = self._keep(head.logits(normed), rows, first, number)
             if number + 1 < num_guesses:
-                normed, hidden = model.draft(guessed, hidden, self._caches_at(rows, first - 1 + number))
+                normed, hidden = head.draft(guessed, hidden, self._caches_at(rows, first - 1 + number))
 
 
 class ModelGuesser(Guesser):
@@ -183,9 +188,9 @@ class ModelGuesser(Guesser):
 
     reads_hidden = False
 
-    def __init__(self, parts: StepParts, draft_model: DraftModel) -> None:
-        super().__init__(parts, draft_model.groups)
-        self._model = draft_model.model
+    def __init__(self, parts: StepParts, groups: Sequence[int], model: Model) -> None:
+        super().__init__(parts, groups)
+        self._model = model
 
     def read(self, shape: StepShape, hidden: Tensor | None) -> None:
         """Read the step's tokens that are kept. The step before it was read, too."""

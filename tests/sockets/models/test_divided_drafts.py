@@ -12,6 +12,7 @@ from baton.engine.parallel import ALONE_MEMBER
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.draft_layers import with_draft_layer
 from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
+from ...helpers.eagle3 import write_eagle3
 from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
 from ...helpers.parallel_engine import engine_config, requests_of, serve, serve_alone
@@ -55,7 +56,7 @@ def test_answers_are_those_without_drafts(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
-@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+@pytest.mark.parametrize("method", ["mtp", "draft_model", "eagle3"])
 def test_what_guesses_on_the_device_is_divided_as_the_model_is(
     pool: MemberPool, tmp_path: Path, method: str, params: SamplingParams, ranks: int
 ) -> None:
@@ -65,6 +66,8 @@ def test_what_guesses_on_the_device_is_divided_as_the_model_is(
     guesses: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
         guesses["model"] = str(write_checkpoint(tmp_path / "small", "qwen3", num_hidden_layers=1))
+    if method == "eagle3":
+        guesses["model"] = str(write_eagle3(tmp_path / "head"))
     config = engine_config(str(folder), tensor_parallel_size=ranks, speculative_config=guesses)
     served = serve(ALONE_MEMBER, config, batches) if ranks == 1 else pool.run(serve, config, batches, tp=ranks)[0]
     assert served is not None

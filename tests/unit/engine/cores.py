@@ -10,7 +10,9 @@ from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
-from baton.engine.worker.backends import Backend, DraftModel
+from baton.engine.parallel.groups import ALL_ALONE
+from baton.engine.startup.device import load_draft_model
+from baton.engine.worker.backends import Backend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import StepLimits
 
@@ -26,11 +28,11 @@ class Engines:
         self.config = config
         self.limits = limits
         self.model = load_model(config)
-        self.draft_model = None if config.draft_model is None else load_model(config.draft_model)
+        self.draft_model = load_draft_model(config, self.model, progress=lambda *_: None, groups=ALL_ALONE)
 
     def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
         """Make a runner with so many blocks in each cache group."""
-        layout, own, of_draft = self.config.engine_caches
+        layout, own, _ = self.config.engine_caches
         return ModelRunner(
             self.model,
             [allocate_kv(group.blocks, num_blocks).fill_(float("nan")) for group in layout.groups],
@@ -38,7 +40,7 @@ class Engines:
             self.limits,
             self.config.vocab_size,
             groups=own,
-            draft_model=None if self.draft_model is None else DraftModel(self.draft_model, of_draft),
+            draft_model=self.draft_model,
         )
 
     def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:

@@ -26,9 +26,8 @@ from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.backends.guesses import HeadGuesser
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 from baton.engine.worker.warmup import ProfileRun
-from baton.kernels.sampling import encode_row, sample_rows
 
-from ...helpers.draft_layers import DraftReference, num_layers_of, with_draft_layer
+from ...helpers.draft_layers import DraftReference, expected_accepted, num_layers_of, with_draft_layer
 from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
 from .copy_connector import Room
@@ -107,30 +106,6 @@ def test_answers_are_those_without_a_draft_layer(
     assert core.stats().num_blocks_free == core.stats().num_blocks
 
 
-def expected_accepted(
-    reference: DraftReference, whole: list[int], num_prompt: int, params: SamplingParams
-) -> list[int]:
-    """Return how many drafts the reference guesses right, by position in their step, of a request by itself."""
-    accepted = [0] * MOST
-    table = torch.from_numpy(encode_row(params, seed=params.seed or 0, prompt_len=num_prompt))[None]
-    hidden = reference.states_of_model(whole)
-    known = num_prompt  # the index of the newest token, which was drawn and not run
-    while known + 1 < len(whole):
-        inputs = reference.inputs(whole[1 : known + 1], hidden[:known])
-        guesses: list[int] = []
-        for number in range(min(MOST, len(whole) - 2 - known)):
-            logits, state = reference.last(inputs)
-            position = torch.tensor([known + 1 + number])
-            guesses.append(int(sample_rows(logits[None], table, torch.tensor([0]), position)))
-            inputs = torch.cat((inputs, reference.inputs(guesses[-1:], state)))
-        right = 0
-        while right < len(guesses) and guesses[right] == whole[known + 1 + right]:
-            accepted[right] += 1
-            right += 1
-        known += right + 1
-    return accepted
-
-
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("chunk", [256, 16])
 def test_guesses_are_those_that_the_layers_of_transformers_give(
@@ -142,7 +117,7 @@ def test_guesses_are_those_that_the_layers_of_transformers_give(
     for prompt, own in zip(PROMPTS[::2], own_seeds(params, 3), strict=True):
         (output,) = drafting.generate(prompt, own, use_tqdm=False)
         whole = [*prompt, *output.outputs[0].token_ids]
-        found = expected_accepted(reference, whole, len(prompt), own)
+        found = expected_accepted(reference, whole, len(prompt), own, MOST)
         expected = [total + more for total, more in zip(expected, found, strict=True)]
     assert stats_of(drafting).num_accepted_per_pos == expected
     if params is HOT:

@@ -43,7 +43,7 @@ def test_a_mapping_an_object_and_the_command_line_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "field", "message"),
     [
-        ({"method": "eagle3"}, "speculative_config.method", "is 'eagle3', which needs a checkpoint of"),
+        ({"method": "eagle"}, "speculative_config.method", "is 'eagle', which is EAGLE before its third"),
         ({**NGRAM, "modle": "x"}, "speculative_config.modle", "is unknown"),
         ({**NGRAM, "num_speculative_tokens": 99}, "speculative_config.num_speculative_tokens", "at most 15"),
         ({"num_speculative_tokens": 4}, "speculative_config.method", "is missing"),
@@ -142,7 +142,7 @@ def test_a_draft_layer_is_refused_on_a_gpu(tmp_path: Path) -> None:
     model = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True)
     check_speculation(model, config(speculative_config=MTP), "auto")
     check_speculation(model, config(speculative_config=NGRAM), "cuda")
-    with pytest.raises(InvalidEngineConfig, match="draft layers and draft models guess on CPUs alone"):
+    with pytest.raises(InvalidEngineConfig, match="draft layers, heads and draft models guess on CPUs alone"):
         check_speculation(model, config(speculative_config=MTP), "cuda")
 
 

@@ -1,0 +1,130 @@
+"""An EAGLE-3 head (arXiv:2503.01840): guesses from hidden states of several of the model's layers.
+
+    inputs of three layers for token i ──fc──> h ──norm──┐
+                                                         ├──> attention + h ──> MLP ──norm──> head: token i + 2
+    embedding of token i + 1, the model's ────────norm───┘
+
+Further tokens are guessed with what it gives before the last norm in the place of h. The head knows fewer tokens than
+the model; `d2t` says how far behind its own number of each lies the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.hf_config.model_config import Eagle3Shape, ModelConfig
+
+from .attention import Attention, CosSin, GroupCache, LayerContext, StateCache
+from .base import Layer, Parameter, Slot, TokenRows, join, rows_at
+from .draft_head import DraftStates
+from .embedding import Embedding, Head
+from .linear import Linear
+from .mlp import GatedMLP
+from .norm import RMSNorm
+from .rotary import cos_sin_table
+
+
+class Eagle3Layer(Layer):
+    """Attention of two hidden states side by side, and an MLP."""
+
+    def __init__(self, config: ModelConfig, shape: Eagle3Shape) -> None:
+        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, 0, qkv_bias=bias, output_bias=bias, in_features=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias)
+        self._adds_to_normed = shape.goes_on_normed
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, context: LayerContext, wanted: Tensor | None) -> Tensor:
+        """[R, hidden_size] of the wanted tokens [R], or of all [T], of embedded and hidden [T, hidden_size]."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((self.input_layernorm(embedded), normed), dim=1)
+        total = normed if self._adds_to_normed else hidden
+        slots = context.slots
+        if wanted is not None:
+            total, slots = rows_at(total, wanted), rows_at(slots, wanted)
+        total = total + self.self_attn(both, context, wanted)
+        return total + self.mlp(self.post_attention_layernorm(total), TokenRows(slots))
+
+
+class Eagle3Head(Layer):
+    """The whole head, as the runner sees it: `draft` and `logits` are those of `CausalLM`."""
+
+    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
+        """`embedding` is the model's."""
+        assert config.eagle3 is not None, "a config that `read_eagle3` has read"
+        self.config, shape = config, config.eagle3
+        self.fc = Linear(len(shape.layers) * config.hidden_size, config.hidden_size)
+        self.midlayer = Eagle3Layer(config, shape)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Head(config.hidden_size, shape.vocab_size)
+        self.d2t = Parameter(shape.vocab_size, dtype=torch.int64) if shape.vocab_size < config.vocab_size else None
+        self._embedding = (embedding,)  # in a tuple, so that it is no layer below this one
+        self._token_ids: Tensor | None = None  # of the model, by those of the head
+        self._cos_sin: CosSin | None = None
+
+    @property
+    def ignored_tensors(self) -> tuple[str, ...]:
+        """Patterns of tensors that go unread: the other direction of `d2t`, and the model's embedding once more."""
+        unmapped = ("d2t",) if self.d2t is None else ()
+        return ("t2d", "embed_tokens.weight", "*.rotary_emb.inv_freq", *unmapped)
+
+    def slots(self, path: str = "") -> Iterator[Slot]:
+        for slot in super().slots(path):
+            if slot.parameter is self.d2t:
+                slot = _WholeNumbers(join(path, "d2t"), self.d2t)
+            yield slot
+
+    def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().allocate(device, dtype)
+        config = self.config
+        table = cos_sin_table(config.rope, config.rotary_dim, config.max_model_len, device)
+        self._cos_sin = CosSin(table, table)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.d2t is not None:
+            numbers = self.d2t.data
+            self._token_ids = torch.arange(len(numbers), device=numbers.device) + numbers
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        caches: Sequence[GroupCache | StateCache],
+        wanted: Tensor | None = None,
+    ) -> DraftStates:
+        """As `CausalLM.draft`: hidden [T, ...] are those of several of the model's layers, or what was given before."""
+        assert self._cos_sin is not None, "allocate() comes before the first step"
+        (cache,) = caches
+        assert isinstance(cache, GroupCache), "attention keeps keys and values"
+        prepared = GroupCache(self.midlayer.self_attn.prepare(cache), cache.kv)
+        if hidden.shape[1] != self.config.hidden_size:
+            hidden = self.fc(hidden)
+        embedded = self._embedding[0](token_ids)
+        total = self.midlayer(embedded, hidden, LayerContext((prepared,), self._cos_sin), wanted)
+        return DraftStates(self.norm(total), total)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, vocab] of hidden states [R, hidden]: minus infinity for tokens that the head does not know."""
+        assert out is None, "logits of guesses are not kept"
+        logits = self.lm_head.logits(hidden)
+        if logits.is_cpu:
+            logits = logits.float()
+        if self._token_ids is None:
+            return logits
+        every = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
+        every[:, self._token_ids] = logits
+        return every
+
+
+class _WholeNumbers(Slot):
+    __slots__ = ()
+
+    stored_as = ("I64", "I32")

@@ -1,0 +1,192 @@
+"""An EAGLE-3 head guesses, at the end of each step: answers are those without it, and its guesses are those that its
+tensors give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.drafter import DeviceDrafter
+from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.hf_config.errors import WeightsError
+from baton.engine.startup import build
+from baton.engine.startup.model_config import read_model_config
+from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_rank
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+
+from ...helpers.checkpoints import make_model
+from ...helpers.draft_layers import expected_accepted
+from ...helpers.eagle3 import Eagle3Reference, write_eagle3
+from ...helpers.inline_stream import InlineStream
+from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .cores import Engines, answers_of, tokens_and_logprobs
+
+PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)
+HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
+MOST = 3
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_eagle3(tmp_path_factory.mktemp("eagle3") / "head")
+
+
+@pytest.fixture
+def make(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Make engines whose requests always have as many drafts as they may."""
+
+    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        if config is None:
+            return None
+        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
+
+    monkeypatch.setattr(build, "make_drafting", drafting)
+    return make_llm
+
+
+def guessing(folder: Path) -> dict[str, Any]:
+    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": MOST}
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    outputs = llm.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
+
+
+def stats_of(llm: LLM) -> SpeculationStats:
+    stats = llm.engine.core.stats().speculation
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
+@pytest.mark.parametrize(
+    "args",
+    [{"async_scheduling": True}, {"max_num_batched_tokens": 16}, {"num_gpu_blocks_override": 16}],
+    ids=["two in flight", "chunked", "preempted"],
+)
+def test_answers_are_those_without_a_head(
+    llm: LLM, make: Callable[..., LLM], head: Path, params: SamplingParams, args: dict[str, Any]
+) -> None:
+    expected = answers(llm, params)
+    drafting = make(speculative_config=guessing(head), **args)
+    for _ in range(2):  # the second time, prompts are cached
+        assert answers(drafting, params) == expected
+    assert stats_of(drafting).num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}], ids=["", "adds to the norm"])
+def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_path: Path, changes: Any) -> None:
+    folder = write_eagle3(tmp_path / "head", **changes)
+    reference = Eagle3Reference(folder, make_model("qwen3"))
+    drafting = make(speculative_config=guessing(folder), max_num_seqs=1, max_num_batched_tokens=32)
+    expected = [0] * MOST
+    for prompt, own in zip(PROMPTS[::2], own_seeds(HOT, 3), strict=True):
+        (output,) = drafting.generate(prompt, own, use_tqdm=False)
+        whole = [*prompt, *output.outputs[0].token_ids]
+        found = expected_accepted(reference, whole, len(prompt), own, MOST)
+        expected = [total + more for total, more in zip(expected, found, strict=True)]
+    assert stats_of(drafting).num_accepted_per_pos == expected
+    assert all(expected), "random numbers decide most draws, so some guesses are right"
+
+
+def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, head: Path) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
+    config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(head)}))
+    limits = StepLimits(
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
+    )
+    engines = Engines(config, limits)
+    requests = [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=HOT, seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+    def serve(backend: Backend) -> tuple[SpeculationStats | None, dict[str, list[int]]]:
+        runner = engines.runner(backend, 64)
+        runner.capture()
+        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
+        core = engines.core(runner, 64, 2, drafting)
+        outputs = answers_of(core, requests)
+        return core.stats().speculation, {name: tokens_and_logprobs(each)[0] for name, each in outputs.items()}
+
+    there = CudaBackend(InlineStream(), CudaShapes(limits, max_tokens=32), torch.float32)
+    assert serve(there) == serve(CpuBackend(CpuShapes(limits)))
+
+
+def read(checkpoint: Path, folder: Path, **args: Any) -> Any:
+    given = {"model": str(checkpoint), "speculative_config": guessing(folder), **args}
+    return read_model_config(EngineConfig.from_args(given))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\] are no EAGLE-3 head"),
+        ({"hidden_size": 128}, "hidden_size is 128, must be 64 for this model"),
+        ({"vocab_size": 300}, "vocab_size is 300, must be 256"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, must be 1"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}, r"reads layers \[1, 9\], and the model has 3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false is not supported"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = write_eagle3(tmp_path / "head", **changes)
+    with pytest.raises(InvalidEngineConfig, match=message) as caught:
+        read(checkpoint, folder)
+    assert caught.value.field == "speculative_config.model"
+
+
+def test_a_head_that_names_no_layers_reads_an_early_a_middle_and_a_late_one(checkpoint: Path, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", eagle_config=None)
+    assert read(checkpoint, folder).drafted_from == (2, 1, 0)  # of three
+
+
+def test_a_head_knows_all_tokens_where_its_config_names_no_number(
+    make: Callable[..., LLM], llm: LLM, tmp_path: Path
+) -> None:
+    folder = write_eagle3(tmp_path / "head", draft_vocab_size=None)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    for name in ("d2t", "t2d"):
+        del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    drafting = make(speculative_config=guessing(folder))
+    assert answers(drafting, HOT) == answers(llm, HOT)
+    assert stats_of(drafting).num_accepted_tokens > 0
+
+
+def test_a_head_whose_tensors_are_not_all_there_is_refused(make: Callable[..., LLM], tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["d2t"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match="1 missing: d2t"):
+        make(speculative_config=guessing(folder))
+
+
+def test_the_plan_counts_the_heads_weights_and_its_part_of_the_cache(checkpoint: Path, head: Path) -> None:
+    plain = read_model_config(EngineConfig.from_args({"model": str(checkpoint)}))
+    args = {"model": str(checkpoint), "speculative_config": guessing(head)}
+    drafting, config = read(checkpoint, head), EngineConfig.from_args(args)
+    added = weight_bytes_of_rank(drafting, config, "cpu") - weights_of_rank(plain, config).num_bytes(plain, "cpu")
+    tensors = load_file(head / "model.safetensors")
+    held = sum(each.numel() for name, each in tensors.items() if name not in ("t2d", "d2t"))
+    assert added == pytest.approx(4 * held, rel=0.03)
+    assert drafting.engine_caches.layout.groups[1].blocks.block_bytes == 2 * 16 * 24 * 4
