@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ class ModelRunner:
         vocab_size: int,
         *,
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
+        drafts: Mapping[int, Tensor] | None = None,
     ) -> None:
+        """`drafts`: of each group with states, bytes for what these read of drafts; see `allocate_drafts`."""
         self.model = model
         self.arenas = arenas
         self.backend = backend
@@ -42,7 +44,7 @@ class ModelRunner:
         memory = backend.zeros(RowTables.num_values(limits, len(arenas), len(states), checkpoint_tokens))
         self.writes = backend.table_writes(memory)
         self.tables = RowTables(memory, self.writes, limits, len(arenas), states, checkpoint_tokens)
-        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens)
+        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens, drafts or {})
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_draws), torch.int32)

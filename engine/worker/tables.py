@@ -1,6 +1,6 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses
+    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses, applied
                         one row a running request             | the batch of the step                 | one row each
                                  one table of blocks for each cache group          cuts of those with states
 
@@ -85,7 +85,8 @@ class RowTables:
 
     In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers with states, slot
     `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
-    that the plans name are leftovers that nothing reads.
+    that the plans name are leftovers that nothing reads. Where there are drafts, states are behind the first
+    `applied[g][row]` tokens: fewer than are computed where drafts were accepted (`kernels.state_batch.Replay`).
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class RowTables:
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
         self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
-        self.guesses, self.first_guess = tables[-2:]
+        self.guesses, self.first_guess, applied = tables[-3:]
+        self.applied = dict(zip(state_groups, applied.tensor, strict=True))
+        self._applied = applied
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(7, len(tables) - 2, size), strict=True)
+            for group, first in zip(state_groups, range(7, len(tables) - 3, size), strict=True)
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
@@ -157,6 +160,8 @@ class RowTables:
                 self.state_slots[group][row] = list(blocks)
         add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
         add(self.computed.address(0, row), [start.num_computed])
+        for number in range(len(self.applied)):
+            add(self._applied.address(number, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
         """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""
@@ -196,8 +201,8 @@ def _table_shapes(
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    guesses = [(seqs, limits.max_guesses), (1, seqs)]
-    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *guesses]
+    drafts = [(seqs, limits.max_guesses), (1, seqs), (num_state_groups, seqs)]
+    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *drafts]
 
 
 def _table_size(rows: int, width: int) -> int:

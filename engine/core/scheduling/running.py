@@ -121,7 +121,7 @@ class RunningRequests:
         return prefills
 
     def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
-        """Let decodes have drafts, as far as budget, blocks and the requests' lengths go.
+        """Let decodes have drafts, as far as budget, blocks, checkpoints and the requests' lengths go.
 
         A block is taken for them only where one is free.
         """
@@ -130,6 +130,8 @@ class RunningRequests:
         for chunk, request in decodes:
             num_known, num_computed, new_blocks = len(request.token_ids), request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
+            if self._memory.has_states:
+                room = min(room, self._memory.room_for_drafts(request))
             guesses = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else ()
             if num_known + len(guesses) > request.capacity:
                 new_blocks = self._memory.grow(request)
