@@ -249,7 +249,7 @@ class ModelConfig:
 
     @cached_property
     def draft_inputs(self) -> Mapping[int, StateLayout]:
-        """What the layers of each group with states read of one token, as a slot of it: kept of drafts."""
+        """Inputs of one token that layers of each group with states read, as a slot of them: kept of drafts."""
         states = {
             n: group.blocks for n, group in enumerate(self.caches.groups) if isinstance(group.blocks, StateLayout)
         }

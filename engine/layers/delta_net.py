@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.causal_conv import causal_conv
-from baton.kernels.gated_delta import DraftInputs, Gate, gated_delta
+from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
@@ -117,7 +117,7 @@ class GatedDeltaNet(TokenMixer):
             state,
             cache.batch,
             scale=shape.key_dim**-0.5,
-            drafts=DraftInputs(*kept[1:]) if kept else None,
+            drafts=DeltaDrafts(*kept[1:]) if kept else None,
         )
         gated = gated_rms_norm(
             out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self.norm.eps

@@ -21,7 +21,7 @@ from baton.kernels.activation import Activation, activation_and_mul
 from baton.kernels.causal_conv import causal_conv
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
-from baton.kernels.ssd import DraftInputs, TimeSteps, ssd
+from baton.kernels.ssd import SSDDrafts, TimeSteps, ssd
 
 from .attention import LayerContext, TokenMixer, shared_heads
 from .base import Parameter, Share, rows_at
@@ -101,7 +101,7 @@ class Mamba2(TokenMixer):
             state,
             cache.batch,
             skip=self.D.data,
-            drafts=DraftInputs(*kept[1:]) if kept else None,
+            drafts=SSDDrafts(*kept[1:]) if kept else None,
         )
         gated = self._gated(out.flatten(1), z)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)

@@ -17,9 +17,9 @@ from torch import Tensor
 from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
 
 from . import cpu, reference
-from .gate import DraftInputs, Gate
+from .gate import DeltaDrafts, Gate
 
-__all__ = ["CHUNK", "Checkpoint", "DraftInputs", "Gate", "StateBatch", "gated_delta"]
+__all__ = ["CHUNK", "Checkpoint", "DeltaDrafts", "Gate", "StateBatch", "gated_delta"]
 
 
 def gated_delta(
@@ -32,7 +32,7 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
-    drafts: DraftInputs | None = None,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Run the rule over the tokens of `batch` and return what each reads, [T, H, V], in v's dtype.
@@ -72,7 +72,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor, out: Tens
         raise ValueError("the heads of a token must be contiguous, in q, k, v, gates and out")
 
 
-def _check_drafts(k: Tensor, v: Tensor, gate: Gate, batch: StateBatch, drafts: DraftInputs | None) -> None:
+def _check_drafts(k: Tensor, v: Tensor, gate: Gate, batch: StateBatch, drafts: DeltaDrafts | None) -> None:
     if (drafts is None) != (batch.replay is None):
         raise ValueError("places of drafts are for batches with a replay, and needed there")
     if drafts is None:

@@ -1,4 +1,4 @@
-"""`Gate`: how much of a state each token keeps, and how much of its value it writes. `DraftInputs`: both, of drafts."""
+"""`Gate`: how much of a state each token keeps, and how much of its value it writes. `DeltaDrafts`: both, of drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class DraftInputs(NamedTuple):
+class DeltaDrafts(NamedTuple):
     """Places for what a state reads of drafts (`state_batch.Replay`): keys, values, and what gates come from.
 
     All places lie equally many elements apart.
@@ -62,7 +62,7 @@ class Gate:
         """Return the gates of some of the tokens."""
         return replace(self, decay=self.decay[tokens], beta=self.beta[tokens])
 
-    def at(self, drafts: DraftInputs, place: int) -> Gate:
+    def at(self, drafts: DeltaDrafts, place: int) -> Gate:
         """Return the gates of the draft in a place, as of one token."""
         return replace(self, decay=drafts.decay[place : place + 1], beta=drafts.beta[place : place + 1])
 

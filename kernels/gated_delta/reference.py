@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
-from .gate import DraftInputs, Gate
+from .gate import DeltaDrafts, Gate
 
 
 def gated_delta(
@@ -23,7 +23,7 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
-    drafts: DraftInputs | None = None,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.gated_delta.gated_delta`. Computed in float64 where q is, else in float32."""

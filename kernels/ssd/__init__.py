@@ -16,9 +16,9 @@ from torch import Tensor
 from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
 
 from . import cpu, reference
-from .time_steps import DraftInputs, TimeSteps
+from .time_steps import SSDDrafts, TimeSteps
 
-__all__ = ["CHUNK", "Checkpoint", "DraftInputs", "StateBatch", "TimeSteps", "ssd"]
+__all__ = ["CHUNK", "Checkpoint", "SSDDrafts", "StateBatch", "TimeSteps", "ssd"]
 
 
 def ssd(
@@ -30,7 +30,7 @@ def ssd(
     batch: StateBatch,
     *,
     skip: Tensor | None = None,
-    drafts: DraftInputs | None = None,
+    drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Run the recurrence over the tokens of `batch` and return what each reads, [T, H, P], in x's dtype.
@@ -76,7 +76,7 @@ def _check(
         raise ValueError("the heads of a token must be contiguous, in x, b, c, time steps and out")
 
 
-def _check_drafts(x: Tensor, b: Tensor, time_steps: TimeSteps, batch: StateBatch, drafts: DraftInputs | None) -> None:
+def _check_drafts(x: Tensor, b: Tensor, time_steps: TimeSteps, batch: StateBatch, drafts: SSDDrafts | None) -> None:
     if (drafts is None) != (batch.replay is None):
         raise ValueError("places of drafts are for batches with a replay, and needed there")
     if drafts is None:

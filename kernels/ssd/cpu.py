@@ -8,7 +8,7 @@ from torch import Tensor
 from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
-from .time_steps import DraftInputs, TimeSteps
+from .time_steps import SSDDrafts, TimeSteps
 
 
 def ssd(
@@ -20,7 +20,7 @@ def ssd(
     batch: StateBatch,
     *,
     skip: Tensor | None = None,
-    drafts: DraftInputs | None = None,
+    drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.ssd.ssd`. Computed in float64 where x is, else in float32."""

@@ -1,4 +1,4 @@
-"""`TimeSteps`: how long each token lasts for each head, and how fast a head forgets. `DraftInputs`: of drafts."""
+"""`TimeSteps`: how long each token lasts for each head, and how fast a head forgets. `SSDDrafts`: of drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class DraftInputs(NamedTuple):
+class SSDDrafts(NamedTuple):
     """Places for what a state reads of drafts (`state_batch.Replay`), all equally many elements apart."""
 
     x: Tensor  # [P, H, D]
@@ -52,7 +52,7 @@ class TimeSteps:
         """Return the time steps of some of the tokens."""
         return replace(self, raw=self.raw[tokens])
 
-    def at(self, drafts: DraftInputs, place: int) -> TimeSteps:
+    def at(self, drafts: SSDDrafts, place: int) -> TimeSteps:
         """Return the time steps of the draft in a place, as of one token."""
         return replace(self, raw=drafts.raw[place : place + 1])
 

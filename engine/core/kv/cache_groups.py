@@ -189,7 +189,7 @@ class StateGroup(CacheGroup):
         little from others.
         """
         current, last = len(table) - 1, (end - 1) // self._entry_tokens
-        if last <= current:  # it is less where drafts were counted as accepted that are none
+        if last == current:
             return ()
         slots = dict[int, int]()
         if self.pool.references(table[current]) > 1:  # others read it: it stays, whatever else does

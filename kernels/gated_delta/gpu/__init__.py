@@ -17,7 +17,7 @@ from baton.kernels import pdl
 from baton.kernels.state_batch import CHUNK, StateBatch
 from baton.kernels.tuned import Options
 
-from ..gate import DraftInputs, Gate
+from ..gate import DeltaDrafts, Gate
 from .intra import FACTORS, intra_chunk
 from .intra_per_dim import intra_chunk_per_dim
 from .options import Shape, intra_options, scan_options, step_options
@@ -39,7 +39,7 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
-    drafts: DraftInputs | None = None,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
     step: Options | None = None,
     intra: Options | None = None,
@@ -72,7 +72,7 @@ def _step(
     scale: float,
     norm_eps: float | None,
     out: Tensor,
-    drafts: DraftInputs | None,
+    drafts: DeltaDrafts | None,
     options: Options,
 ) -> None:
     values, replay = options["VALUES"], batch.replay

@@ -19,7 +19,7 @@ from baton.kernels.launch import cdiv
 from baton.kernels.state_batch import CHUNK, StateBatch
 from baton.kernels.tuned import Options
 
-from ..time_steps import DraftInputs, TimeSteps
+from ..time_steps import SSDDrafts, TimeSteps
 from .options import SUMS, SSDShape, scan_options, step_options
 from .scan import scan_chunks
 from .step import step_tokens
@@ -39,7 +39,7 @@ def ssd(
     batch: StateBatch,
     *,
     skip: Tensor | None = None,
-    drafts: DraftInputs | None = None,
+    drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
     step: Options | None = None,
     scan: Options | None = None,
@@ -70,7 +70,7 @@ class _Operands:
     out: Tensor
     shape: SSDShape
 
-    def run_decodes(self, drafts: DraftInputs | None, options: Options) -> None:
+    def run_decodes(self, drafts: SSDDrafts | None, options: Options) -> None:
         shape, batch, steps, replay = self.shape, self.batch, self.time_steps, self.batch.replay
         step_tokens[(cdiv(shape.head_dim, options["VALUES"]), shape.num_heads, batch.most_decodes)](
             *(self.x, self.b, self.c),

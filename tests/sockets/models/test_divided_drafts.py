@@ -29,8 +29,8 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text"],
-    ids=["qwen3", "experts", "latents", "windows and sinks", "windows"],
+    ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_5_text", "kimi_linear", "nemotron_h"],
+    ids=["qwen3", "experts", "latents", "windows and sinks", "windows", "delta rule", "latents and states", "mamba"],
 )
 def test_answers_are_those_without_drafts(
     pool: MemberPool, tmp_path: Path, family: str, params: SamplingParams, ranks: int

@@ -87,7 +87,7 @@ def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(depth: int,
 def test_states_follow_what_was_accepted_and_checkpoints_hold_no_draft(depth: int, errors: float) -> None:
     few = {"max_num_batched_tokens": 12, "max_model_len": 200}
     hybrid = config(depth=depth, groups=[(30, None)], states=[(5, 8)], **few)
-    engine = Harness(hybrid, num_drafts=3, draft_errors=errors)
+    engine = Harness(hybrid, lazy=False, num_drafts=3, draft_errors=errors)
     engine.add(*crowd())
     engine.run_to_the_end()
     stats = engine.core.stats()

@@ -90,7 +90,7 @@ def read(folder: Path, kind: str, architecture: str) -> ModelConfig:
 @pytest.mark.parametrize(
     ("kind", "architecture", "args", "message"),
     [
-        ("nemotron_h", "NemotronHForCausalLM", {}, "NemotronHForCausalLM keeps recurrent states, which a rejec"),
+        ("nemotron_h", "NemotronHForCausalLM", {"device": "cuda"}, "NemotronHForCausalLM keeps recurrent states, and"),
         ("qwen3", "Qwen3ForCausalLM", {"data_parallel_size": 2}, "data_parallel_size is 2"),
     ],
 )
@@ -102,6 +102,17 @@ def test_what_cannot_be_combined_is_refused_with_the_reason(
         check_speculation(model, config(speculative_config=NGRAM, **args))
     assert caught.value.field == "speculative_config"
     check_speculation(model, config(**args))
+
+
+def test_models_with_states_have_drafts_on_a_cpu_and_are_refused_where_the_device_turns_out_to_be_a_gpu(
+    tmp_path: Path,
+) -> None:
+    model = read(tmp_path, "nemotron_h", "NemotronHForCausalLM")
+    either = config(speculative_config=NGRAM)
+    check_speculation(model, either)
+    check_speculation(model, either, "cpu")
+    with pytest.raises(InvalidEngineConfig, match="on a GPU these do not follow drafts yet"):
+        check_speculation(model, either, "cuda")
 
 
 def test_what_can_be_combined_is_taken(tmp_path: Path) -> None:

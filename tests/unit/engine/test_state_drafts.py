@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,8 +23,11 @@ from baton.engine.core.layout import draft_places
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
+from baton.engine.offline.llm import LLM
+from baton.engine.startup import build
 from baton.engine.startup.kv_cache import allocate_drafts, allocate_on_cpu
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -149,10 +153,14 @@ def answers_of(core: EngineCore, requests: Sequence[EngineRequest]) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def engines_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engines]:
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda family: write_checkpoint(tmp_path_factory.mktemp("drafts") / family, family))
+
+
+@pytest.fixture(scope="module")
+def engines_of(folder_of: Callable[[str], Path]) -> Callable[..., Engines]:
     def make(family: str, dtype: str = "float32") -> Engines:
-        folder: Path = write_checkpoint(tmp_path_factory.mktemp("drafts") / family, family)
-        return Engines(load_model(load_config(folder, dtype=dtype)))
+        return Engines(load_model(load_config(folder_of(family), dtype=dtype)))
 
     return functools.cache(make)
 
@@ -281,6 +289,50 @@ def test_steps_of_a_gpu_answer_the_same(
     )
     check_close(answers_of(core, requests), expected)
     check_drafts(core, 0.3, at_least=3)
+
+
+@pytest.mark.parametrize(
+    "speculation", [{"method": "ngram", "prompt_lookup_max": 2}, {"method": "suffix"}], ids=["ngram", "suffix"]
+)
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"max_num_batched_tokens": 16},
+        {"async_scheduling": True, "enable_prefix_caching": False},
+        {"async_scheduling": True, "num_gpu_blocks_override": 16},
+    ],
+    ids=["chunked", "two in flight", "preempted"],
+)
+def test_drafts_of_the_engines_own_drafters_change_nothing(
+    folder_of: Callable[[str], Path],
+    speculation: dict[str, Any],
+    args: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False)
+
+    monkeypatch.setattr(build, "make_drafting", make)
+    prompts = [random_tokens(length, seed=length) * 2 for length in (1, 15, 30)]
+    hot = SamplingParams(temperature=1.5, seed=7, max_tokens=60, ignore_eos=True)
+    params = [msgspec.structs.replace(hot, temperature=0.0), hot, msgspec.structs.replace(hot, temperature=0.3)]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in params]
+    sampling = [each for _ in prompts for each in params]
+    shared = {"model": str(folder_of("qwen3_5_text")), "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 8}
+    config = speculation | {"num_speculative_tokens": 4}
+    with (
+        LLM(**shared, dtype="float32") as plain,
+        LLM(**shared, dtype="float32", speculative_config=config, **args) as llm,
+    ):
+        expected = [output.outputs[0].token_ids for output in plain.generate(inputs, sampling, use_tqdm=False)]
+        predicted = [{**each, "prediction": answer} for each, answer in zip(inputs, expected, strict=True)]
+        for asked in (inputs, predicted):
+            outputs = llm.generate(asked, sampling, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        stats = llm.engine.core.stats()
+    assert stats.speculation is not None
+    assert stats.speculation.num_accepted_tokens > 10
+    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in args)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

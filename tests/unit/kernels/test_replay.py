@@ -72,7 +72,7 @@ def delta_op(per_dim: bool) -> Op:
     ) -> Tensor:
         q, k, v, decay, beta = split(tokens, widths)
         gate = gated_delta.Gate(decay, beta, rates.to(tokens.device), bias.to(tokens.device))
-        drafts = None if places is None else gated_delta.DraftInputs(*places)
+        drafts = None if places is None else gated_delta.DeltaDrafts(*places)
         return impl.gated_delta(q, k, v, gate, state, batch, scale=0.3, drafts=drafts)  # type: ignore[attr-defined, no-any-return]
 
     return Op(widths, [1, 2, 3, 4], (heads, key_dim, value_dim), run)
@@ -90,7 +90,7 @@ def ssd_op() -> Op:
         x, b, c, raw = split(tokens, widths)
         device = tokens.device
         steps = ssd.TimeSteps(raw, rates.to(device), bias.to(device) - 2)
-        drafts = None if places is None else ssd.DraftInputs(*places)
+        drafts = None if places is None else ssd.SSDDrafts(*places)
         return impl.ssd(x, b, c, steps, state, batch, skip=skip.to(device), drafts=drafts)  # type: ignore[attr-defined, no-any-return]
 
     return Op(widths, [0, 1, 3], (heads, head_dim, state_dim), run)
