@@ -27,7 +27,8 @@ from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
 from baton.engine.offline.llm import LLM
-from baton.engine.startup import build
+from baton.engine.startup import build, kv_cache
+from baton.engine.startup.arenas import draft_bytes
 from baton.engine.startup.kv_cache import allocate_drafts, allocate_on_cpu
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -351,6 +352,25 @@ def test_one_draft_too_many_or_too_few_in_a_replay_shows(
     monkeypatch.setattr(Replay, "pending", shifted)
     drafting = engines.knowing(expected, requests, 0.3, "cpu", may_differ=True)
     assert answers_of(engines.core(drafting=drafting), requests) != expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_as_much_memory_is_planned_for_drafts_as_a_rank_takes(
+    folder_of: Callable[[str], Path], family: str, ranks: int
+) -> None:
+    model = load_config(folder_of(family))
+    config = SpeculativeConfig(method="suffix", num_speculative_tokens=LIMITS.max_drafts)
+    places = allocate_drafts(allocate_on_cpu, model, LIMITS, ranks - 1, ranks)
+    taken = sum(each.numel() for each in places.values())
+    assert draft_bytes(model, config, LIMITS.max_num_seqs, ranks) == taken > 0
+    assert draft_bytes(model, None, LIMITS.max_num_seqs, ranks) == 0
+
+
+def test_a_cpu_engine_keeps_its_drafts_within_the_memory_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 1 << 30)
+    assert kv_cache.cpu_budget(2).num_bytes - kv_cache.cpu_budget(2, 1 << 20).num_bytes == 1 << 20
+    assert kv_cache.cpu_budget(2, 1 << 40).num_bytes == 0
 
 
 def test_places_hold_the_drafts_of_two_steps_and_the_token_between_them() -> None:
