@@ -25,6 +25,6 @@ def check_speculation(model: ModelConfig, config: EngineConfig, device: str | No
 def _refusal(model: ModelConfig, config: EngineConfig, device: str) -> str | None:
     if model.has_states and device == "cuda" and not WITH_STATES_ON_GPU:
         return f"{model.architecture} keeps recurrent states, and on a GPU these do not follow drafts yet"
-    if config.data_parallel_size > 1:
-        return f"data_parallel_size is {config.data_parallel_size}, and ranks do not agree about drafts yet"
+    if config.data_parallel_size > 1 and device == "cuda":
+        return f"data_parallel_size is {config.data_parallel_size}, and ranks with GPUs do not agree about drafts yet"
     return None

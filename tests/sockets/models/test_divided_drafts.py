@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from baton.engine import SamplingParams
-from baton.engine.parallel import ALONE_MEMBER
+from baton.engine import EngineConfig, SamplingParams
+from baton.engine.core.messages import EngineRequest
+from baton.engine.parallel import ALONE_MEMBER, Member
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
 from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
-from ...helpers.parallel_engine import engine_config, requests_of, serve_alone
+from ...helpers.parallel_engine import Served, engine_config, requests_of, serve_alone
 
 pytestmark = pytest.mark.exhaustive
 
@@ -50,3 +52,32 @@ def test_answers_are_those_without_drafts(
     assert speculation is not None
     assert 0.2 < speculation.acceptance_rate < 0.95
     assert speculation.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"], ids=["experts", "experts and states"])
+def test_ranks_that_step_together_may_each_have_drafts_or_none(
+    pool: MemberPool, tmp_path: Path, family: str, params: SamplingParams
+) -> None:
+    """One rank has a request more than the other, and so reads prompts while that decodes, and is done later."""
+    folder = write_checkpoint(tmp_path / family, family)
+    requests = requests_of([random_tokens(length, seed=length) for length in (1, 16, 50, 9, 33)], params)
+    plain = serve_alone(engine_config(str(folder)), [requests])
+    answers = {str(i): answer.token_ids for i, answer in enumerate(plain.answers)}
+    config = engine_config(
+        str(folder), data_parallel_size=2, enable_expert_parallel=True, speculative_config=SPECULATIVE
+    )
+    shares = [[requests[:3]], [requests[3:]]]
+    served = pool.run(serve_share, config, shares, answers, dp=2)
+    assert [answer.token_ids for each in served for answer in each.answers] == list(answers.values())
+    for each in served:
+        assert each.stats.speculation.num_accepted_tokens > 5
+
+
+def serve_share(
+    member: Member,
+    config: EngineConfig,
+    shares: Sequence[Sequence[Sequence[EngineRequest]]],
+    answers: dict[str, list[int]],
+) -> Served | None:
+    return serve_with_drafts(member, config, shares[member.rank], answers, VOCAB_SIZE)

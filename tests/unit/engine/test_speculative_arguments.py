@@ -91,7 +91,7 @@ def read(folder: Path, kind: str, architecture: str) -> ModelConfig:
     ("kind", "architecture", "args", "message"),
     [
         ("nemotron_h", "NemotronHForCausalLM", {"device": "cuda"}, "NemotronHForCausalLM keeps recurrent states, and"),
-        ("qwen3", "Qwen3ForCausalLM", {"data_parallel_size": 2}, "data_parallel_size is 2"),
+        ("qwen3", "Qwen3ForCausalLM", {"data_parallel_size": 2, "device": "cuda"}, "data_parallel_size is 2"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_with_the_reason(
@@ -118,13 +118,14 @@ def test_models_with_states_have_drafts_on_a_cpu_and_are_refused_where_the_devic
 def test_what_can_be_combined_is_taken(tmp_path: Path) -> None:
     model = read(tmp_path, "qwen3", "Qwen3ForCausalLM")
     check_speculation(model, config(speculative_config=NGRAM, tensor_parallel_size=2))
+    check_speculation(model, config(speculative_config=NGRAM, data_parallel_size=2), "cpu")
 
 
 def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Path) -> None:
     read(tmp_path, "qwen3", "Qwen3ForCausalLM")
     args: dict[str, Any] = {"model": str(tmp_path), "fleets": UNIFIED}
-    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2}
+    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2, "device": "cuda"}
     with pytest.raises(InvalidSpec, match=r"unified: speculative_config: must be left out: data_parallel_size is 2"):
         check_model(load_spec(args))
-    args["engine"] = {"speculative_config": NGRAM}
+    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2, "device": "cpu"}
     check_model(load_spec(args))
