@@ -44,7 +44,7 @@ from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens
 from .narrow_grammars import NarrowGrammars, with_grammars
-from .random_workload import random_requests
+from .random_workload import live, random_requests
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
 CHECKPOINTS = 32  # tokens apart
@@ -247,6 +247,25 @@ def test_requests_that_are_preempted_and_slots_that_go_from_one_to_another_chang
     check_drafts(core, 0.2)
     assert (core.stats().num_preemptions > 0) == (num_blocks < 20)
     assert core.stats().num_blocks_free == num_blocks + num_slots
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_come_at_any_time_and_are_aborted_leave_nothing_behind(
+    engines_of: Callable[..., Engines], kind: str, seed: int
+) -> None:
+    engines, requests = engines_of("qwen3_5_text"), random_requests(random.Random(seed), 14)
+    expected = answers_of(engines.core(), requests)
+    drafting = engines.knowing(expected, requests, 0.2, kind)
+    core = engines.core(kind, drafting, num_blocks=20, num_slots=7, depth=2, captured_tokens=32)
+    drawn: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    for outputs in live(core, seed):
+        for output in outputs:
+            drawn[output.request_id] += output.token_ids
+    for name, tokens in drawn.items():
+        assert tokens == expected[name].tokens[: len(tokens)]
+    assert core.stats().num_blocks_free == 27
 
 
 @ROWS_APART
