@@ -15,10 +15,18 @@ chunk by chunk has every state that is to be kept in its registers, at whatever 
 
 A captured step has any number of decodes, up to that of its sequences: both kinds of kernels look at every sequence,
 and pass over those that are not theirs. A step that is launched as it is has as many as it has.
+
+Where decodes may have drafts behind their first token, a state is stored behind that token, since nobody knows yet
+which drafts are right. The inputs of the drafts are kept in *places*, a ring for each row. The next step of the row
+applies those that were accepted to the state, and then its own tokens (`Replay`):
+
+    places of a row     [ .. k6 k7 k8 .. ]                 inputs of the drafts behind token 5, by position
+    accepted: 6 and 7   state behind 5 ─ k6 ─ k7 ─ own first token 8 ─> stored ─ own drafts 9, 10 ─> places
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,15 +67,19 @@ class Cuts(NamedTuple):
         *,
         checkpoints: Sequence[Checkpoint] = (),
         decode_tokens: int = 1,
+        num_decodes: int | None = None,
     ) -> Cuts:
-        """Cut sequences of `query_lens[i]` tokens. The first that have at most `decode_tokens` tokens are the decodes.
+        """Cut sequences of `query_lens[i]` tokens. The first that have at most `decode_tokens` tokens are the decodes,
+        or the first `num_decodes` where that is given.
 
         Raises `ValueError` where lengths make no sense, or where a checkpoint lies in a sequence that goes token by
         token, outside its tokens, or behind fewer than LEAST_CUT of them and not all.
         """
         if min(query_lens, default=0) < 0:
             raise ValueError(f"a sequence has {min(query_lens)} tokens: give 0 or more")
-        decodes = next((i for i, length in enumerate(query_lens) if length > decode_tokens), len(query_lens))
+        decodes = num_decodes
+        if decodes is None:
+            decodes = next((i for i, length in enumerate(query_lens) if length > decode_tokens), len(query_lens))
         kept = _slots_by_position(checkpoints, query_lens, decodes, sources)
         cuts = cls([0], decodes, [], [], [], [0])
         for seq, length in enumerate(query_lens):
@@ -112,12 +124,42 @@ def most_chunks(num_seqs: int, num_tokens: int, checkpoint_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Accepted drafts of earlier steps that are in no state yet, and where inputs of drafts lie. int32 on the device.
+
+    What a state reads of the token at position p of row r lies in place `r * num_places + p % num_places`. No position
+    that is replayed shares a place with a draft of the same step: a row has 2 n + 1 places or more for n drafts.
+    """
+
+    rows: Tensor  # [num_seqs]  row of each sequence
+    starts: Tensor  # [num_seqs]  tokens of the row before the sequence's first one in this step
+    counts: Tensor  # [num_seqs]  of these the last so many are to be applied to the state of the source first
+    num_places: int  # of a row
+
+    def pending(self, seq: int) -> list[int]:
+        """Return the places of the tokens to apply first, in order."""
+        start, count = int(self.starts[seq]), int(self.counts[seq])
+        return self._places(seq, range(start - count, start))
+
+    def drafts(self, seq: int, num_tokens: int) -> list[int]:
+        """Return the places of the drafts of a sequence that has so many tokens: all but its first one."""
+        start = int(self.starts[seq])
+        return self._places(seq, range(start + 1, start + num_tokens))
+
+    def _places(self, seq: int, positions: range) -> list[int]:
+        first = int(self.rows[seq]) * self.num_places
+        return [first + position % self.num_places for position in positions]
+
+
+@dataclass(frozen=True)
 class StateBatch:
     """Ragged sequences of one step, and the slots of their states. All int32 on the device unless said.
 
-    The first sequences, of one or few tokens, go token by token: the decodes. The others go chunk by chunk. A sequence
-    of no tokens reads and writes nothing. A slot that is written in a step must not be read in it by another sequence;
-    a sequence's own source may be its target, or the slot of its first checkpoint, behind at most SOURCE_CUT tokens.
+    The first sequences, of one or few tokens, go token by token: the decodes. The others go chunk by chunk. With a
+    `replay`, all but the first token of a decode are drafts: the state behind that token is written to the target, and
+    what states read of the drafts to their places. A sequence of no tokens reads and writes nothing. A slot that is
+    written in a step must not be read in it by another sequence; a sequence's own source may be its target, or the slot
+    of its first checkpoint, behind at most SOURCE_CUT tokens.
 
     A step that is padded to the size of a captured graph ends in sequences and chunks of no tokens, or in sequences
     whose slots are -1. What a recurrence gives for their tokens, or for those of no sequence, is arbitrary but finite,
@@ -137,6 +179,7 @@ class StateBatch:
     seq_chunks: Tensor  # [num_seqs + 1]  sequence i's chunks are seq_chunks[i]:seq_chunks[i + 1]; a decode has none
     least_decodes: int  # bounds of the number of decodes, which kernels are launched for
     most_decodes: int
+    replay: Replay | None = None  # None: no decode has drafts, and the state behind its last token is written
 
     def __post_init__(self) -> None:
         """Check types and strides, since kernels read these by address. Raises `TypeError`."""
@@ -148,6 +191,20 @@ class StateBatch:
     @property
     def num_seqs(self) -> int:
         return self.sources.shape[0]
+
+    def keep_drafts(self, *kept: tuple[Tensor, Tensor]) -> None:
+        """Write rows [T, ...] of what states read to the places [num_places of all rows, ...] of the step's drafts.
+
+        Each pair is such rows and their places. Waits for the device: kernels of a GPU do the same for themselves.
+        """
+        if self.replay is None:
+            return
+        starts, num_decodes = self.query_start.tolist(), int(self.num_decodes)
+        for seq, (begin, end) in enumerate(itertools.pairwise(starts[: num_decodes + 1])):
+            if end - begin > 1:
+                index = torch.tensor(self.replay.drafts(seq, end - begin), device=self.sources.device)
+                for rows, places in kept:
+                    places[index] = rows[begin + 1 : end].to(places.dtype)
 
     @property
     def most_prefills(self) -> int:

@@ -33,6 +33,14 @@ STATE_ALIGNMENT = 64  # bytes: each part of a state begins on a cache line
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
+def draft_places(max_drafts: int) -> int:
+    """Return how many tokens' inputs of states a row keeps: of a step's drafts, and of those of the step before.
+
+    Between these lies one token that is no draft, and places go by position: see `kernels.state_batch.Replay`.
+    """
+    return 2 * max_drafts + 1 if max_drafts else 0
+
+
 class UnevenHeads(ValueError):
     """Neither of the numbers of KV heads and tensor-parallel ranks is a multiple of the other."""
 

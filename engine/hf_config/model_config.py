@@ -20,6 +20,7 @@ from ..core.layout import (
     LayerCache,
     LayerCaches,
     LayerState,
+    StateLayout,
     StatePart,
     StateRows,
 )
@@ -143,6 +144,24 @@ def caches_of_blocks(config: ModelConfig, layer: int) -> LayerCaches:
         )
     )
     return (*cache, state)
+
+
+def _inputs_of_states(config: ModelConfig, states: StateLayout) -> StateLayout:
+    """Return what layers with these states read of one token: of each its convolution's input, and what its recurrence
+    takes to change a state. That is keys, values, decays and betas of a delta rule; x, B and time steps of Mamba-2.
+    """
+    (convolution, _), linear, mamba = states.parts, config.linear, config.mamba
+    if linear is not None:
+        keys, heads = (linear.num_key_heads, linear.key_dim), (linear.num_value_heads,)
+        read = [keys, (*heads, linear.value_dim), heads if linear.gate_rank is None else keys, heads]
+    else:
+        assert mamba is not None, "a model with states has one of them"
+        read = [(mamba.num_heads, mamba.head_dim), (mamba.num_groups, mamba.state_dim), (mamba.num_heads,)]
+    parts = (
+        StatePart((convolution.shape[0],), config.dtype, convolution.sections),
+        *(StatePart(shape, config.dtype) for shape in read),
+    )
+    return StateLayout(model=config.identity, num_layers=states.num_layers, parts=parts)
 
 
 def no_scales(keys: Keys) -> Scales:
@@ -304,6 +323,14 @@ class ModelConfig:
             moe=moe and replace(moe, sparse_layers=(*moe.sparse_layers, any(moe.sparse_layers))),
             linear=linear and replace(linear, layers=(*linear.layers, False)),
         )
+
+    @cached_property
+    def draft_inputs(self) -> Mapping[int, StateLayout]:
+        """Inputs of one token that layers of each group with states read, as a slot of them: kept of drafts."""
+        states = {
+            n: group.blocks for n, group in enumerate(self.caches.groups) if isinstance(group.blocks, StateLayout)
+        }
+        return {number: _inputs_of_states(self, layout) for number, layout in states.items()}
 
     def heads_of(self, layer: int) -> HeadShape:
         """Return the heads of a layer with attention to keys and values."""

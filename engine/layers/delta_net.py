@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.causal_conv import causal_conv
-from baton.kernels.gated_delta import Gate, gated_delta
+from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
@@ -25,7 +25,7 @@ from .attention import LayerContext, TokenMixer
 from .base import Layer, Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-from .recurrent import DepthwiseConv, MergedConv, parts_of, states_at
+from .recurrent import DepthwiseConv, LayerStates, MergedConv
 
 
 class GatedDeltaNet(TokenMixer):
@@ -69,7 +69,7 @@ class GatedDeltaNet(TokenMixer):
         self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps if norm_eps is None else norm_eps)
         self.out_proj = Linear(shape.value_width, config.hidden_size)
         self.place = config.caches.state_place_of(layer)
-        self._states = states_at(config, self.place)
+        self._states = LayerStates(config, self.place)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         names = {"norm": "o_norm", "out_proj": "o_proj"} if self._stored == "apart" else {}
@@ -90,7 +90,7 @@ class GatedDeltaNet(TokenMixer):
             parameter.keep(0, heads)
         self.out_proj.keep_columns(heads.times(shape.value_dim), tp)
         self.shape = replace(shape, num_key_heads=key_heads.size, num_value_heads=heads.size)
-        self._states = self._states.of_rank(tp.rank, tp.size)
+        self._states.divide(tp.rank, tp.size)
 
     def __call__(
         self,
@@ -105,8 +105,9 @@ class GatedDeltaNet(TokenMixer):
         heads = shape.num_value_heads
         projected = self.in_proj(hidden, norm=norm)
         qkv, z, b, a = projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
-        tail, state = parts_of(cache.slots, self._states, self.place.index)
-        qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch)
+        tail, state = self._states.slots(cache.slots)
+        kept = self._states.drafts(cache.drafts)
+        qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch, drafts=kept[0] if kept else None)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         out = gated_delta(
             q.unflatten(1, (-1, shape.key_dim)),
@@ -116,6 +117,7 @@ class GatedDeltaNet(TokenMixer):
             state,
             cache.batch,
             scale=shape.key_dim**-0.5,
+            drafts=DeltaDrafts(*kept[1:]) if kept else None,
         )
         gated = gated_rms_norm(
             out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self.norm.eps

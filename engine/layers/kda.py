@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
 from baton.kernels.causal_conv import causal_conv
-from baton.kernels.gated_delta import Gate, gated_delta
+from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import Gating, gated_rms_norm
 
@@ -25,7 +25,7 @@ from .attention import LayerContext, TokenMixer
 from .base import Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
-from .recurrent import MergedConv, parts_of, states_at
+from .recurrent import LayerStates, MergedConv
 
 
 class KimiDeltaAttention(TokenMixer):
@@ -50,7 +50,7 @@ class KimiDeltaAttention(TokenMixer):
         self.o_proj = Linear(values, config.hidden_size)
         self.place = config.caches.state_place_of(layer)
         self._rank = rank
-        self._states = states_at(config, self.place)
+        self._states = LayerStates(config, self.place)
 
     def divide(self, groups: ParallelGroups) -> None:
         """Give heads to the ranks in order; every rank has what the gates of all heads come from."""
@@ -65,7 +65,7 @@ class KimiDeltaAttention(TokenMixer):
         self.dt_bias.keep(0, keys)
         self.o_proj.keep_columns(values, tp)
         self.shape = replace(shape, num_key_heads=heads.size, num_value_heads=heads.size)
-        self._states = self._states.of_rank(tp.rank, tp.size)
+        self._states.divide(tp.rank, tp.size)
 
     def __call__(
         self,
@@ -79,8 +79,9 @@ class KimiDeltaAttention(TokenMixer):
         shape, cache, rank = self.shape, context.states_at(self.place), self._rank
         projected = self.in_proj(hidden, norm=norm)
         qkv, decays, gates, beta = projected.split([shape.conv_channels, rank, rank, shape.num_value_heads], dim=1)
-        tail, state = parts_of(cache.slots, self._states, self.place.index)
-        qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch)
+        tail, state = self._states.slots(cache.slots)
+        kept = self._states.drafts(cache.drafts)
+        qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch, drafts=kept[0] if kept else None)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         per_dim = (shape.num_key_heads, shape.key_dim)
         out = gated_delta(
@@ -96,6 +97,7 @@ class KimiDeltaAttention(TokenMixer):
             state,
             cache.batch,
             scale=shape.key_dim**-0.5,
+            drafts=DeltaDrafts(*kept[1:]) if kept else None,
         )
         gate = self.g_b_proj(gates).unflatten(1, (-1, shape.value_dim))
         gated = gated_rms_norm(out, self.o_norm.weight.data, gate, self.o_norm.eps, gating=Gating.SIGMOID).flatten(1)

@@ -21,13 +21,13 @@ from baton.kernels.activation import Activation, activation_and_mul
 from baton.kernels.causal_conv import causal_conv
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
-from baton.kernels.ssd import TimeSteps, ssd
+from baton.kernels.ssd import SSDDrafts, TimeSteps, ssd
 
 from .attention import LayerContext, TokenMixer, shared_heads
 from .base import Parameter, Share, rows_at
 from .linear import Linear
 from .norm import RMSNorm
-from .recurrent import DepthwiseConv, parts_of, states_at
+from .recurrent import DepthwiseConv, LayerStates
 
 
 class Mamba2(TokenMixer):
@@ -48,7 +48,7 @@ class Mamba2(TokenMixer):
         self.out_proj = Linear(shape.width, config.hidden_size, bias=shape.projection_bias)
         self.place = config.caches.state_place_of(layer)
         self._eps = config.rms_norm_eps
-        self._states = states_at(config, self.place)
+        self._states = LayerStates(config, self.place)
         self._groups = Share.all(shape.num_groups)
         self._group: Group = ALONE  # whose ranks share groups of heads, where these are fewer
 
@@ -64,7 +64,7 @@ class Mamba2(TokenMixer):
         if self.norm is not None:
             self.norm.weight.keep(0, values)
         self.out_proj.keep_columns(values, tp)
-        self._states = self._states.of_rank(tp.rank, tp.size)
+        self._states.divide(tp.rank, tp.size)
         if shape.num_groups < tp.size:
             self._group = tp
         self.shape = replace(shape, num_heads=heads.size, num_groups=self._groups.size)
@@ -87,8 +87,11 @@ class Mamba2(TokenMixer):
         shape, cache = self.shape, context.states_at(self.place)
         projected = self.in_proj(hidden, norm=norm)
         z, xbc, dt = projected.split([shape.width, shape.conv_channels, shape.num_heads], dim=1)
-        tail, state = parts_of(cache.slots, self._states, self.place.index)
-        xbc = causal_conv(xbc, self.conv1d.filters, tail, cache.batch, bias=self.conv1d.shift)
+        tail, state = self._states.slots(cache.slots)
+        kept = self._states.drafts(cache.drafts)
+        xbc = causal_conv(
+            xbc, self.conv1d.filters, tail, cache.batch, bias=self.conv1d.shift, drafts=kept[0] if kept else None
+        )
         x, b, c = xbc.split([shape.width, shape.group_width, shape.group_width], dim=1)
         out = ssd(
             x.unflatten(1, (-1, shape.head_dim)),
@@ -98,6 +101,7 @@ class Mamba2(TokenMixer):
             state,
             cache.batch,
             skip=self.D.data,
+            drafts=SSDDrafts(*kept[1:]) if kept else None,
         )
         gated = self._gated(out.flatten(1), z)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)

@@ -57,11 +57,27 @@ class MergedConv(DepthwiseConv):
             start += channels.size
 
 
-def states_at(config: ModelConfig, place: CachePlace) -> StateLayout:
-    """Return the layout of the states of the whole model at this place."""
-    states = config.caches.groups[place.group].blocks
-    assert isinstance(states, StateLayout), "its cache holds states"
-    return states
+class LayerStates:
+    """The parts of one layer's states in the memory of its group, and of what is kept of drafts."""
+
+    def __init__(self, config: ModelConfig, place: CachePlace) -> None:
+        states = config.caches.groups[place.group].blocks
+        assert isinstance(states, StateLayout), "its cache holds states"
+        self._layer = place.index
+        self._states = states
+        self._drafts = config.draft_inputs[place.group]
+
+    def divide(self, rank: int, size: int) -> None:
+        """Be those of one of `size` tensor-parallel ranks."""
+        self._states, self._drafts = self._states.of_rank(rank, size), self._drafts.of_rank(rank, size)
+
+    def slots(self, slots: Tensor) -> list[Tensor]:
+        """View the parts of the layer's states in all slots."""
+        return parts_of(slots, self._states, self._layer)
+
+    def drafts(self, places: Tensor | None) -> list[Tensor] | None:
+        """View the inputs of the convolution, then those of the recurrence, in all places of drafts."""
+        return None if places is None else parts_of(places, self._drafts, self._layer)
 
 
 def parts_of(slots: Tensor, layout: StateLayout, layer: int) -> list[Tensor]:

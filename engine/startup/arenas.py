@@ -20,7 +20,9 @@ import abc
 import math
 from collections.abc import Sequence
 
-from ..core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout
+from ..core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, draft_places
+from ..core.speculation.config import SpeculativeConfig
+from ..hf_config.model_config import ModelConfig
 
 CHECKPOINT_SPACING = 4096  # tokens: states are large, and what comes behind the last of few is soon computed again
 LEAST_SLOTS = 3  # of states: one that is read, one that is written, one that a step in flight still uses
@@ -115,6 +117,14 @@ def arenas_of(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model
         else min(num_blocks, needs.at_full_load(max_num_seqs, max_model_len))
         for needs in map(needs_of, caches.groups)
     ]
+
+
+def draft_bytes(
+    model: ModelConfig, speculation: SpeculativeConfig | None, max_num_seqs: int, tensor_parallel_size: int
+) -> int:
+    """Return the bytes in which a rank keeps what its layers with states read of drafts; 0 without such layers."""
+    places = max_num_seqs * draft_places(0 if speculation is None else speculation.num_speculative_tokens)
+    return sum(places * layout.of_rank(0, tensor_parallel_size).block_bytes for layout in model.draft_inputs.values())
 
 
 def longest_sequence(caches: CacheLayout, arenas: Sequence[int]) -> int:

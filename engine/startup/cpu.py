@@ -25,8 +25,9 @@ from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
+from .arenas import draft_bytes
 from .device import DeviceContext, load_draft_model, step_limits
-from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
+from .kv_cache import allocate_drafts, allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,10 @@ class CpuStartup:
     def size_kv_cache(
         self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
     ) -> tuple[int, Sequence[int]]:
-        budget = functools.partial(cpu_budget, self._context.member.num_local)
-        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, budget)
+        member, seqs = self._context.member, self._steps.max_num_seqs
+        drafts = draft_bytes(model_config, self._config.speculative_config, seqs, member.tensor_parallel_size)
+        budget = functools.partial(cpu_budget, member.num_local, drafts)
+        return size_kv_cache(self._config, seqs, model_config.max_model_len, caches, budget)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return allocate_on_cpu(num_bytes)
@@ -72,6 +75,7 @@ class CpuStartup:
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
         limits = step_limits(self._config, self._steps, core_config.max_model_len)
+        member = self._context.member
         runner = ModelRunner(
             model,
             arenas,
@@ -79,6 +83,7 @@ class CpuStartup:
             limits,
             core_config.vocab_size,
             groups=model_config.engine_caches.first,
+            drafts=allocate_drafts(self.allocate, model_config, limits, member.tp_rank, member.tensor_parallel_size),
             draft_model=self._draft_model,
         )
         if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded

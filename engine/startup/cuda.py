@@ -31,7 +31,7 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import DeviceContext, step_limits
-from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache
+from .kv_cache import allocate_arenas, allocate_drafts, gpu_budget, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
 
@@ -141,7 +141,9 @@ class CudaStartup:
     ) -> ModelRunner:
         shapes = self._shapes(limits)
         backend = CudaBackend(self._stream, shapes, getattr(torch, model_config.dtype))
-        return ModelRunner(model, arenas, backend, limits, model_config.vocab_size)
+        tp = self._groups.tp
+        drafts = allocate_drafts(self.allocate, model_config, limits, tp.rank, tp.size)
+        return ModelRunner(model, arenas, backend, limits, model_config.vocab_size, drafts=drafts)
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return step_limits(self._config, self._steps, max_model_len)

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
-from ..core.layout import BLOCK_SIZE, CacheLayout, GroupLayout, StateLayout
+from ..core.layout import BLOCK_SIZE, CacheLayout, GroupLayout, StateLayout, draft_places
 from ..core.regions import ArenaRegion, CacheRegion
+from ..hf_config.model_config import ModelConfig
+from ..worker.shapes import StepLimits
 from .arenas import arenas_of, divide_memory, least_bytes, longest_sequence
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,22 @@ def allocate_arenas(
     return [_view(memory[at:], size, group) for at, size, group in zip(starts, sizes, caches.groups, strict=False)]
 
 
+def allocate_drafts(
+    allocate: Callable[[int], torch.Tensor], model: ModelConfig, limits: StepLimits, rank: int, size: int
+) -> dict[int, torch.Tensor]:
+    """Return the places, bytes [places of all rows, place_bytes], for what each of the engine's groups with states
+    reads of drafts.
+
+    `rank` of `size` tensor-parallel ranks. Empty where there are no drafts.
+    """
+    num_places, groups = limits.max_num_seqs * draft_places(limits.max_drafts), model.engine_caches.first
+    layouts = {number: layout.of_rank(rank, size) for number, layout in model.draft_inputs.items() if num_places}
+    return {
+        groups[number]: allocate(num_places * layout.block_bytes).view(num_places, layout.block_bytes)
+        for number, layout in layouts.items()
+    }
+
+
 def _view(memory: torch.Tensor, num_blocks: int, group: GroupLayout) -> torch.Tensor:
     memory = memory[: num_blocks * group.blocks.block_bytes]
     if isinstance(group.blocks, StateLayout):
@@ -130,13 +148,13 @@ def region_of(arenas: Sequence[torch.Tensor], caches: CacheLayout, rank: int = 0
     return CacheRegion(caches, tuple(regions))
 
 
-def cpu_budget(num_members: int = 1) -> KVBudget:
+def cpu_budget(num_members: int = 1, beside_bytes: int = 0) -> KVBudget:
     """Return the default budget of each of `num_members` ranks on a machine, for a CPU engine.
 
-    Together they take a bounded share of the memory that is free now.
+    Together they take a bounded share of the memory that is free now, with what each keeps beside its blocks.
     """
     spare = min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES) // num_members
-    return KVBudget(spare, "kv_cache_memory_bytes")
+    return KVBudget(max(0, spare - beside_bytes), "kv_cache_memory_bytes")
 
 
 def gpu_budget(step_memory_bytes: int, *, utilization: float, free: int, total: int) -> KVBudget:

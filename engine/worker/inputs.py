@@ -9,7 +9,7 @@ Tensors stay at their addresses for the life of a runner, so that a captured ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
-from baton.kernels.state_batch import Checkpoint, Cuts, StateBatch, most_chunks
-from baton.kernels.step import DrawPlaces, decode_states
+from baton.kernels.state_batch import Checkpoint, Cuts, Replay, StateBatch, most_chunks
+from baton.kernels.step import DrawPlaces, decode_states, replay_states
 
-from ..core.layout import NOT_KEPT
+from ..core.layout import NOT_KEPT, draft_places
 from ..core.step import PADDING, Chunk, StepSize
 from ..layers.attention import GroupCache, StateCache
 from .shapes import StepLimits, StepShape
@@ -129,6 +129,12 @@ class Batch:
         num_wanted = sum(self.num_wanted)
         return StepSize(sum(self.lens), len(self.rows), max(1, num_wanted), bool(self.scored))
 
+    @cached_property
+    def num_decoding(self) -> int:
+        """The number of leading chunks that have one token, and drafts behind it or none."""
+        drafted = {guesses.chunk for guesses in self.guesses}
+        return next((i for i, length in enumerate(self.lens) if length != 1 and i not in drafted), len(self.lens))
+
     @property
     def has_prompts(self) -> bool:
         """True where a chunk is more than a decode and its drafts."""
@@ -150,6 +156,7 @@ class Batch:
         num_decodes = num_seqs
         if num_seqs != num_tokens:
             num_decodes = next(i for i, length in enumerate(self.lens) if length != 1)
+        max_drafts = max((guesses.num_drafts for guesses in self.guesses), default=0)
         return StepShape(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
@@ -158,7 +165,7 @@ class Batch:
             max_seq_len=max(self.ends),
             num_kv_tokens=sum(self.ends[num_decodes:]),
             num_wanted=None if num_wanted == num_tokens else num_wanted,
-            max_drafts=max((guesses.num_drafts for guesses in self.guesses), default=0),
+            max_drafts=max_drafts if self.num_decoding == num_seqs else 0,
         )
 
 
@@ -207,9 +214,13 @@ class StateInputs:
         cuts     where other entries end                      their slots, if they are to be kept
 
     A step of chunks is cut on the CPU, and one of decodes filled on the device; both at fixed addresses.
+
+    Where there are drafts, the device finds the slots of decodes in every step: what is applied to a row's state, and
+    what was accepted behind it, is its own knowledge.
     """
 
-    def __init__(self, tables: RowTables, group: int, max_num_seqs: int, checkpoint_tokens: int) -> None:
+    def __init__(self, tables: RowTables, group: int, limits: StepLimits, checkpoint_tokens: int) -> None:
+        max_num_seqs = limits.max_num_seqs
         self._group = group
         self._entry_tokens = checkpoint_tokens
         self._tables = tables
@@ -218,6 +229,8 @@ class StateInputs:
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._all = torch.full((1,), max_num_seqs, dtype=torch.int32, device=device)
         self._none = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._num_places = draft_places(limits.max_drafts)
+        self._replays = torch.zeros(3, max_num_seqs, dtype=torch.int32, device=device)
 
     def set(self, batch: Batch, shape: StepShape) -> None:
         """Write the slots and cuts of a step of chunks, padded to `shape`."""
@@ -229,26 +242,36 @@ class StateInputs:
             table = slots[row]
             sources.append(table[(start - 1) // self._entry_tokens] if start else NOT_KEPT)
             targets.append(table[(end - 1) // self._entry_tokens])
-            checkpoints += self._checkpoints(table, seq, start, end)
-        cuts = Cuts.of(batch.lens, sources, checkpoints=checkpoints)
+            if seq >= batch.num_decoding:
+                checkpoints += self._checkpoints(table, seq, start, end)
+        cuts = Cuts.of(batch.lens, sources, checkpoints=checkpoints, num_decodes=batch.num_decoding)
         more = [NOT_KEPT] * (shape.num_seqs - len(sources))
         padded = cuts.padded(shape.num_seqs, self._num_chunks(shape))
         self._tables.set_states(self._group, sources + more, targets + more, padded)
 
-    def fill_decodes(self, num_seqs: int) -> None:
-        """Find the slots of one token of each sequence of the batch in the tables, in the order of the device."""
-        tables, own = self._tables, self._own
-        batch = tables.batch(num_seqs)
-        sources, targets = own.sources.tensor[0], own.targets.tensor[0]
-        decode_states(tables.blocks[self._group], tables.step.computed, batch, self._entry_tokens, sources, targets)
+    def fill(self, shape: StepShape) -> None:
+        """Find the slots of decodes of the batch in the tables, in the order of the device, and what is replayed."""
+        tables, rows = self._tables, self._tables.rows.tensor[0, : shape.num_seqs]
+        table, states = tables.blocks[self._group], self.of(shape)
+        if states.replay is not None:
+            applied = tables.applied[self._group]
+            replay_states(table, tables.step.computed, applied, rows, states, self._entry_tokens)
+        elif shape.is_decode:
+            batch = tables.batch(shape.num_seqs)
+            decode_states(table, tables.step.computed, batch, self._entry_tokens, states.sources, states.targets)
 
     def of(self, shape: StepShape) -> StateBatch:
-        """Return the sequences of a step of this shape, which `set` or `fill_decodes` fills."""
+        """Return the sequences of a step of this shape, which `set` and `fill` fill."""
         seqs = shape.num_seqs
         sources, targets = self._own.sources.tensor[0, :seqs], self._own.targets.tensor[0, :seqs]
-        if shape.is_decode:
+        replay = None
+        if self._num_places:
+            rows, starts, counts = self._replays[:, :seqs].unbind()
+            replay = Replay(rows, starts, counts, self._num_places)
+        if shape.is_decode or shape.is_drafted:
+            one_each, query_start = self._one_each, self._tables.query_start.tensor[0]
             return StateBatch(
-                query_start=self._one_each[: seqs + 1],
+                query_start=(one_each if shape.is_decode else query_start)[: seqs + 1],
                 sources=sources,
                 targets=targets,
                 num_decodes=self._all,
@@ -258,6 +281,7 @@ class StateInputs:
                 seq_chunks=self._none[: seqs + 1],
                 least_decodes=seqs,
                 most_decodes=seqs,
+                replay=replay,
             )
         chunks = self._num_chunks(shape)
         return StateBatch(
@@ -271,9 +295,12 @@ class StateInputs:
             seq_chunks=self._own.seq_chunks.tensor[0, : seqs + 1],
             least_decodes=shape.num_decodes,
             most_decodes=shape.num_decodes or seqs,  # a captured mix has any number of them
+            replay=replay,
         )
 
     def _num_chunks(self, shape: StepShape) -> int:
+        if shape.is_drafted:
+            return 0
         decodes = shape.num_decodes
         return most_chunks(shape.num_seqs - decodes, shape.num_tokens - decodes, self._entry_tokens)
 
@@ -298,17 +325,17 @@ class InputBuffers:
         arenas: Sequence[Tensor],
         limits: StepLimits,
         checkpoint_tokens: int,
+        drafts: Mapping[int, Tensor],
         groups: Sequence[int] | None = None,
     ) -> None:
-        """`arenas`: the blocks of each cache group, the slots of each that keeps states. `groups`: those of the model,
-        in its order; None: all.
+        """`arenas`: the blocks of each cache group, the slots of each that keeps states; `drafts`: the places of each
+        of these, where there are drafts. `groups`: those of the model, in its order; None: all.
         """
         self._tables = tables
         self._arenas = arenas
+        self._drafts = drafts
         self._groups = range(len(arenas)) if groups is None else groups
-        self.states = {
-            group: StateInputs(tables, group, limits.max_num_seqs, checkpoint_tokens) for group in tables.state_slots
-        }
+        self.states = {group: StateInputs(tables, group, limits, checkpoint_tokens) for group in tables.state_slots}
         max_num_seqs, max_num_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -336,10 +363,10 @@ class InputBuffers:
             if guesses.token_ids:  # else the row has them
                 self._tables.guess(batch.rows[guesses.chunk], guesses.first, guesses.token_ids)
 
-    def fill_decodes(self, num_seqs: int) -> None:
-        """Find the slots of the states of a step of decodes."""
+    def fill_states(self, shape: StepShape) -> None:
+        """Find the slots of the states of decodes. To be called behind what fills the step's other inputs."""
         for states in self.states.values():
-            states.fill_decodes(num_seqs)
+            states.fill(shape)
 
     def of(self, shape: StepShape) -> StepInputs:
         """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
@@ -355,7 +382,7 @@ class InputBuffers:
         """Return some cache groups: as the step of `shape` has them, or, but for states, as `batch_of` a group says."""
         batch_of = batch_of or self._batch
         return tuple(
-            StateCache(self.states[group].of(shape), self._arenas[group])
+            StateCache(self.states[group].of(shape), self._arenas[group], self._drafts.get(group))
             if group in self.states
             else GroupCache(batch_of(shape, group), self._arenas[group])
             for group in groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,10 +34,13 @@ class ModelRunner:
         vocab_size: int,
         *,
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
+        drafts: Mapping[int, Tensor] | None = None,
         groups: Sequence[int] | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`groups`: the arenas of the model, in the order of its cache groups, where a draft model has others."""
+        """`drafts`: of each group with states, bytes for what these read of drafts; see `allocate_drafts`. `groups`:
+        the arenas of the model, in the order of its cache groups, where a draft model has others.
+        """
         self.model = model
         self.arenas = arenas
         self.backend = backend
@@ -47,7 +50,7 @@ class ModelRunner:
         self.writes = backend.table_writes(memory)
         self.tables = RowTables(memory, self.writes, limits, len(arenas), states, checkpoint_tokens)
         groups = range(len(arenas)) if groups is None else groups
-        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens, groups)
+        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens, drafts or {}, groups)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_draws), torch.int32)

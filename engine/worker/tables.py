@@ -85,8 +85,10 @@ class RowTables:
 
     In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers with states, slot
     `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
-    that the plans name are leftovers that nothing reads. Where guesses are made on the device, `room[row]` is the
-    number of tokens that the row's blocks hold, and `read[row]` of those that a draft model has read.
+    that the plans name are leftovers that nothing reads. Where there are drafts, states are behind the first
+    `applied[g][row]` tokens: fewer than are computed where drafts were accepted (`kernels.state_batch.Replay`). Where
+    guesses are made on the device, `room[row]` is the number of tokens that the row's blocks hold, and `read[row]` of
+    those that a draft model has read.
     """
 
     def __init__(
@@ -110,11 +112,13 @@ class RowTables:
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
         self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
-        self.guesses, self.first_guess, self.room, self.read = tables[-4:]
+        self.guesses, self.first_guess, applied, self.room, self.read = tables[-5:]
+        self.applied = dict(zip(state_groups, applied.tensor, strict=True))
+        self._applied = applied
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(7, len(tables) - 4, size), strict=True)
+            for group, first in zip(state_groups, range(7, len(tables) - 5, size), strict=True)
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
@@ -159,6 +163,8 @@ class RowTables:
                 self.state_slots[group][row] = list(blocks)
         add(self.sampling.address(row), encode_row(start.sampling, seed=start.seed, prompt_len=prompt_len))
         add(self.computed.address(0, row), [start.num_computed])
+        for number in range(len(self.applied)):
+            add(self._applied.address(number, row), [start.num_computed])
         if self._tells_room:
             add(self.room.address(0, row), [self._room_of(row)])
             add(self.read.address(0, row), [start.num_computed])
@@ -209,8 +215,9 @@ def _table_shapes(
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    guesses = [(seqs, limits.max_guesses), (1, seqs), *[(1, seqs if limits.guesses_on_device else 0)] * 2]
-    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *guesses]
+    on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2
+    drafts = [(seqs, limits.max_guesses), (1, seqs), (num_state_groups, seqs), *on_device]
+    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *drafts]
 
 
 def _table_size(rows: int, width: int) -> int:

@@ -27,13 +27,15 @@ def causal_conv(
     *,
     bias: Tensor | None = None,
     silu: bool = True,
+    drafts: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convolve the tokens of `batch`, x [T, C], with weight [C, width] and return [T, C] in x's dtype.
 
     Inputs before a sequence's first token are those of the state of its source, or zeros; the last width - 1 inputs are
     written to its target, and those before each checkpoint to that one's slot. `state` is [slots, C, width - 1] of x's
-    dtype. Sums are float32, rounded once. `silu` applies x * sigmoid(x) to the sum.
+    dtype. Sums are float32, rounded once. `silu` applies x * sigmoid(x) to the sum. `drafts` [places, C] of x's dtype
+    are the places of a batch with a `Replay`, for inputs.
 
     Tokens of x and out may lie any number of elements apart, a token's channels are contiguous. Raises `ValueError` for
     tensors that do not fit each other.
@@ -48,9 +50,13 @@ def causal_conv(
         raise ValueError(f"bias {list(bias.shape)}: give [{channels}]")
     if num_tokens and not (x[0].is_contiguous() and (out is None or out[0].is_contiguous())):
         raise ValueError("the channels of a token must be contiguous, in x and out")
+    if (drafts is None) != (batch.replay is None):
+        raise ValueError("places of drafts are for batches with a replay, and needed there")
+    if drafts is not None and (drafts.shape[1:] != (channels,) or drafts.dtype != x.dtype or drafts.stride(1) != 1):
+        raise ValueError(f"places {list(drafts.shape)} of {drafts.dtype}: give [places, {channels}] of {x.dtype}")
     run = reference.causal_conv
     if x.is_cuda:
         from . import gpu
 
         run = gpu.causal_conv
-    return run(x, weight, state, batch, bias=bias, silu=silu, out=out)
+    return run(x, weight, state, batch, bias=bias, silu=silu, drafts=drafts, out=out)

@@ -31,6 +31,7 @@ def causal_conv(
     *,
     bias: Tensor | None = None,
     silu: bool = True,
+    drafts: Tensor | None = None,
     out: Tensor | None = None,
     step: Options | None = None,
     chunks: Options | None = None,
@@ -43,8 +44,19 @@ def causal_conv(
     sizes = {"WIDTH": width, "SILU": silu, "NUM_CHANNELS": channels}
     if decodes := batch.most_decodes:
         options = step or tuned.config("causal_conv", x.device, step_key(width, channels, decodes), STEP)
+        replay = batch.replay
         convolve_decode_kernel[(cdiv(channels, options["CHANNELS"]), decodes)](
-            *operands, batch.num_decodes, out, *strides, **sizes, **options, **pdl.launch_options()
+            *operands,
+            batch.num_decodes,
+            out,
+            drafts,
+            *((None,) * 3 if replay is None else (replay.rows, replay.starts, replay.counts)),
+            *strides,
+            0 if drafts is None else drafts.stride(0),
+            NUM_PLACES=0 if replay is None else replay.num_places,
+            **sizes,
+            **options,
+            **pdl.launch_options(),
         )
     if batch.num_chunks:
         options = chunks or tuned.config("causal_conv", x.device, chunk_key(width, channels, x.shape[0]), CHUNKS)
@@ -163,12 +175,18 @@ def convolve_decode_kernel(
     targets,
     num_decodes,
     out,
+    drafts,  # [places, NUM_CHANNELS], places drafts_stride apart; None: no decode has drafts
+    replay_rows,
+    replay_starts,
+    replay_counts,
     x_stride,
     state_stride,
     out_stride,
+    drafts_stride,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
+    NUM_PLACES: tl.constexpr,  # of a row, 0 without drafts
     CHANNELS: tl.constexpr,
 ):
     pdl.let_next_start()
@@ -191,6 +209,16 @@ def convolve_decode_kernel(
     before1 = _in_tail(tail, source, 1, channel, WIDTH, NUM_CHANNELS)
     before2 = _in_tail(tail, source, 2, channel, WIDTH, NUM_CHANNELS)
     before3 = _in_tail(tail, source, 3, channel, WIDTH, NUM_CHANNELS)
+    if NUM_PLACES > 0:
+        own = tl.load(replay_rows + seq).to(tl.int64) * NUM_PLACES
+        start = tl.load(replay_starts + seq)
+        count = tl.where(length > 0, tl.load(replay_counts + seq), 0)
+        for position in range(start - count, start):
+            cells = drafts + (own + position % NUM_PLACES) * drafts_stride + channel
+            before3 = before2
+            before2 = before1
+            before1 = tl.load(cells, mask=exists, other=0.0).to(tl.float32)
+    last1, last2, last3 = before1, before2, before3
     for position in range(0, length):
         cell = tl.cast(position, tl.int64)
         value = tl.load(inputs + cell * x_stride + channel, mask=exists, other=0.0).to(tl.float32)
@@ -200,9 +228,17 @@ def convolve_decode_kernel(
         before3 = before2
         before2 = before1
         before1 = value
+        if NUM_PLACES > 0:
+            if position == 0:
+                last1, last2, last3 = before1, before2, before3
+            else:
+                cells = drafts + (own + (start + position) % NUM_PLACES) * drafts_stride + channel
+                tl.store(cells, value.to(drafts.dtype.element_ty), mask=exists)
+        else:
+            last1, last2, last3 = before1, before2, before3
     tl.debug_barrier()  # all warps have read the old tail, which may lie there
     if target >= 0 and length > 0:
-        _store_tail(state + target * state_stride, (before1, before2, before3), channel, WIDTH, NUM_CHANNELS)
+        _store_tail(state + target * state_stride, (last1, last2, last3), channel, WIDTH, NUM_CHANNELS)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ def causal_conv(
     *,
     bias: Tensor | None = None,
     silu: bool = True,
+    drafts: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.causal_conv.causal_conv`. Computed in float64 where x is, else in float32."""
@@ -25,21 +26,38 @@ def causal_conv(
     taps = weight.to(dtype)
     starts, ends = batch.query_start.tolist(), batch.chunk_start.tolist()[1:]
     kept = list(zip(ends, batch.checkpoints.tolist(), batch.chunk_seqs.tolist(), strict=True))
+    num_replaying = int(batch.num_decodes) if batch.replay is not None else 0
     for seq, (source, target) in enumerate(zip(batch.sources.tolist(), batch.targets.tolist(), strict=True)):
         begin, end = starts[seq], starts[seq + 1]
         if begin == end:
             continue
-        tail = torch.zeros_like(state[0]) if source < 0 else state[source]
-        inputs = torch.cat([tail.T, x[begin:end].to(state.dtype)])  # [width - 1 + n, C]
-        count = end - begin
-        wide = inputs.to(dtype)
-        total = sum(
-            (wide[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])), torch.zeros((), dtype=dtype)
-        )
-        if bias is not None:
-            total = total + bias.to(dtype)
-        out[begin:end] = (functional.silu(total) if silu else total).to(out.dtype)
+        inputs = torch.zeros_like(state[0]).T if source < 0 else state[source].T
         keep = [(position - begin, slot) for position, slot, owner in kept if owner == seq and slot >= 0]
-        for position, slot in [*keep, *([(count, target)] if target >= 0 else [])]:
-            state[slot] = inputs[position : position + taps.shape[1] - 1].T
+        if seq < num_replaying:
+            assert batch.replay is not None
+            assert drafts is not None
+            inputs = torch.cat([inputs, drafts[batch.replay.pending(seq)].to(state.dtype)])[1 - taps.shape[1] :]
+            keep.append((1, target))
+        else:
+            keep.append((end - begin, target))
+        inputs = torch.cat([inputs, x[begin:end].to(state.dtype)])  # [width - 1 + n, C]
+        wide = inputs.to(dtype)
+        # The tokens of a decode one at a time: a value must not depend on how many are computed with it.
+        for first, count in [(at, 1) for at in range(end - begin)] if seq < num_replaying else [(0, end - begin)]:
+            out[begin + first : begin + first + count] = _convolved(wide[first:], count, taps, bias, silu).to(out.dtype)
+        for position, slot in keep:
+            if slot >= 0:
+                state[slot] = inputs[position : position + taps.shape[1] - 1].T
+    if drafts is not None:
+        batch.keep_drafts((x, drafts))
     return out
+
+
+def _convolved(inputs: Tensor, count: int, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """Return the first `count` outputs [count, C] over inputs [width - 1 + count or more, C]."""
+    total = sum(
+        (inputs[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])), torch.zeros((), dtype=taps.dtype)
+    )
+    if bias is not None:
+        total = total + bias.to(taps.dtype)
+    return functional.silu(total) if silu else total

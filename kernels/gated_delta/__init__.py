@@ -17,9 +17,9 @@ from torch import Tensor
 from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
 
 from . import cpu, reference
-from .gate import Gate
+from .gate import DeltaDrafts, Gate
 
-__all__ = ["CHUNK", "Checkpoint", "Gate", "StateBatch", "gated_delta"]
+__all__ = ["CHUNK", "Checkpoint", "DeltaDrafts", "Gate", "StateBatch", "gated_delta"]
 
 
 def gated_delta(
@@ -32,6 +32,7 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Run the rule over the tokens of `batch` and return what each reads, [T, H, V], in v's dtype.
@@ -42,18 +43,20 @@ def gated_delta(
     H heads and K dimensions.
 
     `state` [slots, H, K, V] float32 is read and written at the batch's slots (sources, targets, checkpoints), and
-    nowhere else. Sums are float32; products of chunks take operands in v's dtype.
+    nowhere else. Sums are float32; products of chunks take operands in v's dtype. `drafts`, of the inputs' types, are
+    the places of a batch with a `Replay`.
 
     Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, K and V
     are multiples of 16 from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
     """
     _check(q, k, v, gate, state, out)
+    _check_drafts(k, v, gate, batch, drafts)
     run = cpu.gated_delta if q.is_cpu else reference.gated_delta
     if q.is_cuda:
         from . import gpu
 
         run = gpu.gated_delta
-    return run(q, k, v, gate, state, batch, scale=scale, norm_eps=norm_eps, out=out)
+    return run(q, k, v, gate, state, batch, scale=scale, norm_eps=norm_eps, drafts=drafts, out=out)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor, out: Tensor | None) -> None:
@@ -67,3 +70,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor, out: Tens
     views = (q, k, v, gate.decay, gate.beta, *(() if out is None else (out,)))
     if num_tokens and not all(view[0].is_contiguous() for view in views):
         raise ValueError("the heads of a token must be contiguous, in q, k, v, gates and out")
+
+
+def _check_drafts(k: Tensor, v: Tensor, gate: Gate, batch: StateBatch, drafts: DeltaDrafts | None) -> None:
+    if (drafts is None) != (batch.replay is None):
+        raise ValueError("places of drafts are for batches with a replay, and needed there")
+    if drafts is None:
+        return
+    for places, rows in zip(drafts, (k, v, gate.decay, gate.beta), strict=True):
+        alike = places.dtype == rows.dtype and places.stride(0) == drafts.k.stride(0)
+        if not alike or places.shape[1:] != rows.shape[1:] or not places[0].is_contiguous():
+            raise ValueError(f"places {list(places.shape)} of {places.dtype} for {list(rows.shape)} of {rows.dtype}")

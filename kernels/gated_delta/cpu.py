@@ -8,7 +8,7 @@ from torch import Tensor
 from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
-from .gate import Gate
+from .gate import DeltaDrafts, Gate
 from .reference import normed
 
 SPAN = 32  # tokens that are taken at once: decays a dimension take SPAN * SPAN * K values a head
@@ -24,6 +24,7 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.gated_delta.gated_delta`. Computed in float64 where q is, else in float32."""
@@ -36,7 +37,15 @@ def gated_delta(
         out[tokens] = result.to(out.dtype)
         return current
 
-    carry_states(state, batch, dtype, advance, span=SPAN)
+    def replay(current: Tensor, place: int) -> Tensor:
+        assert drafts is not None
+        one = slice(place, place + 1)
+        span = _Span(drafts.k[one], drafts.k[one], drafts.v[one], gate.at(drafts, place), dtype, norm_eps)
+        return span.advance(current, scale)[0]
+
+    carry_states(state, batch, dtype, advance, span=SPAN, replay=replay)
+    if drafts is not None:
+        batch.keep_drafts((k, drafts.k), (v, drafts.v), (gate.decay, drafts.decay), (gate.beta, drafts.beta))
     return out
 
 

@@ -1,12 +1,25 @@
-"""`Gate`: how much of a state each token keeps, and how much of its value it writes."""
+"""`Gate`: how much of a state each token keeps, and how much of its value it writes. `DeltaDrafts`: both, of drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class DeltaDrafts(NamedTuple):
+    """Places for what a state reads of drafts (`state_batch.Replay`): keys, values, and what gates come from.
+
+    All places lie equally many elements apart.
+    """
+
+    k: Tensor  # [P, KH, K]
+    v: Tensor  # [P, H, V]
+    decay: Tensor  # [P, H], or [P, H, K]
+    beta: Tensor  # [P, H]
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,10 @@ class Gate:
     def sliced(self, tokens: slice) -> Gate:
         """Return the gates of some of the tokens."""
         return replace(self, decay=self.decay[tokens], beta=self.beta[tokens])
+
+    def at(self, drafts: DeltaDrafts, place: int) -> Gate:
+        """Return the gates of the draft in a place, as of one token."""
+        return replace(self, decay=drafts.decay[place : place + 1], beta=drafts.beta[place : place + 1])
 
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return g, shaped as `decay`, and beta [T, H]."""

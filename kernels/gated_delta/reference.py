@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
-from .gate import Gate
+from .gate import DeltaDrafts, Gate
 
 
 def gated_delta(
@@ -23,26 +23,39 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.gated_delta.gated_delta`. Computed in float64 where q is, else in float32."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     group = v.shape[1] // q.shape[1]
-    q, k = (normed(x.to(compute_dtype), norm_eps).repeat_interleave(group, dim=1) for x in (q, k))
-    values, (g, beta) = v.to(compute_dtype), gate.values(compute_dtype)
-    decay = g.exp() if gate.per_dim else g.exp()[..., None]  # [T, H, K or 1]
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+
+    def wide(heads: Tensor) -> Tensor:
+        return normed(heads.to(compute_dtype), norm_eps).repeat_interleave(group, dim=0)
+
+    def changed(current: Tensor, key: Tensor, value: Tensor, gates: Gate) -> Tensor:
+        """Return the state behind one token, of which `gates` holds the only one."""
+        g, beta = (each[0] for each in gates.values(compute_dtype))
+        decay, key = g.exp() if gate.per_dim else g.exp()[..., None], wide(key)  # [H, K or 1], [H, K]
+        current = decay[..., None] * current
+        predicted = torch.einsum("hkv,hk->hv", current, key)
+        change = beta[:, None] * (value.to(compute_dtype) - predicted)
+        return current + key[..., None] * change[:, None]
 
     def advance(current: Tensor, tokens: slice) -> Tensor:
         token = tokens.start
-        current = decay[token][..., None] * current
-        predicted = torch.einsum("hkv,hk->hv", current, k[token])
-        change = beta[token][:, None] * (values[token] - predicted)
-        current = current + k[token][..., None] * change[:, None]
-        out[token] = (torch.einsum("hkv,hk->hv", current, q[token]) * scale).to(out.dtype)
+        current = changed(current, k[token], v[token], gate.sliced(tokens))
+        out[token] = (torch.einsum("hkv,hk->hv", current, wide(q[token])) * scale).to(out.dtype)
         return current
 
-    carry_states(state, batch, compute_dtype, advance, span=1)
+    def replay(current: Tensor, place: int) -> Tensor:
+        assert drafts is not None
+        return changed(current, drafts.k[place], drafts.v[place], gate.at(drafts, place))
+
+    carry_states(state, batch, compute_dtype, advance, span=1, replay=replay)
+    if drafts is not None:
+        batch.keep_drafts((k, drafts.k), (v, drafts.v), (gate.decay, drafts.decay), (gate.beta, drafts.beta))
     return out
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
 
 from . import cpu, reference
-from .time_steps import TimeSteps
+from .time_steps import SSDDrafts, TimeSteps
 
-__all__ = ["CHUNK", "Checkpoint", "StateBatch", "TimeSteps", "ssd"]
+__all__ = ["CHUNK", "Checkpoint", "SSDDrafts", "StateBatch", "TimeSteps", "ssd"]
 
 
 def ssd(
@@ -30,6 +30,7 @@ def ssd(
     batch: StateBatch,
     *,
     skip: Tensor | None = None,
+    drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Run the recurrence over the tokens of `batch` and return what each reads, [T, H, P], in x's dtype.
@@ -38,18 +39,20 @@ def ssd(
     holds dt and A. `skip` [H] float32 is D; None: nothing is added.
 
     `state` [slots, H, P, N] float32 is read and written at the batch's slots (sources, targets, checkpoints), and
-    nowhere else. Sums are float32; products of chunks take operands in x's dtype.
+    nowhere else. Sums are float32; products of chunks take operands in x's dtype. `drafts`, of the inputs' types, are
+    the places of a batch with a `Replay`.
 
     Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, P and N
     are powers of two, from 16 to 128 and from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
     """
     _check(x, b, c, time_steps, state, skip, out)
+    _check_drafts(x, b, time_steps, batch, drafts)
     run = cpu.ssd if x.is_cpu else reference.ssd
     if x.is_cuda:
         from . import gpu
 
         run = gpu.ssd
-    return run(x, b, c, time_steps, state, batch, skip=skip, out=out)
+    return run(x, b, c, time_steps, state, batch, skip=skip, drafts=drafts, out=out)
 
 
 def _check(
@@ -71,3 +74,14 @@ def _check(
     views = (x, b, c, time_steps.raw, *(() if out is None else (out,)))
     if num_tokens and not all(view[0].is_contiguous() for view in views):
         raise ValueError("the heads of a token must be contiguous, in x, b, c, time steps and out")
+
+
+def _check_drafts(x: Tensor, b: Tensor, time_steps: TimeSteps, batch: StateBatch, drafts: SSDDrafts | None) -> None:
+    if (drafts is None) != (batch.replay is None):
+        raise ValueError("places of drafts are for batches with a replay, and needed there")
+    if drafts is None:
+        return
+    for places, rows in zip(drafts, (x, b, time_steps.raw), strict=True):
+        alike = places.dtype == rows.dtype and places.stride(0) == drafts.x.stride(0)
+        if not alike or places.shape[1:] != rows.shape[1:] or not places[0].is_contiguous():
+            raise ValueError(f"places {list(places.shape)} of {places.dtype} for {list(rows.shape)} of {rows.dtype}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from baton.kernels.recurrence import carry_states
 from baton.kernels.state_batch import StateBatch
 
-from .time_steps import TimeSteps
+from .time_steps import SSDDrafts, TimeSteps
 
 
 def ssd(
@@ -20,6 +20,7 @@ def ssd(
     batch: StateBatch,
     *,
     skip: Tensor | None = None,
+    drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `baton.kernels.ssd.ssd`. Computed in float64 where x is, else in float32."""
@@ -31,7 +32,14 @@ def ssd(
         out[tokens] = result.to(out.dtype)
         return current
 
-    carry_states(state, batch, dtype, advance)
+    def replay(current: Tensor, place: int) -> Tensor:
+        assert drafts is not None
+        one = slice(place, place + 1)
+        return _advance(current, drafts.x[one], drafts.b[one], drafts.b[one], time_steps.at(drafts, place), None)[0]
+
+    carry_states(state, batch, dtype, advance, replay=replay)
+    if drafts is not None:
+        batch.keep_drafts((x, drafts.x), (b, drafts.b), (time_steps.raw, drafts.raw))
     return out
 
 

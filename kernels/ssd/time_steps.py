@@ -1,13 +1,22 @@
-"""`TimeSteps`: how long each token lasts for each head, and how fast a head forgets."""
+"""`TimeSteps`: how long each token lasts for each head, and how fast a head forgets. `SSDDrafts`: of drafts."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class SSDDrafts(NamedTuple):
+    """Places for what a state reads of drafts (`state_batch.Replay`), all equally many elements apart."""
+
+    x: Tensor  # [P, H, D]
+    b: Tensor  # [P, G, N]
+    raw: Tensor  # [P, H], of `TimeSteps`
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,11 @@ class TimeSteps:
 
     def sliced(self, tokens: slice) -> TimeSteps:
         """Return the time steps of some of the tokens."""
-        return TimeSteps(self.raw[tokens], self.log_rate, self.bias, self.limits)
+        return replace(self, raw=self.raw[tokens])
+
+    def at(self, drafts: SSDDrafts, place: int) -> TimeSteps:
+        """Return the time steps of the draft in a place, as of one token."""
+        return replace(self, raw=drafts.raw[place : place + 1])
 
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return dt and the logarithm of what a state keeps, dt A, both [T, H]."""

@@ -4,6 +4,7 @@
     decode_inputs    rows                             ──> token ids, positions, slots, lengths
     chunk_inputs     rows, query_start                ──> the same, for chunks of any length
     decode_states    rows                             ──> slots of recurrent states
+    replay_states    rows                             ──> the same where there are drafts, and which are to be applied
     store_tokens     drawn tokens                     ──> tables for the next step, ring for the CPU
     place_drafts     guesses                          ──> tokens of rows, where each draw belongs
     accept_tokens    drawn tokens of steps with drafts ──> as `store_tokens`, up to the first wrong draft
@@ -18,6 +19,8 @@ from __future__ import annotations
 from types import ModuleType
 
 from torch import Tensor
+
+from baton.kernels.state_batch import StateBatch
 
 from . import reference
 from .buffers import PIECE, REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
@@ -39,6 +42,7 @@ __all__ = [
     "decode_states",
     "place_drafts",
     "replace_tokens",
+    "replay_states",
     "store_tokens",
 ]
 
@@ -73,6 +77,19 @@ def decode_states(
     the slots behind the token itself, the first that is not `computed` [num_rows]; of padding both are -1. All int32.
     """
     _implementation(table).decode_states(table, computed, batch, entry_tokens, sources, targets)
+
+
+def replay_states(
+    table: Tensor, computed: Tensor, applied: Tensor, rows: Tensor, states: StateBatch, entry_tokens: int
+) -> None:
+    """Find the slots of decodes that may have drafts, and the accepted drafts that are to be applied before them.
+
+    Row `rows[i]` of sequence i, -1 for padding, has `computed` [num_rows] tokens, of which the first `applied`
+    [num_rows] are in its state: that of the slot which the `table` has for the last of these. Sources, targets and the
+    replay of `states` are filled for its decodes; of other sequences only the replay, which has nothing to apply.
+    `applied` moves on to the first token of a decode, and to the end of another sequence. All int32.
+    """
+    _implementation(table).replay_states(table, computed, applied, rows, states, entry_tokens)
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:

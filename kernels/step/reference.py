@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels.state_batch import StateBatch
+
 from .buffers import REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
 
 
@@ -39,6 +41,25 @@ def decode_states(
     before = table[rows, (starts - 1).clamp(min=0) // entry_tokens]
     sources[: len(rows)] = torch.where(real & (starts > 0), before, -1)
     targets[: len(rows)] = torch.where(real, table[rows, starts // entry_tokens], -1)
+
+
+def replay_states(
+    table: Tensor, computed: Tensor, applied: Tensor, rows: Tensor, states: StateBatch, entry_tokens: int
+) -> None:
+    replay = states.replay
+    assert replay is not None, "there are drafts"
+    real, row, lens = rows >= 0, rows.clamp(min=0).long(), states.query_start.diff()
+    decodes = torch.arange(len(rows), device=rows.device) < states.num_decodes
+    starts, before = torch.where(real, computed[row], 0), torch.where(real, applied[row], 0)
+    source = torch.where(before > 0, table[row, (before - 1).clamp(min=0) // entry_tokens], -1)
+    target = torch.where(real, table[row, starts // entry_tokens], -1)
+    states.sources.copy_(torch.where(decodes, source, states.sources))
+    states.targets.copy_(torch.where(decodes, target, states.targets))
+    replay.rows.copy_(row)
+    replay.starts.copy_(starts)
+    replay.counts.copy_(torch.where(decodes, starts - before, 0))
+    behind = starts + torch.where(decodes, 1, lens)
+    applied[row[real]] = behind[real].to(applied.dtype)
 
 
 def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:

@@ -275,14 +275,31 @@ class RequestMemory:
         request.capacity = self._capacity(request.block_tables)
         return new
 
+    def room_for_drafts(self, request: Request) -> int:
+        """Return how many drafts a decode may have, so that none is the last token of an entry of states.
+
+        The state behind that token is a checkpoint, and a state is stored behind the first token of a decode: the known
+        one. `request` counts this token as computed. Where drafts are unsettled, its decode may begin earlier.
+        """
+        room = request.limit
+        for _, group in self._states:
+            earliest = request.num_computed - request.num_unsettled_drafts  # the first token that may be a draft
+            last = (earliest // group.entry_tokens + 1) * group.entry_tokens - 1
+            room = min(room, last - request.num_computed)
+        return max(0, room)
+
     def give_back_behind(self, request: Request) -> Sequence[tuple[int, list[int]]]:
         """Return, by group, the blocks that no later token of the request reads: they are the caller's now.
 
-        Steps in flight may read them. A block whose tokens are not all known stays: it is not registered yet.
+        Steps in flight may read them. A block whose tokens are not all known stays: it is not registered yet. So does
+        the slot of a state which drafts that were accepted are still to be applied to.
         """
         given_back = []
         for number, group in self._given_back:
-            end = group.first_visible(request.num_computed - request.num_unsettled_drafts)
+            num_read = request.num_computed - request.num_unsettled_drafts
+            if isinstance(group, StateGroup):
+                num_read -= request.num_accepted_drafts
+            end = group.first_visible(num_read)
             if self._caching:
                 end = min(end, group.num_entries(request.num_registered))
             if end > request.first_kept[number]:

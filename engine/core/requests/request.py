@@ -120,6 +120,7 @@ class Request:
         "masks",
         "message",
         "next_registration",
+        "num_accepted_drafts",
         "num_blocks_passed",
         "num_cached_tokens",
         "num_computed",
@@ -154,6 +155,7 @@ class Request:
         self.num_computed = 0
         self.num_guesses = 0  # of its next tokens, that its row has on the device
         self.num_unsettled_drafts = 0  # of steps in flight: so many of its tokens may not come to be
+        self.num_accepted_drafts = 0  # of the newest settled step with drafts: a state may be so many tokens behind
         self.drafts: DraftCounts | None = None  # of the step that is being settled, until its output is made
         self.is_constrained = message.sampling.structured_outputs is not None
         # Decodes may reach one token less. A grammar must know a token before the next is drawn.
@@ -257,6 +259,7 @@ class Request:
     def settle_drafts(self, num_drafts: int, num_accepted: int, *, are_predicted: bool) -> None:
         """Take back the drafts of a step that were not accepted. Its row, if it still has one, has done so already."""
         self.num_unsettled_drafts -= num_drafts
+        self.num_accepted_drafts = num_accepted
         self.num_tokens -= num_drafts - num_accepted
         if self.row != NO_ROW:
             self.num_computed -= num_drafts - num_accepted

@@ -121,7 +121,7 @@ class RunningRequests:
         return prefills
 
     def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
-        """Let decodes have drafts, as far as budget, blocks and the requests' lengths go.
+        """Let decodes have drafts, as far as budget, blocks, checkpoints and the requests' lengths go.
 
         A block is taken for them, and for guesses that are made behind them, only where one is free.
         """
@@ -130,6 +130,8 @@ class RunningRequests:
         for chunk, request in decodes:
             num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
+            if self._memory.has_states:
+                room = min(room, self._memory.room_for_drafts(request))
             drafts = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else NO_DRAFTS
             num_drafts = drafts.num_drafts
             if num_drafts and num_computed + num_drafts + drafting.num_behind > request.capacity:

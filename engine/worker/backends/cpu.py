@@ -220,8 +220,7 @@ class CpuStep:
         self._seq_lens[num_seqs : shape.num_seqs] = 0
         if shape.num_wanted is not None:
             self._fill_wanted(batch)
-        if shape.is_decode:
-            self._parts.inputs.fill_decodes(shape.num_seqs)
+        self._parts.inputs.fill_states(shape)
 
     def _place(self, batch: Batch, guesses: Guesses) -> None:
         """Write a chunk's drafts into its row: those guesses that are for the tokens it runs."""

@@ -103,8 +103,7 @@ class CudaStep:
         buffers, batch = self._buffers(shape), tables.batch(shape.num_seqs)
         fill = decode_inputs if shape.is_decode else chunk_inputs
         fill(tables.step, batch, buffers)
-        if shape.is_decode:
-            parts.inputs.fill_decodes(shape.num_seqs)
+        parts.inputs.fill_states(shape)
         inputs = parts.inputs.of(shape)
         hidden, read = self._forward(inputs, inputs.wanted, ranks)
         last = hidden if len(hidden) == shape.num_seqs else hidden[buffers.last_tokens]
@@ -130,6 +129,7 @@ class CudaStep:
         batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_tokens)
         place_drafts(tables.step, self._guesses, batch, places)
         chunk_inputs(tables.step, batch, self._buffers(shape))
+        parts.inputs.fill_states(shape)
         inputs = parts.inputs.of(shape)
         hidden, read = self._forward(inputs, None, ranks)
         logits = self.logits[: shape.num_tokens]

@@ -17,7 +17,7 @@ from baton.kernels import pdl
 from baton.kernels.state_batch import CHUNK, StateBatch
 from baton.kernels.tuned import Options
 
-from ..gate import Gate
+from ..gate import DeltaDrafts, Gate
 from .intra import FACTORS, intra_chunk
 from .intra_per_dim import intra_chunk_per_dim
 from .options import Shape, intra_options, scan_options, step_options
@@ -39,6 +39,7 @@ def gated_delta(
     *,
     scale: float,
     norm_eps: float | None = 1e-6,
+    drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
     step: Options | None = None,
     intra: Options | None = None,
@@ -52,7 +53,7 @@ def gated_delta(
     out = batch.empty_like(v) if out is None else out
     operands = (q, k, v, gate, state, batch, shape, scale, norm_eps, out)
     if batch.most_decodes:
-        _step(*operands, step or step_options(shape, batch.most_decodes, q.device))
+        _step(*operands, drafts, step or step_options(shape, batch.most_decodes, q.device))
     if batch.num_chunks:
         intra = intra or intra_options(shape, q.shape[0], q.device)
         scan = scan or scan_options(shape, batch.most_prefills, q.shape[0], q.device)
@@ -71,9 +72,10 @@ def _step(
     scale: float,
     norm_eps: float | None,
     out: Tensor,
+    drafts: DeltaDrafts | None,
     options: Options,
 ) -> None:
-    values = options["VALUES"]
+    values, replay = options["VALUES"], batch.replay
     step_tokens[(shape.value_dim // values, shape.num_heads, batch.most_decodes)](
         q,
         k,
@@ -88,6 +90,8 @@ def _step(
         batch.targets,
         batch.num_decodes,
         out,
+        *(drafts or (None,) * 4),
+        *((None,) * 3 if replay is None else (replay.rows, replay.starts, replay.counts)),
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -95,6 +99,7 @@ def _step(
         gate.beta.stride(0),
         state.stride(0),
         out.stride(0),
+        0 if drafts is None else drafts.k.stride(0),
         scale,
         norm_eps or 0.0,
         NUM_HEADS=shape.num_heads,
@@ -102,6 +107,7 @@ def _step(
         KEY_DIM=shape.key_dim,
         KEYS=shape.padded_key_dim,
         VALUE_DIM=shape.value_dim,
+        NUM_PLACES=0 if replay is None else replay.num_places,
         PER_DIM=shape.per_dim,
         NORM=norm_eps is not None,
         BETA_SCALE=gate.beta_scale,

@@ -4,6 +4,9 @@
 
 So a state is read once, written once, and reduced over its key dimensions once a token, for k and q together. Its cells
 are prefetched while the kernel before this one still runs.
+
+With drafts, accepted ones of the step before change it first, by their inputs in the places of their row; it is written
+behind the first token, and the inputs of the others go to places: none of those that any program still reads.
 """
 
 from __future__ import annotations
@@ -31,6 +34,13 @@ def step_tokens(
     targets,
     num_decodes,
     out,  # [T, NUM_HEADS, VALUE_DIM], tokens out_stride apart
+    draft_k,  # [places, NUM_HEADS / GROUP, KEY_DIM], all places drafts_stride apart; None: no decode has drafts
+    draft_v,  # [places, NUM_HEADS, VALUE_DIM]
+    draft_decay,  # [places, NUM_HEADS] or [places, NUM_HEADS, KEY_DIM]
+    draft_beta,  # [places, NUM_HEADS]
+    replay_rows,
+    replay_starts,
+    replay_counts,
     q_stride,
     k_stride,
     v_stride,
@@ -38,6 +48,7 @@ def step_tokens(
     beta_stride,
     state_stride,
     out_stride,
+    drafts_stride,
     scale,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -46,6 +57,7 @@ def step_tokens(
     KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
     VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr,  # of a program; divides VALUE_DIM
+    NUM_PLACES: tl.constexpr,  # of a row, 0 without drafts
     PER_DIM: tl.constexpr,
     BETA_SCALE: tl.constexpr,
     NORM: tl.constexpr,
@@ -80,25 +92,68 @@ def step_tokens(
     kept = tl.zeros([KEYS, VALUES], tl.float32)
     if from_arena:
         kept = load_dims(state + source * state_stride + inner, dim[:, None], KEY_DIM, KEYS)
+    key_cells = head // GROUP * KEY_DIM + dim
+    value_cells = head * VALUE_DIM + value
+    gate_cells = head
+    if PER_DIM:
+        gate_cells = head * KEY_DIM + dim
+    if NUM_PLACES > 0:
+        own = tl.load(replay_rows + seq).to(tl.int64) * NUM_PLACES
+        start = tl.load(replay_starts + seq)
+        count = tl.where(begin < end, tl.load(replay_counts + seq), 0)
+        for position in range(start - count, start):
+            place = (own + position % NUM_PLACES) * drafts_stride
+            key = load_dims(draft_k + place + key_cells, dim, KEY_DIM, KEYS).to(tl.float32)
+            values = tl.load(draft_v + place + value_cells).to(tl.float32)
+            strength = write_strength(tl.load(draft_beta + place + head), rate, BETA_SCALE)
+            key *= reciprocal_length(tl.sum(key * key, axis=0), eps, NORM)
+            kept = _decayed(kept, draft_decay + place + gate_cells, rate, offset, dim, KEY_DIM, KEYS, PER_DIM)
+            change = strength * (values - tl.sum(kept * key[:, None], axis=0))
+            kept += key[:, None] * change[None, :]
     for index in range(begin, end):
         token = tl.cast(index, tl.int64)
-        cells = head // GROUP * KEY_DIM + dim
-        key = load_dims(k + token * k_stride + cells, dim, KEY_DIM, KEYS).to(tl.float32)
-        query = load_dims(q + token * q_stride + cells, dim, KEY_DIM, KEYS).to(tl.float32)
-        values = tl.load(v + token * v_stride + head * VALUE_DIM + value).to(tl.float32)
-        strength = write_strength(tl.load(beta + token * beta_stride + head), rate, BETA_SCALE)
+        raw_key = load_dims(k + token * k_stride + key_cells, dim, KEY_DIM, KEYS)
+        query = load_dims(q + token * q_stride + key_cells, dim, KEY_DIM, KEYS).to(tl.float32)
+        raw_values = tl.load(v + token * v_stride + value_cells)
+        raw_beta = tl.load(beta + token * beta_stride + head)
+        key, values = raw_key.to(tl.float32), raw_values.to(tl.float32)
+        strength = write_strength(raw_beta, rate, BETA_SCALE)
         key *= reciprocal_length(tl.sum(key * key, axis=0), eps, NORM)
         query *= reciprocal_length(tl.sum(query * query, axis=0), eps, NORM) * scale
-        if PER_DIM:
-            gates = load_dims(decay + token * decay_stride + head * KEY_DIM + dim, dim, KEY_DIM, KEYS)
-            kept *= tl.exp2(log2_decay(gates, rate, offset))[:, None]
-        else:
-            kept *= tl.exp2(log2_decay(tl.load(decay + token * decay_stride + head), rate, offset))
+        decays = decay + token * decay_stride + gate_cells
+        kept = _decayed(kept, decays, rate, offset, dim, KEY_DIM, KEYS, PER_DIM)
         read = tl.sum(kept * key[:, None], axis=0)
         result = tl.sum(kept * query[:, None], axis=0)
         change = strength * (values - read)
         result += tl.sum(query * key, axis=0) * change
         kept += key[:, None] * change[None, :]
-        tl.store(out + token * out_stride + head * VALUE_DIM + value, result.to(out.dtype.element_ty))
-    if target >= 0 and begin < end:
-        store_dims(state + target * state_stride + inner, kept, dim[:, None], KEY_DIM, KEYS)
+        tl.store(out + token * out_stride + value_cells, result.to(out.dtype.element_ty))
+        if NUM_PLACES > 0:
+            if index == begin:
+                if target >= 0:
+                    store_dims(state + target * state_stride + inner, kept, dim[:, None], KEY_DIM, KEYS)
+            else:
+                place = (own + (start + index - begin) % NUM_PLACES) * drafts_stride
+                tl.store(draft_v + place + value_cells, raw_values)
+                if tl.program_id(0) == 0:
+                    tl.store(draft_beta + place + head, raw_beta)
+                    if PER_DIM:
+                        raw_decay = load_dims(decays, dim, KEY_DIM, KEYS)
+                        store_dims(draft_decay + place + gate_cells, raw_decay, dim, KEY_DIM, KEYS)
+                    else:
+                        tl.store(draft_decay + place + gate_cells, tl.load(decays))
+                    if head % GROUP == 0:
+                        store_dims(draft_k + place + key_cells, raw_key, dim, KEY_DIM, KEYS)
+    if NUM_PLACES == 0:  # noqa: SIM102  (the first is known to the compiler)
+        if target >= 0 and begin < end:
+            store_dims(state + target * state_stride + inner, kept, dim[:, None], KEY_DIM, KEYS)
+
+
+@triton.jit
+def _decayed(kept, decays, rate, offset, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, PER_DIM: tl.constexpr):
+    """Return what a token keeps of the state [KEYS, VALUES]; `decays` are the cells of its decays, or of its one."""
+    if PER_DIM:
+        factor = tl.exp2(log2_decay(load_dims(decays, dim, KEY_DIM, KEYS), rate, offset))[:, None]
+    else:
+        factor = tl.exp2(log2_decay(tl.load(decays), rate, offset))
+    return kept * factor

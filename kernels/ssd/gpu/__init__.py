@@ -19,7 +19,7 @@ from baton.kernels.launch import cdiv
 from baton.kernels.state_batch import CHUNK, StateBatch
 from baton.kernels.tuned import Options
 
-from ..time_steps import TimeSteps
+from ..time_steps import SSDDrafts, TimeSteps
 from .options import SUMS, SSDShape, scan_options, step_options
 from .scan import scan_chunks
 from .step import step_tokens
@@ -39,6 +39,7 @@ def ssd(
     batch: StateBatch,
     *,
     skip: Tensor | None = None,
+    drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
     step: Options | None = None,
     scan: Options | None = None,
@@ -49,7 +50,7 @@ def ssd(
     out = batch.empty_like(x) if out is None else out
     operands = _Operands(x, b, c, time_steps, state, batch, skip, out, shape)
     if batch.most_decodes:
-        operands.run_decodes(step or step_options(shape, batch.most_decodes, x.device))
+        operands.run_decodes(drafts, step or step_options(shape, batch.most_decodes, x.device))
     if batch.num_chunks:
         operands.run_chunks(scan or scan_options(shape, batch.most_prefills, num_tokens, x.dtype, x.device))
     return out
@@ -69,18 +70,21 @@ class _Operands:
     out: Tensor
     shape: SSDShape
 
-    def run_decodes(self, options: Options) -> None:
-        shape, batch, steps = self.shape, self.batch, self.time_steps
+    def run_decodes(self, drafts: SSDDrafts | None, options: Options) -> None:
+        shape, batch, steps, replay = self.shape, self.batch, self.time_steps, self.batch.replay
         step_tokens[(cdiv(shape.head_dim, options["VALUES"]), shape.num_heads, batch.most_decodes)](
             *(self.x, self.b, self.c),
             *(steps.raw, steps.log_rate, steps.bias),
             *(self.skip, self.state),
             *(batch.query_start, batch.sources, batch.targets, batch.num_decodes),
             self.out,
+            *(drafts or (None,) * 3),
+            *((None,) * 3 if replay is None else (replay.rows, replay.starts, replay.counts)),
             *(self.x.stride(0), self.b.stride(0), self.c.stride(0), steps.raw.stride(0)),
-            *(self.state.stride(0), self.out.stride(0)),
+            *(self.state.stride(0), self.out.stride(0), 0 if drafts is None else drafts.x.stride(0)),
             *steps.limits,
             **self._sizes,
+            NUM_PLACES=0 if replay is None else replay.num_places,
             PREFETCH=min(shape.state_dim, LINE_BYTES // self.state.element_size()) if pdl.SUPPORTED.value else 0,
             **options,
             **pdl.launch_options(),

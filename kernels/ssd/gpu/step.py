@@ -2,6 +2,9 @@
 
 So a state is read once, written once, and reduced over its columns once a token. Its cells are prefetched while the
 kernel before this one still runs.
+
+With drafts, accepted ones of the step before change it first, by their inputs in the places of their row; it is written
+behind the first token, and the inputs of the others go to places: none of those that any program still reads.
 """
 
 from __future__ import annotations
@@ -29,18 +32,26 @@ def step_tokens(
     targets,
     num_decodes,
     out,  # [T, NUM_HEADS, HEAD_DIM], tokens out_stride apart
+    draft_x,  # [places, NUM_HEADS, HEAD_DIM], all places drafts_stride apart; None: no decode has drafts
+    draft_b,  # [places, NUM_HEADS / GROUP, STATE_DIM]
+    draft_raw,  # [places, NUM_HEADS]
+    replay_rows,
+    replay_starts,
+    replay_counts,
     x_stride,
     b_stride,
     c_stride,
     raw_stride,
     state_stride,
     out_stride,
+    drafts_stride,
     lowest,
     highest,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
+    NUM_PLACES: tl.constexpr,  # of a row, 0 without drafts
     VALUES: tl.constexpr,  # rows of a program
     PREFETCH: tl.constexpr,  # cells of the state that lie in one line of the cache, 0: none are prefetched
 ):
@@ -68,17 +79,43 @@ def step_tokens(
     kept = tl.zeros([VALUES, STATE_DIM], tl.float32)
     if from_arena:
         kept = tl.load(state + source * state_stride + inner)
+    value_cells = head * HEAD_DIM + value
+    group_cells = head // GROUP * STATE_DIM + dim
+    if NUM_PLACES > 0:
+        own = tl.load(replay_rows + seq).to(tl.int64) * NUM_PLACES
+        start = tl.load(replay_starts + seq)
+        count = tl.where(begin < end, tl.load(replay_counts + seq), 0)
+        for position in range(start - count, start):
+            place = (own + position % NUM_PLACES) * drafts_stride
+            values = tl.load(draft_x + place + value_cells).to(tl.float32)
+            writes = tl.load(draft_b + place + group_cells).to(tl.float32)
+            dt = time_step(tl.load(draft_raw + place + head), offset, lowest, highest)
+            kept = kept * tl.exp2(dt * rate) + (dt * values)[:, None] * writes[None, :]
     for index in range(begin, end):
         token = tl.cast(index, tl.int64)
-        values = tl.load(x + token * x_stride + head * HEAD_DIM + value).to(tl.float32)
-        writes = tl.load(b + token * b_stride + head // GROUP * STATE_DIM + dim).to(tl.float32)
-        reads = tl.load(c + token * c_stride + head // GROUP * STATE_DIM + dim).to(tl.float32)
-        dt = time_step(tl.load(raw + token * raw_stride + head), offset, lowest, highest)
+        raw_values = tl.load(x + token * x_stride + value_cells)
+        raw_writes = tl.load(b + token * b_stride + group_cells)
+        reads = tl.load(c + token * c_stride + group_cells).to(tl.float32)
+        raw_step = tl.load(raw + token * raw_stride + head)
+        values, writes = raw_values.to(tl.float32), raw_writes.to(tl.float32)
+        dt = time_step(raw_step, offset, lowest, highest)
         kept = kept * tl.exp2(dt * rate) + (dt * values)[:, None] * writes[None, :]
         result = tl.sum(kept * reads[None, :], axis=1)
         if skip is not None:
             result += tl.load(skip + head) * values
-        cells = out + token * out_stride + head * HEAD_DIM + value
+        cells = out + token * out_stride + value_cells
         tl.store(cells, result.to(out.dtype.element_ty))
-    if target >= 0 and begin < end:
-        tl.store(state + target * state_stride + inner, kept)
+        if NUM_PLACES > 0:
+            if index == begin:
+                if target >= 0:
+                    tl.store(state + target * state_stride + inner, kept)
+            else:
+                place = (own + (start + index - begin) % NUM_PLACES) * drafts_stride
+                tl.store(draft_x + place + value_cells, raw_values)
+                if tl.program_id(0) == 0:
+                    tl.store(draft_raw + place + head, raw_step)
+                    if head % GROUP == 0:
+                        tl.store(draft_b + place + group_cells, raw_writes)
+    if NUM_PLACES == 0:  # noqa: SIM102  (the first is known to the compiler)
+        if target >= 0 and begin < end:
+            tl.store(state + target * state_stride + inner, kept)

@@ -1,7 +1,7 @@
 """Kernels around the model in Triton. They are small, so they must be few and never wait for the CPU."""
 
 from .draws import accept_again, accept_tokens, place_drafts, replace_tokens, store_tokens
-from .inputs import chunk_inputs, decode_inputs, decode_states
+from .inputs import chunk_inputs, decode_inputs, decode_states, replay_states
 from .writes import apply_writes
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "decode_states",
     "place_drafts",
     "replace_tokens",
+    "replay_states",
     "store_tokens",
 ]

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.state_batch import StateBatch
+
 from ..buffers import StepBatch, StepBuffers, StepTables
 from .owners import BLOCK, owners
 
@@ -64,6 +66,31 @@ def decode_states(
         batch.rows,
         sources,
         targets,
+        num_seqs,
+        table.stride(0),
+        entry_tokens,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def replay_states(
+    table: Tensor, computed: Tensor, applied: Tensor, rows: Tensor, states: StateBatch, entry_tokens: int
+) -> None:
+    replay, num_seqs = states.replay, len(rows)
+    assert replay is not None, "there are drafts"
+    _replay_states[(triton.cdiv(num_seqs, BLOCK),)](
+        table,
+        computed,
+        applied,
+        rows,
+        states.query_start,
+        states.num_decodes,
+        states.sources,
+        states.targets,
+        replay.rows,
+        replay.starts,
+        replay.counts,
         num_seqs,
         table.stride(0),
         entry_tokens,
@@ -154,6 +181,43 @@ def _decode_states(
     tl.store(sources + seqs, source, mask=mask)
     target = tl.load(entries + start // entry_tokens, mask=real, other=-1)
     tl.store(targets + seqs, target, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _replay_states(
+    table,
+    computed,
+    applied,
+    rows,
+    query_start,
+    num_decodes,
+    sources,
+    targets,
+    replay_rows,
+    replay_starts,
+    replay_counts,
+    num_seqs,
+    table_stride,
+    entry_tokens: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seqs < num_seqs
+    row = tl.load(rows + seqs, mask=mask, other=-1)
+    real, own = row >= 0, tl.maximum(row, 0)
+    is_decode = mask & (seqs < tl.load(num_decodes))
+    start = tl.load(computed + own, mask=real, other=0)
+    before = tl.load(applied + own, mask=real, other=0)
+    length = tl.load(query_start + seqs + 1, mask=mask, other=0) - tl.load(query_start + seqs, mask=mask, other=0)
+    entries = table + own.to(tl.int64) * table_stride
+    source = tl.load(entries + (before - 1) // entry_tokens, mask=real & (before > 0), other=-1)
+    tl.store(sources + seqs, source, mask=is_decode)
+    target = tl.load(entries + start // entry_tokens, mask=real, other=-1)
+    tl.store(targets + seqs, target, mask=is_decode)
+    tl.store(replay_rows + seqs, own, mask=mask)
+    tl.store(replay_starts + seqs, start, mask=mask)
+    tl.store(replay_counts + seqs, tl.where(is_decode, start - before, 0), mask=mask)
+    tl.store(applied + own, start + tl.where(is_decode, 1, length), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "token_programs"])

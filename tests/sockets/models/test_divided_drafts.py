@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from baton.engine import SamplingParams
-from baton.engine.parallel import ALONE_MEMBER
+from baton.engine import EngineConfig, SamplingParams
+from baton.engine.core.messages import EngineRequest
+from baton.engine.parallel import ALONE_MEMBER, Member
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.draft_layers import with_draft_layer
@@ -15,7 +17,7 @@ from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
 from ...helpers.eagle3 import write_eagle3
 from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
-from ...helpers.parallel_engine import engine_config, requests_of, serve, serve_alone
+from ...helpers.parallel_engine import Served, engine_config, requests_of, serve, serve_alone
 
 pytestmark = pytest.mark.exhaustive
 
@@ -31,8 +33,8 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text"],
-    ids=["qwen3", "experts", "latents", "windows and sinks", "windows"],
+    ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_5_text", "kimi_linear", "nemotron_h"],
+    ids=["qwen3", "experts", "latents", "windows and sinks", "windows", "delta rule", "latents and states", "mamba"],
 )
 def test_answers_are_those_without_drafts(
     pool: MemberPool, tmp_path: Path, family: str, params: SamplingParams, ranks: int
@@ -74,3 +76,32 @@ def test_what_guesses_on_the_device_is_divided_as_the_model_is(
     assert [answer.token_ids for answer in served.answers] == [answer.token_ids for answer in plain.answers]
     assert served.stats.speculation is not None
     assert served.stats.speculation.num_drafts > 0
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"], ids=["experts", "experts and states"])
+def test_ranks_that_step_together_may_each_have_drafts_or_none(
+    pool: MemberPool, tmp_path: Path, family: str, params: SamplingParams
+) -> None:
+    """One rank has a request more than the other, and so reads prompts while that decodes, and is done later."""
+    folder = write_checkpoint(tmp_path / family, family)
+    requests = requests_of([random_tokens(length, seed=length) for length in (1, 16, 50, 9, 33)], params)
+    plain = serve_alone(engine_config(str(folder)), [requests])
+    answers = {str(i): answer.token_ids for i, answer in enumerate(plain.answers)}
+    config = engine_config(
+        str(folder), data_parallel_size=2, enable_expert_parallel=True, speculative_config=SPECULATIVE
+    )
+    shares = [[requests[:3]], [requests[3:]]]
+    served = pool.run(serve_share, config, shares, answers, dp=2)
+    assert [answer.token_ids for each in served for answer in each.answers] == list(answers.values())
+    for each in served:
+        assert each.stats.speculation.num_accepted_tokens > 5
+
+
+def serve_share(
+    member: Member,
+    config: EngineConfig,
+    shares: Sequence[Sequence[Sequence[EngineRequest]]],
+    answers: dict[str, list[int]],
+) -> Served | None:
+    return serve_with_drafts(member, config, shares[member.rank], answers, VOCAB_SIZE)

@@ -86,9 +86,18 @@ class Row:
     num_computed: int = 0
     kv: list[int] = field(default_factory=list)
     guesses: list[int] = field(default_factory=list)  # of the tokens behind the last one
+    applied: dict[int, int] = field(default_factory=dict)  # tokens that are in its state, in each group that has some
+    drafted: dict[int, int] = field(default_factory=dict)  # by position, the tokens whose inputs are kept beside it
 
     def __post_init__(self) -> None:
         self.kv = kv_of(self.tokens)
+
+    def replay(self, group: int) -> int:
+        """Return how many tokens its state has read, and let it read the drafts that were accepted behind them."""
+        before = self.applied.get(group, self.num_computed)
+        for position in range(before, self.num_computed):
+            assert self.drafted[position] == self.tokens[position], "a draft that was not accepted is replayed"
+        return before
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -124,8 +133,13 @@ class StateMemory:
         self.slots = [GARBAGE] * num_slots
 
     def source(self, table: Sequence[int], start: int) -> int | None:
-        """The slot that a chunk from `start` on goes on from."""
+        """The slot that holds the state behind the first `start` tokens."""
         return table[(start - 1) // self.checkpoint_tokens] if start else None
+
+    def between(self, table: Sequence[int], first: int, last: int) -> list[int]:
+        """The slots that may hold the state behind `first` to `last` tokens."""
+        size = self.checkpoint_tokens
+        return [table[entry] for entry in range(max(0, first - 1) // size, (last - 1) // size + 1) if last]
 
     def written(self, table: Sequence[int], start: int, end: int) -> dict[int, int]:
         """The slots that a chunk writes, and behind how many tokens each."""
@@ -156,6 +170,7 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.in_flight: dict[int, set[tuple[int, int]]] = {}  # groups and blocks that each step may touch
         self._planned: dict[int, list[list[int]]] = {}  # the tables of each row behind all plans
+        self._applied: dict[int, int] = {}  # tokens in the states of each row behind all plans, at least
         self.plans: list[StepPlan] = []
         self.fail_at_launch: Exception | None = None
         self.fail_at_result: Exception | None = None
@@ -185,6 +200,7 @@ class FakeRunner:
     def _touched(self, plan: StepPlan) -> Iterator[tuple[int, int]]:
         """Every block that a chunk of the plan reads or writes."""
         self._planned.update({start.row: [list(table) for table in start.block_tables] for start in plan.started_rows})
+        self._applied.update({start.row: start.num_computed for start in plan.started_rows})
         for chunk in plan.chunks:
             append(self._planned[chunk.row], chunk.new_block_ids)
             last = (chunk.start + chunk.num_tokens - 1) // self.config.block_size
@@ -192,14 +208,16 @@ class FakeRunner:
             start = chunk.start - sum(each.num_drafts for each in unsettled)
             for group, table in enumerate(self._planned[chunk.row]):
                 if (states := self.states.get(group)) is not None:
-                    source = states.source(table, chunk.start)
-                    yield from () if source is None else ((group, source),)
-                    yield from (
-                        (group, slot) for slot in states.written(table, chunk.start, chunk.start + chunk.num_tokens)
-                    )
+                    slots = states.between(table, self._applied[chunk.row], chunk.start)
+                    if is_decode(chunk):
+                        slots += states.between(table, start + 1, chunk.start + 1)
+                    else:
+                        slots += states.written(table, chunk.start, chunk.start + chunk.num_tokens)
+                    yield from ((group, slot) for slot in slots)
                     continue
                 first = self._first_seen(group, start) // self.config.block_size
                 yield from ((group, block) for block in table[first : last + 1])
+            self._applied[chunk.row] = start + (1 if is_decode(chunk) else chunk.num_tokens)
 
     def _first_seen(self, group: int, position: int) -> int:
         """The first position that the token at this one reads."""
@@ -278,6 +296,7 @@ class FakeRunner:
             assert end - chunk.num_drafts == len(row.tokens), "drafts of tokens that are drawn already"
         for position in range(end - chunk.num_drafts, end):
             row.append(chunk.drafts[position - chunk.first_guess] if chunk.drafts else row.guesses.pop(0))
+            row.drafted[position] = row.tokens[-1]
         for position in range(start, end):
             for memory, table in zip(self.memories, row.tables, strict=False):
                 memory.write(table, position, row.kv[position])
@@ -288,14 +307,21 @@ class FakeRunner:
         writers: dict[int, tuple[int, int]] = {}
         for chunk in chunks:
             row = self.rows[chunk.row]
-            table, end = row.tables[number], chunk.start + chunk.num_tokens
-            source = states.source(table, chunk.start)
+            table, start = row.tables[number], row.num_computed
+            before = row.replay(number)
+            source = states.source(table, before)
             if source is not None:
-                assert states.slots[source] == row.kv[chunk.start - 1], f"wrong state: {row.request_id}"
+                assert states.slots[source] == row.kv[before - 1], f"wrong state: {row.request_id}"
                 readers.setdefault(source, set()).add(chunk.row)
-            for slot, at in states.written(table, chunk.start, end).items():
+            if is_decode(chunk):  # behind the token that is known: those that follow are drafts
+                written, row.applied[number] = {table[start // states.checkpoint_tokens]: start + 1}, start + 1
+            else:
+                assert before == start == chunk.start, "drafts before a chunk"
+                end = row.applied[number] = start + chunk.num_tokens
+                written = states.written(table, start, end)
+                assert all(at == end or at - start >= FIRST_CHECKPOINT_TOKENS for at in written.values()), "too early"
+            for slot, at in written.items():
                 assert slot not in writers, "two chunks write one state"
-                assert at == end or at - chunk.start >= FIRST_CHECKPOINT_TOKENS, "too early for a checkpoint"
                 writers[slot] = chunk.row, row.kv[at - 1]
         for slot, (writer, value) in writers.items():
             assert readers.get(slot, {writer}) == {writer}, "a state is written that others read"
@@ -332,6 +358,11 @@ class FakeRunner:
         row.append(drawn[-1])
         row.num_computed = len(row.tokens) - 1
         return ChunkResult([NO_TOKEN] if self.draws_nothing else drawn, logprobs, prompt)
+
+
+def is_decode(chunk: Chunk) -> bool:
+    """Whether it has one token that is known, and drafts behind it or none."""
+    return chunk.num_tokens == 1 + chunk.num_drafts
 
 
 class FakePendingStep:

@@ -231,6 +231,7 @@ class Harness:
         for number in range(len(self.scheduler.groups)):
             check_references(self.scheduler, number)
         check_in_flight(self.scheduler, self.runner)
+        check_checkpoints(self.scheduler, self.runner)
         check_rows(self.scheduler)
         check_places(self.scheduler)
         check_unread(self.scheduler)
@@ -288,6 +289,20 @@ def check_in_flight(scheduler: Scheduler, runner: FakeRunner) -> None:
     for step, touched in runner.in_flight.items():
         free = [(group, block) for group, block in touched if not scheduler.groups[group].pool.references(block)]
         assert not free, f"step {step} is in flight and may touch {free}"
+
+
+def check_checkpoints(scheduler: Scheduler, runner: FakeRunner) -> None:
+    """A registered state that has been computed is the one behind the last token of its entry."""
+    for request in scheduler.requests.values():
+        row = runner.rows.get(request.row) if request.status is RequestStatus.RUNNING else None
+        if row is None or runner.lazy or row.request_id != request.request_id:
+            continue  # its first step may not have run
+        for number, states in runner.states.items():
+            size, table = states.checkpoint_tokens, request.block_tables[number]
+            num_full = request.num_registered * scheduler.config.block_size // size
+            for entry in range(request.first_kept[number], num_full):
+                if table[entry] >= 0 and (entry + 1) * size <= row.applied.get(number, 0):
+                    assert states.slots[table[entry]] == row.kv[(entry + 1) * size - 1], "a checkpoint of other tokens"
 
 
 def check_references(scheduler: Scheduler, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ ANY = StructuredOutputsParams(regex=".*")
 
 
 class DraftingMachine(EngineMachine):
-    """An engine of any size whose requests get drafts; with windows or without, with tiers or without."""
+    """An engine of any size whose requests get drafts; with windows, states or without, with tiers or without."""
 
     @initialize(
         depth=st.sampled_from([1, 2, 2, 3]),
@@ -32,6 +33,7 @@ class DraftingMachine(EngineMachine):
         on_device=st.booleans(),
         num_blocks=st.integers(4, 24),
         window=st.sampled_from([None, None, 3, 9]),
+        states=st.lists(st.tuples(st.integers(2, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 24),
         caching=st.sampled_from([True, True, False]),
@@ -46,16 +48,17 @@ class DraftingMachine(EngineMachine):
         on_device: bool,
         num_blocks: int,
         window: int | None,
+        states: list[tuple[int, int]],
         max_num_seqs: int,
         budget: int,
         caching: bool,
         min_restored: int | None,
     ) -> None:
-        groups = None if window is None else [(num_blocks, None), (num_blocks, window)]
+        groups = [(num_blocks, None), (num_blocks, window)] if window is not None else [(num_blocks, None)]
         sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
         changes = {"enable_prefix_caching": caching, "eos_token_ids": [1, 2], "max_model_len": 70}
         self.engine = Harness(
-            config(depth=depth, groups=groups, **changes, **sizes),
+            config(depth=depth, groups=groups if window or states else None, states=states, **changes, **sizes),
             lazy=lazy,
             min_restored_tokens=min_restored,
             grammars=FakeGrammars(),
@@ -85,6 +88,22 @@ def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(
     engine.run_to_the_end()
     assert engine.core.stats().num_preemptions > 0
     assert {answer.finish_reason for answer in engine.answers.values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
+def test_states_follow_what_was_accepted_and_checkpoints_hold_no_draft(depth: int, errors: float) -> None:
+    few = {"max_num_batched_tokens": 12, "max_model_len": 200}
+    hybrid = config(depth=depth, groups=[(30, None)], states=[(5, 8)], **few)
+    engine = Harness(hybrid, lazy=False, num_drafts=3, draft_errors=errors)
+    engine.add(*crowd())
+    engine.run_to_the_end()
+    stats = engine.core.stats()
+    assert stats.speculation is not None
+    assert stats.speculation.num_drafts > 20
+    again = [msgspec.structs.replace(each, request_id=f"again {each.request_id}") for each in crowd()]
+    engine.add(*again)
+    engine.run_to_the_end()
 
 
 def num_steps(depth: int, errors: float | None, *, on_device: bool) -> int:

@@ -78,6 +78,26 @@ def stats_of(llm: LLM) -> SpeculationStats:
     return stats
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recurrent states, whose draft layer has attention."""
+    return with_draft_layer(tmp_path_factory.mktemp("drafting") / "qwen3_next", "qwen3_next")
+
+
+@KINDS
+@pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 16, "async_scheduling": True}], ids=["", "chunked"])
+def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
+    make: Callable[..., LLM], hybrid: Path, params: SamplingParams, args: dict[str, Any]
+) -> None:
+    expected = answers(make(hybrid), params)
+    drafting = make(hybrid, speculative_config=MTP, **args)
+    for _ in range(2):  # the second time, prompts are cached
+        assert answers(drafting, params) == expected
+    stats = stats_of(drafting)
+    assert stats.num_draft_tokens > 100
+    assert stats.num_accepted_tokens > 10 or params is not HOT
+
+
 @pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.startup import build
 from baton.engine.startup.build import Engine, build_engine
 
 from ...helpers.recall import HYBRID, Questions
@@ -66,6 +69,33 @@ def test_undisturbed_and_again_out_of_the_cache(engine: Engine, questions: Quest
 def test_through_prefill_and_decode(make_room: type[Room], questions: Questions) -> None:
     room = make_room()
     assert questions.share_right(handed_over(engine_of(room), engine_of(room), questions)) >= RIGHT
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_with_drafts_through_prefill_and_decode(
+    method: str, engine: Engine, questions: Questions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And long answers are those of an engine without drafts, however many it accepts of guesses."""
+
+    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False)
+
+    monkeypatch.setattr(build, "make_drafting", make)
+    room = Room()
+    decode = engine_of(room, speculative_config={"method": method, "num_speculative_tokens": 5})
+    prefill = engine_of(room)
+    assert questions.share_right(handed_over(prefill, decode, questions)) >= RIGHT
+    writing = [
+        msgspec.structs.replace(
+            each, sampling=SamplingParams(temperature=0.3 * (number % 3), max_tokens=90, ignore_eos=True), seed=number
+        )
+        for number, each in enumerate(questions.requests[:6])
+    ]
+    undisturbed = answers(engine, writing)
+    assert hand_off(prefill.core, decode.core, writing) == [undisturbed[each.request_id] for each in writing]
+    speculation = decode.core.stats().speculation
+    assert speculation is not None
+    assert speculation.num_accepted_tokens > 10
 
 
 def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatch: pytest.MonkeyPatch) -> None:

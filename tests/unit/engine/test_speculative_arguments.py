@@ -124,8 +124,8 @@ def test_a_draft_layer_is_one_more_layer_of_the_caches_and_weights(tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "architecture", "args", "message"),
     [
-        ("nemotron_h", "NemotronHForCausalLM", {}, "NemotronHForCausalLM keeps recurrent states, which a rejec"),
-        ("qwen3", "Qwen3ForCausalLM", {"data_parallel_size": 2}, "data_parallel_size is 2"),
+        ("nemotron_h", "NemotronHForCausalLM", {"device": "cuda"}, "NemotronHForCausalLM keeps recurrent states, and"),
+        ("qwen3", "Qwen3ForCausalLM", {"data_parallel_size": 2, "device": "cuda"}, "data_parallel_size is 2"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_with_the_reason(
@@ -146,16 +146,28 @@ def test_a_draft_layer_is_refused_on_a_gpu(tmp_path: Path) -> None:
         check_speculation(model, config(speculative_config=MTP), "cuda")
 
 
+def test_models_with_states_have_drafts_on_a_cpu_and_are_refused_where_the_device_turns_out_to_be_a_gpu(
+    tmp_path: Path,
+) -> None:
+    model = read(tmp_path, "nemotron_h", "NemotronHForCausalLM")
+    either = config(speculative_config=NGRAM)
+    check_speculation(model, either)
+    check_speculation(model, either, "cpu")
+    with pytest.raises(InvalidEngineConfig, match="on a GPU these do not follow drafts yet"):
+        check_speculation(model, either, "cuda")
+
+
 def test_what_can_be_combined_is_taken(tmp_path: Path) -> None:
     model = read(tmp_path, "qwen3", "Qwen3ForCausalLM")
     check_speculation(model, config(speculative_config=NGRAM, tensor_parallel_size=2), "cuda")
+    check_speculation(model, config(speculative_config=NGRAM, data_parallel_size=2), "cpu")
 
 
 def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Path) -> None:
     read(tmp_path, "qwen3", "Qwen3ForCausalLM")
     args: dict[str, Any] = {"model": str(tmp_path), "fleets": UNIFIED}
-    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2}
+    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2, "device": "cuda"}
     with pytest.raises(InvalidSpec, match=r"unified: speculative_config: must be left out: data_parallel_size is 2"):
         check_model(load_spec(args))
-    args["engine"] = {"speculative_config": NGRAM}
+    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2, "device": "cpu"}
     check_model(load_spec(args))

@@ -15,6 +15,7 @@ from .conv_cases import conv_step
 
 CPU = torch.device("cpu")
 RAGGED = [1, 1, 0, 2, 3, 63, 64, 65, 200]
+REPLAY = ("replay_rows", "replay_starts", "replay_counts")
 CHECKPOINTS = [(3, 2), (6, 64), (8, 8), (8, 100), (8, 200)]
 
 
@@ -118,15 +119,20 @@ def test_padding_of_a_captured_graph_writes_nothing(triton_device: torch.device)
 
 def test_tokens_are_loaded_16_bytes_at_a_time() -> None:
     types = {
-        **dict.fromkeys(("x", "weight", "bias", "state", "out"), "*bf16"),
+        **dict.fromkeys(("x", "weight", "bias", "state", "out", "drafts"), "*bf16"),
         **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
-        **dict.fromkeys(("chunk_start", "chunk_seqs", "checkpoints"), "*i32"),
-        **dict.fromkeys(("x_stride", "state_stride", "out_stride"), "i32:16"),
+        **dict.fromkeys(("chunk_start", "chunk_seqs", "checkpoints", *REPLAY), "*i32"),
+        **dict.fromkeys(("x_stride", "state_stride", "out_stride", "drafts_stride"), "i32:16"),
     }
     constants = {"WIDTH": 4, "SILU": True, "NUM_CHANNELS": 8192}
-    for kernel, options in ((gpu.convolve_chunk_kernel, gpu.CHUNKS), (gpu.convolve_decode_kernel, gpu.STEP)):
+    without = {"NUM_PLACES": 0, **dict.fromkeys(("drafts", *REPLAY))}
+    for kernel, options in (
+        (gpu.convolve_chunk_kernel, gpu.CHUNKS),
+        (gpu.convolve_decode_kernel, gpu.STEP | without),
+        (gpu.convolve_decode_kernel, gpu.STEP | {"NUM_PLACES": 7}),
+    ):
         words = constants | {name: value for name, value in options.items() if name != "num_warps"}
-        known = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        known = {name: kind for name, kind in types.items() if name in kernel.arg_names and name not in words}
         compiled = compile_for_h200(kernel, known, words, num_warps=options["num_warps"])
         assert compiled.widest_load_bytes >= 8
         assert "griddepcontrol.wait" in compiled.ptx

@@ -80,3 +80,37 @@ def rotate(dims: tuple[int, int], rotary_dim: int) -> None:
 @pytest.mark.parametrize("rotary_dim", [64, 192])
 def test_rotation_of_keys_wider_than_values_compiles(rotary_dim: int) -> None:
     assert compile_launches(rotate, (192, 128), rotary_dim) == ["rope_and_cache_kernel"]
+
+
+def follow_drafts(per_dim: bool) -> None:
+    """Launch what the layers with states launch in a step of decodes with drafts, at the sizes of Qwen3-Next."""
+    from baton.kernels.causal_conv.gpu import causal_conv
+    from baton.kernels.gated_delta import DeltaDrafts, Gate
+    from baton.kernels.gated_delta.gpu import gated_delta
+    from baton.kernels.ssd import SSDDrafts, TimeSteps
+    from baton.kernels.ssd.gpu import ssd
+    from baton.kernels.state_batch import Replay, StateBatch
+    from baton.kernels.step.gpu import replay_states
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    replay = Replay(*(zeros(2, dtype=torch.int32) for _ in range(3)), num_places=7)
+    batch = replace(StateBatch.plan([4, 1], [0, 1], [0, 1], decode_tokens=4), replay=replay)
+    tables = [zeros(9, dtype=torch.int32) for _ in range(2)]
+    replay_states(zeros(9, 4, dtype=torch.int32), *tables, zeros(2, dtype=torch.int32), batch, 512)
+    causal_conv(zeros(5, 8192), zeros(8192, 4), zeros(2, 8192, 3), batch, drafts=zeros(14, 8192))
+    keys, decays, rate = (32, 128) if per_dim else (16, 128), (32, 128) if per_dim else (32,), torch.zeros(32)
+    gate = Gate(zeros(5, *decays), zeros(5, 32), rate, torch.zeros(decays))
+    kept = DeltaDrafts(zeros(14, *keys), zeros(14, 32, 128), zeros(14, *decays), zeros(14, 32))
+    state = torch.zeros(2, 32, 128, 128)
+    gated_delta(zeros(5, *keys), zeros(5, *keys), zeros(5, 32, 128), gate, state, batch, scale=1.0, drafts=kept)
+    mamba = SSDDrafts(zeros(14, 32, 64), zeros(14, 8, 128), zeros(14, 32))
+    b, c = zeros(5, 8, 128), zeros(5, 8, 128)
+    ssd(zeros(5, 32, 64), b, c, TimeSteps(zeros(5, 32), rate), torch.zeros(2, 32, 64, 128), batch, drafts=mamba)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+def test_what_lets_states_follow_drafts_compiles(per_dim: bool) -> None:
+    launched = compile_launches(follow_drafts, per_dim)
+    assert launched == ["_replay_states", "convolve_decode_kernel", "step_tokens", "step_tokens"]

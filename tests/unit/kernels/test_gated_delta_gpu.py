@@ -189,18 +189,26 @@ TYPES = {
     **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
     **dict.fromkeys(("chunk_start", "checkpoints", "seq_chunks"), "*i32"),
     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride"), "i32:16"),
-    **dict.fromkeys(("state_stride", "out_stride"), "i32:16"),
+    **dict.fromkeys(("state_stride", "out_stride", "drafts_stride"), "i32:16"),
     **{"first_seq": "i32", "scale": "fp32", "eps": "fp32"},
 }
 SIZES = {"NUM_HEADS": 32, "GROUP": 2, "KEY_DIM": 128, "KEYS": 128, "VALUE_DIM": 128, "CHUNK": 64}
 SIZES |= {"PRECISION": "tf32", "NORM": True, "BETA_SCALE": 1.0}
+REPLAY = ("replay_rows", "replay_starts", "replay_counts")
+DRAFTS = {
+    **dict.fromkeys(("draft_k", "draft_v", "draft_decay", "draft_beta"), "*bf16"),
+    **dict.fromkeys(REPLAY, "*i32"),
+}
 
 
-def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
+def compiled(
+    kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, num_places: int = 0, **constants: object
+) -> Compiled:
     names = set(kernel.arg_names)  # type: ignore[attr-defined]
     launch = {name: value for name, value in options.items() if name.startswith("num_")}
-    words = {name: value for name, value in (SIZES | options | constants).items() if name in names}
-    types = {name: kind for name, kind in TYPES.items() if name in names and name not in words}
+    of_drafts = {"NUM_PLACES": num_places} | ({} if num_places else dict.fromkeys(DRAFTS))
+    words = {name: value for name, value in (SIZES | of_drafts | options | constants).items() if name in names}
+    types = {name: kind for name, kind in (TYPES | DRAFTS).items() if name in names and name not in words}
     return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
 
 
@@ -219,11 +227,12 @@ def test_so_is_what_they_know_with_decays_a_dimension() -> None:
     assert made.ptx.count("wgmma.mma_async") < 100  # its levels are a loop
 
 
+@pytest.mark.parametrize("num_places", [0, 7])
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("values", [8, 32, 128])
-def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool) -> None:
+def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool, num_places: int) -> None:
     options = {"VALUES": values, "num_warps": {8: 1, 32: 4, 128: 8}[values]}
-    made = compiled(step.step_tokens, options, PER_DIM=per_dim, PREFETCH=min(values, 32))
+    made = compiled(step.step_tokens, options, num_places=num_places, PER_DIM=per_dim, PREFETCH=min(values, 32))
     assert made.widest_load_bytes == 16
     assert "prefetch.global.L2" in made.ptx
 

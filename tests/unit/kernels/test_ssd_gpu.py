@@ -155,16 +155,26 @@ TYPES = {
     **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
     **dict.fromkeys(("chunk_start", "checkpoints", "seq_chunks"), "*i32"),
     **dict.fromkeys(("x_stride", "b_stride", "c_stride", "raw_stride", "state_stride", "out_stride"), "i32:16"),
+    "drafts_stride": "i32:16",
     **{"first_seq": "i32", "lowest": "fp32", "highest": "fp32"},
 }
 SIZES = {"NUM_HEADS": 128, "GROUP": 16, "HEAD_DIM": 64, "STATE_DIM": 128, "CHUNK": 64, "PRECISION": "tf32"}
 
 
-def compiled(kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, **constants: object) -> Compiled:
+DRAFTS = {
+    **dict.fromkeys(("draft_x", "draft_b", "draft_raw"), "*bf16"),
+    **dict.fromkeys(("replay_rows", "replay_starts", "replay_counts"), "*i32"),
+}
+
+
+def compiled(
+    kernel: object, options: dict[str, int], *, max_spill_bytes: int = 0, num_places: int = 0, **constants: object
+) -> Compiled:
     names = set(kernel.arg_names)  # type: ignore[attr-defined]
     launch = {name: value for name, value in options.items() if name.startswith("num_")}
-    words = {name: value for name, value in (SIZES | options | constants).items() if name in names}
-    types = {name: kind for name, kind in TYPES.items() if name in names and name not in words}
+    of_drafts = {"NUM_PLACES": num_places} | ({} if num_places else dict.fromkeys(DRAFTS))
+    words = {name: value for name, value in (SIZES | of_drafts | options | constants).items() if name in names}
+    types = {name: kind for name, kind in (TYPES | DRAFTS).items() if name in names and name not in words}
     return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
 
 
@@ -196,10 +206,11 @@ def test_wide_states_run_on_tensor_cores() -> None:
     assert "mma.sync" not in made.ptx
 
 
+@pytest.mark.parametrize("num_places", [0, 7])
 @pytest.mark.parametrize("values", [8, 32, 64])
-def test_a_decode_keeps_its_state_in_registers(values: int) -> None:
+def test_a_decode_keeps_its_state_in_registers(values: int, num_places: int) -> None:
     options = {"VALUES": values, "num_warps": {8: 1, 32: 4, 64: 8}[values]}
-    made = compiled(step.step_tokens, options, PREFETCH=32)
+    made = compiled(step.step_tokens, options, num_places=num_places, PREFETCH=32)
     assert made.widest_load_bytes == 16
     assert "prefetch.global.L2" in made.ptx
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from baton.kernels.sampling import NO_TOKEN
+from baton.kernels.state_batch import Replay, StateBatch
 from baton.kernels.step import (
     PIECE,
     REJECTED,
@@ -158,6 +160,52 @@ def test_states_of_decodes_are_found_in_the_entries_of_the_tokens_before_and_at_
     behind = [100 + 4 * row + start // 512 for row, start in zip(rows, starts, strict=True)]
     assert sources.tolist() == [*before, *[-1] * padding, *[-7] * (200 - num_seqs)]
     assert targets.tolist() == [*behind, *[-1] * padding, *[-7] * (200 - num_seqs)]
+
+
+@pytest.mark.parametrize("num_decodes", [0, 4, 6])
+def test_a_state_goes_on_from_what_it_has_read_and_over_what_was_accepted_behind_that(
+    kernels: object, triton_device: torch.device, num_decodes: int
+) -> None:
+    lens, padding = [1, 3, 1, 4, 2, 5], 130
+    applied, computed = [5, 512, 509, 511, 0, 600], [5, 515, 513, 512, 0, 600]
+    rows = [3, 0, 4, 1, 2, 5]
+    num_seqs = len(rows) + padding
+    by_row = torch.full((2, 7), 700, dtype=torch.int32)
+    by_row[:, rows] = torch.tensor([applied, computed], dtype=torch.int32)
+    done, own = by_row.to(triton_device)
+    table = torch.arange(100, 128, dtype=torch.int32, device=triton_device).view(7, 4)
+    query_start = torch.tensor([0, *itertools.accumulate(lens), *[sum(lens)] * padding], dtype=torch.int32)
+    filled = torch.full((5, num_seqs), -7, dtype=torch.int32, device=triton_device)
+    count = torch.tensor([num_decodes], dtype=torch.int32, device=triton_device)
+    none = torch.zeros(1, dtype=torch.int32, device=triton_device)
+    states = StateBatch(
+        query_start=query_start.to(triton_device),
+        sources=filled[0],
+        targets=filled[1],
+        num_decodes=count,
+        chunk_start=none,
+        chunk_seqs=none[:0],
+        checkpoints=none[:0],
+        seq_chunks=none.expand(num_seqs + 1).contiguous(),
+        least_decodes=0,
+        most_decodes=num_seqs,
+        replay=Replay(filled[2], filled[3], filled[4], 9),
+    )
+    real = torch.tensor([*rows, *[-1] * padding], dtype=torch.int32, device=triton_device)
+    kernels.replay_states(table, own, done, real, states, 512)  # type: ignore[attr-defined]
+    sources, targets, replayed, starts, counts = (column[: len(rows)].tolist() for column in filled)
+    first = slice(num_decodes)
+    before = [-1 if not n else 100 + 4 * row + (n - 1) // 512 for row, n in zip(rows, applied, strict=True)]
+    at = [100 + 4 * row + n // 512 for row, n in zip(rows, computed, strict=True)]
+    assert (sources[first], targets[first]) == (before[first], at[first])
+    assert set(sources[num_decodes:] + targets[num_decodes:]) <= {-7}
+    assert (replayed, starts) == (rows, computed)
+    pending = [n - m for n, m in zip(computed, applied, strict=True)]
+    assert counts == [*pending[first], *[0] * (len(rows) - num_decodes)]
+    behind = [n + (1 if seq < num_decodes else lens[seq]) for seq, n in enumerate(computed)]
+    assert done[rows].tolist() == behind
+    assert done[6] == 700
+    assert not filled[4, len(rows) :].any()
 
 
 def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
@@ -398,6 +446,15 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
             "drawn": "*i64",
         },
         {"NOT_ACCEPTED": REJECTED, "BLOCK": PIECE},
+    ),
+    (
+        "inputs._replay_states",
+        {
+            **dict.fromkeys(("table", "computed", "applied", "rows", "query_start", "num_decodes"), "*i32"),
+            **dict.fromkeys(("sources", "targets", "replay_rows", "replay_starts", "replay_counts"), "*i32"),
+            **dict.fromkeys(("num_seqs", "table_stride"), "i32"),
+        },
+        {"entry_tokens": 512, "BLOCK": 128},
     ),
     (
         "inputs._chunk_inputs",

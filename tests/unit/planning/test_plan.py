@@ -217,6 +217,20 @@ def test_a_model_without_a_gpu_is_in_the_hosts_memory() -> None:
     assert "GB of models), it has 30" in refusal
 
 
+def test_what_states_read_of_drafts_is_in_the_plan_of_a_cpu_and_refused_on_a_gpu() -> None:
+    drafts = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}}
+    args: dict[str, Any] = {"model": str(CONFIGS / "demo/hybrid"), "fleets": {"unified": {}}}
+    plain, drafted, on_gpu = (
+        make_plan(load_spec({**args, "engine": {"device": device, "max_num_seqs": 10, **more}}), ONE_NODE, Traffic())
+        for device, more in (("cpu", {}), ("cpu", drafts), ("auto", drafts))
+    )
+    model = load_config(CONFIGS / "demo/hybrid", load_format="dummy")
+    (places,) = (layout.block_bytes for layout in model.draft_inputs.values())
+    assert drafted.fleets[0].step - plain.fleets[0].step == 10 * 7 * places > 0
+    (refusal,) = on_gpu.refusals
+    assert "keeps recurrent states, and on a GPU" in refusal
+
+
 def test_experts_that_do_not_divide_are_refused() -> None:
     engine = {"data_parallel_size": 16, "enable_expert_parallel": True, "num_redundant_experts": 3}
     (refusal,) = plan_of({"unified": {}}, engine, Machines(8, 141 * GB), shape="deepseek-v3").refusals
