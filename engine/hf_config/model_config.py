@@ -136,10 +136,10 @@ def caches_of_blocks(config: ModelConfig, layer: int) -> LayerCaches:
     cache = keys_and_values(config, layer) if shape.has(layer, ATTENTION) else ()
     if not shape.has(layer, MAMBA):
         return cache
-    heads, groups = StateRows(shape.num_heads, shape.head_dim), StateRows(shape.num_groups, 2 * shape.state_dim)
+    heads, groups = StateRows(shape.num_heads, shape.head_dim), StateRows(shape.num_groups, shape.state_dim)
     state = LayerState(
         (
-            StatePart((shape.conv_channels, shape.conv_width - 1), config.dtype, (heads, groups)),
+            StatePart((shape.conv_channels, shape.conv_width - 1), config.dtype, (heads, groups, groups)),
             StatePart((shape.num_heads, shape.head_dim, shape.state_dim), "float32"),
         )
     )

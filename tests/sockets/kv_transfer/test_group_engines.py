@@ -29,6 +29,7 @@ CASES = {
     "shared": ("gemma4_text", {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}, (1, 2)),
     "states": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
     "states-of-unequal-dims": ("olmo_hybrid", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
+    "states-of-groups": ("falcon_h1", {"mamba_n_groups": 2}, (1, 2)),
     "states-of-shared-groups": ("falcon_h1", {"mamba_n_groups": 1}, (1, 2)),
     "states-and-latents": ("kimi_linear", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
 }

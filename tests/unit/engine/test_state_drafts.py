@@ -203,8 +203,7 @@ def short_prompts() -> list[EngineRequest]:
 @pytest.mark.exhaustive
 @ROWS_APART
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "kimi_linear"])
-@pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("errors", "depth"), [(0.0, 1), (0.3, 2), (1.0, 2)])
 def test_answers_are_those_without_drafts_to_the_bit(
     engines_of: Callable[..., Engines], family: str, errors: float, depth: int
 ) -> None:
@@ -217,8 +216,7 @@ def test_answers_are_those_without_drafts_to_the_bit(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("errors", "depth"), [(0.0, 1), (0.3, 2), (1.0, 2)])
 def test_random_requests_are_answered_as_without_drafts_and_again_from_checkpoints(
     engines_of: Callable[..., Engines], family: str, errors: float, depth: int
 ) -> None:
