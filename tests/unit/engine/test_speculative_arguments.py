@@ -133,9 +133,9 @@ def test_what_cannot_be_combined_is_refused_with_the_reason(
 ) -> None:
     model = read(tmp_path, kind, architecture)
     with pytest.raises(InvalidEngineConfig, match=message) as caught:
-        check_speculation(model, config(speculative_config=NGRAM, **args), "cpu")
+        check_speculation(model, config(speculative_config=NGRAM, **args))
     assert caught.value.field == "speculative_config"
-    check_speculation(model, config(**args), "cpu")
+    check_speculation(model, config(**args))
 
 
 def test_a_draft_layer_is_refused_on_a_gpu(tmp_path: Path) -> None:
@@ -144,6 +144,8 @@ def test_a_draft_layer_is_refused_on_a_gpu(tmp_path: Path) -> None:
     check_speculation(model, config(speculative_config=NGRAM), "cuda")
     with pytest.raises(InvalidEngineConfig, match="draft layers, heads and draft models guess on CPUs alone"):
         check_speculation(model, config(speculative_config=MTP), "cuda")
+    with pytest.raises(InvalidEngineConfig, match="ranks do not wait for each other where they guess"):
+        check_speculation(model, config(speculative_config=MTP, data_parallel_size=2), "cpu")
 
 
 def test_models_with_states_have_drafts_on_a_cpu_and_are_refused_where_the_device_turns_out_to_be_a_gpu(
