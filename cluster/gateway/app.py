@@ -94,6 +94,7 @@ def create_app(
         "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
         ANTHROPIC_ROUTE: GenerationEndpoint(gateway, RequestKind.MESSAGES, MessagesRenderer),
         f"{ANTHROPIC_ROUTE}/count_tokens": TokenEndpoint(gateway, RequestKind.COUNT_TOKENS),
+        "/v1/responses/input_tokens": TokenEndpoint(gateway, RequestKind.INPUT_TOKENS),
         "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
         "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,8 +29,8 @@ from .api.anthropic_answer import MessageEvent, MessageObject, TokenCount
 from .api.anthropic_request import CountTokensRequest, MessagesRequest
 from .api.chat import ChatChunk, ChatCompletion
 from .api.completions import Completion
-from .api.deadlines import FIRST_TOKEN_HEADER, WHOLE_HEADER
-from .api.endpoints import SESSION_HEADER
+from .api.deadlines import FIRST_TOKEN_HEADER, MOST_MS, WHOLE_HEADER
+from .api.endpoints import MAX_SESSION_ID_CHARS, SESSION_HEADER
 from .api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -39,9 +40,9 @@ from .api.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from .api.responses import ResponseEvent, ResponseObject
-from .api.responses_request import ResponsesRequest
-from .api.resume import LAST_EVENT_ID_HEADER
+from .api.responses import InputTokens, ResponseEvent, ResponseObject
+from .api.responses_request import InputTokensRequest, ResponsesRequest
+from .api.resume import ID_VERSION, LAST_EVENT_ID_HEADER
 from .errors import AnthropicErrorResponse, ErrorResponse, is_anthropic
 from .middleware import PAGE_FILES, is_open
 from .routes import (
@@ -88,14 +89,22 @@ READS = (500,)
 TAKES_BODY = (400, 404, 408, 413, 415, 500, 503)
 GENERATES = (*TAKES_BODY, 409, 429)
 
-HEADERS = {  # of requests
-    "x-request-id": "Up to 128 letters, digits and `._:-`; echoed, and in every log line.",
-    SESSION_HEADER: "Requests of one name meet in the same engine, as long as that costs little.",
-    WHOLE_HEADER: "Milliseconds that the client waits for the whole answer.",
-    FIRST_TOKEN_HEADER: "Milliseconds that the client waits for the first token.",
-    LAST_EVENT_ID_HEADER: "A stream that broke goes on behind this event; only with `stream_options.resumable`.",
-    PIN_HEADER: "The engine of this rank takes part, or the request fails.",
-    AGE_HEADER: "`max-age=N`: an answer that is up to N seconds old will do.",
+TEXT: Schema = {"type": "string"}
+MILLISECONDS: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_MS}
+HEADERS: dict[str, tuple[str, Schema]] = {  # of requests
+    "x-request-id": ("Up to 128 letters, digits and `._:-`; echoed, and in every log line.", TEXT),
+    SESSION_HEADER: (
+        "Requests of one name meet in the same engine, as long as that costs little.",
+        TEXT | {"minLength": 1, "maxLength": MAX_SESSION_ID_CHARS},
+    ),
+    WHOLE_HEADER: ("Milliseconds that the client waits for the whole answer.", MILLISECONDS),
+    FIRST_TOKEN_HEADER: ("Milliseconds that the client waits for the first token.", MILLISECONDS),
+    LAST_EVENT_ID_HEADER: (
+        "A stream that broke goes on behind this event; only with `stream_options.resumable`.",
+        TEXT | {"pattern": rf"^{re.escape(ID_VERSION)}[A-Za-z0-9_=-]+$"},
+    ),
+    PIN_HEADER: ("The engine of this rank takes part, or the request fails.", {"type": "integer", "minimum": 0}),
+    AGE_HEADER: ("`max-age=N`: an answer that is up to N seconds old will do.", TEXT),
 }
 GENERATING_HEADERS = tuple(HEADERS)[1:-1]
 MESSAGES_HEADERS = tuple(name for name in GENERATING_HEADERS if name != LAST_EVENT_ID_HEADER)
@@ -155,6 +164,11 @@ OPERATIONS = (
         *("post", "/v1/messages/count_tokens", "Return the number of tokens of a prompt.", TokenCount, TAKES_BODY),
         (CountTokensRequest,),
         example={"messages": MESSAGES},
+    ),
+    Operation(
+        *("post", "/v1/responses/input_tokens", "Return the number of tokens of a response's prompt.", InputTokens),
+        *(TAKES_BODY, (InputTokensRequest,)),
+        example={"input": "Hello!"},
     ),
     Operation(
         *("post", "/tokenize", "Return the tokens of a text or a chat.", TokenizeAnswer, TAKES_BODY),
@@ -309,7 +323,8 @@ def _parameters(operation: Operation) -> Iterable[Schema]:
         schema = {"enum": list(values), "default": values[0]} if values else texts
         yield {"name": name, "in": "query", "schema": schema}
     for name in ("x-request-id", *operation.headers):
-        yield {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
+        description, schema = HEADERS[name]
+        yield {"name": name, "in": "header", "description": description, "schema": schema}
 
 
 def _answer_headers(operation: Operation) -> Schema:

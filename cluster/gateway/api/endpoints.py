@@ -296,8 +296,8 @@ def session_id_of(header: str | None) -> str | None:
 
 
 class TokenEndpoint:
-    """`/tokenize`, `/detokenize` and `/v1/messages/count_tokens`. An ASGI app, so that it writes a long response in
-    pieces as fast as its client reads.
+    """The routes that count or convert tokens. An ASGI app, so that it writes a long response in pieces as fast as its
+    client reads.
     """
 
     def __init__(self, gateway: GatewayServices, kind: RequestKind) -> None:
