@@ -11,8 +11,8 @@ import pytest
 
 from baton.cluster.contracts import Role
 
+from ...helpers.chromium import PROGRAM, Tab, chromium
 from ...helpers.gateway_service import Service
-from .chromium import PROGRAM, Tab, chromium
 from .page_fleets import busy, failing, list_gateway, load
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
