@@ -14,6 +14,9 @@ from .bench import bench_app
 from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, stdout_console
 from .options import PlanOptions, ServeOptions
 
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between one time and the next.")]
+Iterations = Annotated[int, typer.Option(min=0, help="How often it is shown; 0: until Ctrl-C.")]
+
 app = typer.Typer(
     name="baton",
     no_args_is_help=True,
@@ -176,14 +179,33 @@ def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs (docs/operate/operations.md).")] = False,
+    is_watched: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again until Ctrl-C; with --json, one line each time.")
+    ] = False,
+    interval: Interval = 2.0,
+    iterations: Iterations = 0,
 ) -> None:
     """Show the engines and gateways of a running server.
 
     The exit code is 1 where no engine can serve a request, and where no gateway answers: then only an error is told.
     """
     from .http_client import show_status
+    from .watch import Pace
 
-    raise SystemExit(show_status(url, api_key, as_json=as_json))
+    pace = Pace(interval, iterations) if is_watched else None
+    raise SystemExit(show_status(url, api_key, as_json=as_json, pace=pace))
+
+
+@app.command()
+def top(url: Url = DEFAULT_URL, api_key: ApiKey = None, interval: Interval = 2.0, iterations: Iterations = 0) -> None:
+    """Show the fleet of a running server in the terminal, live, until Ctrl-C.
+
+    Latencies, prefix hits and failures are of the last minute, rates of the last ten seconds.
+    """
+    from .top import show_top
+    from .watch import Pace
+
+    show_top(url, api_key, Pace(interval, iterations))
 
 
 @app.command()
