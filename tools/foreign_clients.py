@@ -144,9 +144,9 @@ def page(load: Load, said: list[Said]) -> Iterator[str]:
     yield "After this page you know that load generators of other makers drive Baton unchanged, and with which words."
     yield ""
     about = (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}; the demo model on two cores, which client and server share, so that "
-        f"the rates say little: {load.num_requests} requests of {load.input_len} tokens, {load.output_len} tokens of "
-        f"answer each, {load.in_flight} in flight. Each client counts by its own rules."
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}; the demo model on two cores, which client and server share, so "
+        f"that the rates say little: {load.num_requests} requests of {load.input_len} tokens, {load.output_len} tokens "
+        f"of answer each, {load.in_flight} in flight. Each client counts by its own rules."
     )
     yield textwrap.fill(about, 120)
     yield ""

@@ -13,7 +13,7 @@ Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Sample:
+class MetricSample:
     name: str
     labels: Labels
     value: float
@@ -23,13 +23,13 @@ class Sample:
         return self.name, frozenset(self.labels.items())
 
 
-def samples_of(text: str) -> list[Sample]:
+def samples_of(text: str) -> list[MetricSample]:
     """Return the samples of an answer of `/metrics`. Raises `ValueError` for what is none."""
     families = text_string_to_metric_families(text)
-    return [Sample(each.name, each.labels, each.value) for family in families for each in family.samples]
+    return [MetricSample(each.name, each.labels, each.value) for family in families for each in family.samples]
 
 
-def gauge(samples: Iterable[Sample], name: str, label: str, value: str) -> float | None:
+def gauge(samples: Iterable[MetricSample], name: str, label: str, value: str) -> float | None:
     """Return the sum of a gauge over series with this label; None if there is none."""
     found = [each.value for each in samples if each.name == name and each.labels.get(label) == value]
     return sum(found) if found else None
@@ -41,10 +41,11 @@ class Rises:
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._newest: dict[object, float] = {}
-        self._polls: deque[tuple[float, float, list[Sample]]] = deque()  # when, seconds since the one before, rises
+        # When, seconds since the one before, and the rises of each poll.
+        self._polls: deque[tuple[float, float, list[MetricSample]]] = deque()
         self._at_s: float | None = None
 
-    def add(self, at_s: float, samples: Iterable[Sample]) -> None:
+    def add(self, at_s: float, samples: Iterable[MetricSample]) -> None:
         """Take the counters of a poll. What they held at the first one is not a rise."""
         rises = []
         for each in samples:
@@ -53,7 +54,7 @@ class Rises:
             by = each.value if each.value < before else each.value - before
             self._newest[each.key] = each.value
             if by > 0 or each.name.endswith("_bucket"):  # buckets that did not rise are bounds, too
-                rises.append(Sample(each.name, each.labels, by))
+                rises.append(MetricSample(each.name, each.labels, by))
         if self._at_s is not None:
             self._polls.append((at_s, at_s - self._at_s, rises))
         while self._polls and at_s - self._polls[0][0] >= self._keep_s:

@@ -1,6 +1,6 @@
 """`baton top`: the fleet in a terminal, drawn again every few seconds.
 
-GET /v1/cluster/ranks, /metrics, /health ──> Fleet (the newest answers, the rises of the last minute) ──> tables
+GET /v1/cluster/ranks, /metrics, /health ──> FleetView (the newest answers, the rises of the last minute) ──> tables
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from .cli_common import fail
 from .http_client import Ranks, decoded, gateway_client, reason
-from .rises import Labels, Rises, Sample, gauge, samples_of
+from .rises import Labels, MetricSample, Rises, gauge, samples_of
 from .watch import Pace, watch
 
 MINUTE_S = 60.0
@@ -37,7 +37,7 @@ LEVELS = {"good": "green", "warn": "yellow", "bad": "red", "wait": "cyan"}
 def show_top(url: str, api_key: str | None, pace: Pace) -> None:
     """Draw the fleet until Ctrl-C, or as often as `pace` says. Ends the command where no gateway answers at first."""
     with gateway_client(url, api_key) as client:
-        fleet, is_first = Fleet(client), True
+        fleet, is_first = FleetView(client), True
         try:
             fleet.update()
         except httpx.HTTPError as error:
@@ -57,7 +57,7 @@ def show_top(url: str, api_key: str | None, pace: Pace) -> None:
         watch(pace, draw)
 
 
-class Fleet:
+class FleetView:
     """The newest state of a server, and the rises of its counters."""
 
     def __init__(self, client: httpx.Client) -> None:
@@ -65,7 +65,7 @@ class Fleet:
         self._minute, self._lately = Rises(MINUTE_S), Rises(NOW_S)  # of /metrics
         self._engines = Rises(NOW_S)  # of the engines' statistics
         self._hits = Rises(MINUTE_S)  # the same, for prefix hits
-        self._samples: list[Sample] = []
+        self._samples: list[MetricSample] = []
         self._metrics_error = ""
         self._is_ready = False
         self._ranks = Ranks("list", "", [], [], [])
@@ -76,7 +76,7 @@ class Fleet:
         self._is_ready = self._client.get("/health").status_code == httpx.codes.OK
         self._ranks = decoded(self._client.get("/v1/cluster/ranks"), Ranks)
         counted = [
-            Sample(name, {"engine": rank["engine_id"], "epoch": rank["epoch"]}, rank["stats"][name])
+            MetricSample(name, {"engine": rank["engine_id"], "epoch": rank["epoch"]}, rank["stats"][name])
             for rank in self._ranks.data
             if rank["stats"]
             for name in COUNTERS

@@ -107,7 +107,6 @@ HEADERS: dict[str, tuple[str, Schema]] = {  # of requests
     AGE_HEADER: ("`max-age=N`: an answer that is up to N seconds old will do.", TEXT),
 }
 GENERATING_HEADERS = tuple(HEADERS)[1:-1]
-MESSAGES_HEADERS = tuple(name for name in GENERATING_HEADERS if name != LAST_EVENT_ID_HEADER)
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,9 @@ OPERATIONS = (
         *("/v1/responses", "Answer a chat in OpenAI's newer shape.", ResponsesRequest, ResponseObject, ResponseEvent),
         {"input": "Hello!", "max_output_tokens": 64},
     ),
-    Operation(
-        *("post", "/v1/messages", "Answer a chat, as Anthropic's API does.", MessageObject, (*TAKES_BODY, 429)),
-        *((MessagesRequest,), MessageEvent, MESSAGES_HEADERS),
-        example={"messages": MESSAGES, "max_tokens": 64},
+    _generating(
+        *("/v1/messages", "Answer a chat, as Anthropic's API does.", MessagesRequest, MessageObject, MessageEvent),
+        {"messages": MESSAGES, "max_tokens": 64},
     ),
     Operation(
         *("post", "/v1/messages/count_tokens", "Return the number of tokens of a prompt.", TokenCount, TAKES_BODY),
