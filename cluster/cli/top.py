@@ -83,8 +83,7 @@ class FleetView:
         ]
         for rises in (self._engines, self._hits):
             rises.add(at_s, counted)
-        asked = [("name[]", name) for name in FAMILIES]
-        answer = self._client.get("/metrics", params=asked, headers={"cache-control": "max-age=1"})
+        answer = self._client.get("/metrics", params={"name[]": FAMILIES}, headers={"cache-control": "max-age=1"})
         try:
             self._samples = samples_of(answer.raise_for_status().text)
             self._metrics_error = ""

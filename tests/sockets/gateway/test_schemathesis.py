@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import schemathesis
@@ -14,10 +15,11 @@ from schemathesis.specs.openapi import checks
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
-from baton.cluster.gateway.openapi import OPERATIONS
+from baton.cluster.gateway.operations import OPERATIONS
 from baton.engine.structured import XGrammarBackend
 
 from ...helpers.gateway_service import Service
+from ...helpers.recording_operator import RecordingOperator
 
 KEY = "right"
 PATHS = sorted({operation.path for operation in OPERATIONS})
@@ -39,10 +41,13 @@ REFUSES = [*AS_DOCUMENTED, checks.negative_data_rejection]
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_answer_is_as_documented(
-    start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend, path: str
+    start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend, tmp_path: Path, path: str
 ) -> None:
     """Cases that fit the document, and cases that do not: no 5xx, no status, header or body that it does not have."""
-    service = start(Role.UNIFIED, served=thinker, grammars=grammars, api_keys=[KEY])
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY} admin")
+    operator = RecordingOperator()
+    service = start(Role.UNIFIED, served=thinker, grammars=grammars, api_keys_file=str(keys), operator=operator)
 
     def send_all(url: str) -> int:
         document = schemathesis.openapi.from_url(f"{url}/openapi.json").include(path=path)
