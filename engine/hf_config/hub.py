@@ -73,8 +73,8 @@ def address_refusal(model: str) -> str | None:
     if "://" not in model:
         return None
     return (
-        f"{model!r} is an address, and a model is a folder or a name of the Hub: mount the bucket, or copy the model to "
-        "a folder first (docs/operate/deploying.md, 'Buckets and shared folders')"
+        f"{model!r} is an address, and a model is a folder or a name of the Hub: mount the bucket, or copy the model "
+        "to a folder first (docs/operate/deploying.md, 'Buckets and shared folders')"
     )
 
 
