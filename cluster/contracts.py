@@ -89,6 +89,16 @@ class StartingGroup(msgspec.Struct, frozen=True):
     state: str  # what it does: "fetches Qwen/Qwen3-8B: 3.10 of 16.38 GB or more, 210 MB/s"
 
 
+class EngineTrace(msgspec.Struct, frozen=True):
+    """A recording of what one engine did, in the format of Chrome's traces, which Perfetto opens."""
+
+    engine_id: str
+    node_ip: str
+    path: str  # on that machine; it is written when the recording ends
+    seconds: float = 0.0  # of the recording
+    size_bytes: int = 0
+
+
 class EnginePulse(msgspec.Struct, frozen=True):
     """The state of an engine, as its own process reports it."""
 

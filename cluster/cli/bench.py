@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_common import JsonFile, engine_args_from, fail, flat
+from .cli_common import JsonFile, engine_args_from, fail, flat, in_a_folder
+from .load.options import InvalidLoad, ServeLoad
 from .options import (
     AutoscaleOptions,
     DraftsOptions,
     LatencyOptions,
     RouterOptions,
-    ServeLoad,
     ThroughputOptions,
     TransferOptions,
 )
@@ -31,6 +31,10 @@ bench_app = typer.Typer(no_args_is_help=True)
 
 ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", dir_okay=False, callback=in_a_folder, help="Write a page with plots to this file."),
+]
 Model = Annotated[str, typer.Argument(help="A name of the Hub, or a folder with config.json and safetensors.")]
 
 
@@ -158,15 +162,54 @@ def startup(
 
 @bench_app.command()
 @flat
-def serve(load: ServeLoad, json_file: JsonFile = None) -> None:
-    """Load a running server with random prompts, and measure first token, time per token and throughput."""
-    from .bench_serve import ServerUnfit, measure
+def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile = None) -> None:
+    """Load a running server, and measure first token, time per token and throughput.
+
+    Prompts are random, or come from a file; the options are those of `vllm bench serve` where it has them.
+
+    Examples:
+
+    baton bench serve --num-prompts 300 --request-rate 20 --burstiness 0.5 --report report.html
+
+    baton bench serve --dataset-name sharegpt --dataset-path conversations.json --backend openai-chat
+
+    baton bench serve --sweep-concurrency 1,4,16,64 --num-prompts 128 --json sweep.json --report sweep.html
+    """
+    from .load.client import ServerUnfit, measure
+    from .load.figures import printed
+    from .load.report import report
 
     try:
         result = measure(load)
+    except InvalidLoad as error:
+        fail(str(error))
     except ServerUnfit as error:
         fail(str(error), code=1)
-    _report(result, json_file)
+    typer.echo(json.dumps(printed(result), indent=2))
+    _write(result, json_file)
+    if report_file is not None:
+        report_file.write_text(report([result]))
+
+
+@bench_app.command()
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="Files that `baton bench serve --json` wrote.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", dir_okay=False, callback=in_a_folder, help="The HTML file to write.")
+    ] = Path("report.html"),
+) -> None:
+    """Write a report with plots of one result of `baton bench serve`, or of several side by side."""
+    from .load.report import NoResult, read_result
+    from .load.report import report as make
+
+    try:
+        page = make([read_result(file) for file in results])
+    except NoResult as error:
+        fail(str(error))
+    output.write_text(page)
+    typer.echo(f"wrote {output}")
 
 
 @bench_app.command()

@@ -92,7 +92,8 @@ def stdout_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
-def _in_a_folder(file: Path | None) -> Path | None:
+def in_a_folder(file: Path | None) -> Path | None:
+    """Return a file to write. Raises `typer.BadParameter` if its folder does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.absolute().parent}")
     return file
@@ -100,7 +101,7 @@ def _in_a_folder(file: Path | None) -> Path | None:
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=_in_a_folder, help="Write the result to this file, too."),
+    typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Write the result to this file, too."),
 ]
 
 

@@ -10,13 +10,15 @@ from typing import Annotated, Any, TypeVar
 import httpx
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from baton.cluster.gateway.routing.ranks import spell_ranks
 from baton.engine.core.speculation.stats import SpeculationStats
 
 from .cli_common import fail, stdout_console
+from .watch import Pace, watch
 
 ANSWER_S = 600.0  # silence of a chat's server
 STATUS_S = 10.0  # silence of a gateway that is asked for its state, which it knows at once
@@ -39,7 +41,7 @@ class ModelList(msgspec.Struct):
     data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
 
-class _Ranks(msgspec.Struct):
+class Ranks(msgspec.Struct):
     """The answer of /v1/cluster/ranks."""
 
     object: str
@@ -59,16 +61,22 @@ class ChatSettings:
 
 def print_ranks(console: Console, answer: dict[str, Any]) -> None:
     """Print the answer of /v1/cluster/ranks as tables."""
-    console.print(_engine_table(answer["data"]))
+    for part in rank_tables(answer):
+        console.print(part)
+
+
+def rank_tables(answer: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the answer of /v1/cluster/ranks as tables."""
+    yield _engine_table(answer["data"])
     if any(_step_times(rank) for rank in answer["data"]):
-        console.print(_speed_table(answer["data"]))
+        yield _speed_table(answer["data"])
     if any(_speculation(rank) for rank in answer["data"]):
-        console.print(_speculation_table(answer["data"]))
+        yield _speculation_table(answer["data"])
     if any(rank["reads_from"] for rank in answer["data"]):
-        console.print(_lane_table(answer["data"]))
-    console.print(_gateway_table(answer["gateways"]))
+        yield _lane_table(answer["data"])
+    yield _gateway_table(answer["gateways"])
     for group in answer["starting"]:
-        console.print(f"{group['group_id']} starts on {group['node_ip']}: {group['state']}", highlight=False)
+        yield Text(f"{group['group_id']} starts on {group['node_ip']}: {group['state']}")
 
 
 def _narrow_table(title: str) -> Table:
@@ -158,24 +166,58 @@ def _gateway_table(gateways: list[dict[str, Any]]) -> Table:
     return table
 
 
-def show_status(url: str, api_key: str | None, *, as_json: bool) -> int:
-    """Print engines and gateways, for people or for programs (docs/operate/operations.md).
+def show_status(url: str, api_key: str | None, *, as_json: bool, pace: Pace | None = None) -> int:
+    """Print engines and gateways, for people or for programs (docs/operate/operations.md); again and again with `pace`.
 
-    Return the exit code, 1 where no engine can serve. End the command with an error where no gateway answers.
+    Return the exit code, 1 where no engine can serve. End the command with an error where no gateway answers: only the
+    first time, with `pace`.
     """
-    try:
-        with _client(url, api_key, STATUS_S) as client:
-            ready = client.get("/health").status_code == httpx.codes.OK
-            ranks = msgspec.structs.asdict(_decoded(client.get("/v1/cluster/ranks"), _Ranks))
-    except httpx.HTTPError as error:
-        fail(_reason(url, error), code=1)
-    if as_json:
-        print(json.dumps({"ready": ready, **ranks}, indent=2))
-    else:
-        console = stdout_console()
-        print_ranks(console, ranks)
-        console.print("[green]ready[/]" if ready else "[red]not ready: no engine can serve a request[/]")
-    return 0 if ready else 1
+    with gateway_client(url, api_key) as client:
+        state = _State(client)
+        try:
+            state.update()
+            if as_json:
+                print(state.json(indent=2 if pace is None else None), flush=True)
+            elif pace is None:
+                stdout_console().print(state.tables())
+        except httpx.HTTPError as error:
+            fail(reason(url, error), code=1)
+        if pace is not None:
+            watch(pace, lambda: state.line_or_tables(url, as_json=as_json), is_first_drawn=as_json)
+    return 0 if state.is_ready else 1
+
+
+class _State:
+    """The newest state of a server."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.is_ready = False
+        self._client = client
+        self._ranks: dict[str, Any] = {}
+
+    def update(self) -> None:
+        """Ask the gateway. Raises `httpx.HTTPError`."""
+        self.is_ready = self._client.get("/health").status_code == httpx.codes.OK
+        self._ranks = msgspec.structs.asdict(decoded(self._client.get("/v1/cluster/ranks"), Ranks))
+
+    def json(self, indent: int | None = None) -> str:
+        return json.dumps({"ready": self.is_ready, **self._ranks}, indent=indent)
+
+    def tables(self) -> Group:
+        ready = "[green]ready[/]" if self.is_ready else "[red]not ready: no engine can serve a request[/]"
+        return Group(*rank_tables(self._ranks), ready)
+
+    def line_or_tables(self, url: str, *, as_json: bool) -> RenderableType:
+        """Ask again, and return what to show: an error where no gateway answers."""
+        try:
+            self.update()
+        except httpx.HTTPError as error:
+            self.is_ready = False
+            said = reason(url, error)
+            return Text(
+                json.dumps({"ready": False, "error": said}) if as_json else said, style="" if as_json else "red"
+            )
+        return Text(self.json()) if as_json else self.tables()
 
 
 def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
@@ -183,8 +225,8 @@ def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
     console = Console()
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     try:
-        with _client(url, api_key, ANSWER_S) as client:
-            model = settings.model or _decoded(client.get("/v1/models"), ModelList).data[0].id
+        with gateway_client(url, api_key, ANSWER_S) as client:
+            model = settings.model or decoded(client.get("/v1/models"), ModelList).data[0].id
             console.print(f"Talking to [bold]{model}[/]. An empty line ends.", highlight=False)
             while question := _read(console):
                 messages.append({"role": "user", "content": question})
@@ -197,16 +239,17 @@ def run_chat(url: str, api_key: str | None, settings: ChatSettings) -> None:
                 }
                 messages.append({"role": "assistant", "content": show_answer(console, _stream(client, body))})
     except httpx.HTTPError as error:
-        fail(_reason(url, error), code=1)
+        fail(reason(url, error), code=1)
 
 
-def _client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
+def gateway_client(url: str, api_key: str | None, timeout_s: float = STATUS_S) -> httpx.Client:
+    """Return a client of a gateway, which must answer within `timeout_s`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base_url = url.rstrip("/").removesuffix("/v1")
     return httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
 
 
-def _decoded(response: httpx.Response, kind: type[T]) -> T:
+def decoded(response: httpx.Response, kind: type[T]) -> T:
     """Decode a gateway's answer. Raises `httpx.HTTPError` for a refusal, and for what is no answer of a gateway."""
     try:
         return msgspec.json.decode(response.raise_for_status().content, type=kind)
@@ -252,7 +295,8 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
                 yield choice["delta"]
 
 
-def _reason(url: str, error: httpx.HTTPError) -> str:
+def reason(url: str, error: httpx.HTTPError) -> str:
+    """Return what an error of a request to `url` means, for people."""
     if isinstance(error, httpx.HTTPStatusError):
         try:
             return str(error.response.json()["error"]["message"])

@@ -5,14 +5,23 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .bench import bench_app
 from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, stdout_console
 from .options import PlanOptions, ServeOptions
+
+if TYPE_CHECKING:
+    from baton.cluster.contracts import EngineTrace
+
+Address = Annotated[str, typer.Option(help="The Ray cluster ('auto' finds the one on this machine).")]
+Application = Annotated[str, typer.Option("--app", help="Name of the application, as in `serve status`.")]
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between one time and the next.")]
+Iterations = Annotated[int, typer.Option(min=0, help="How often it is shown; 0: until Ctrl-C.")]
 
 app = typer.Typer(
     name="baton",
@@ -176,49 +185,86 @@ def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs (docs/operate/operations.md).")] = False,
+    is_watched: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again until Ctrl-C; with --json, one line each time.")
+    ] = False,
+    interval: Interval = 2.0,
+    iterations: Iterations = 0,
 ) -> None:
     """Show the engines and gateways of a running server.
 
     The exit code is 1 where no engine can serve a request, and where no gateway answers: then only an error is told.
     """
     from .http_client import show_status
+    from .watch import Pace
 
-    raise SystemExit(show_status(url, api_key, as_json=as_json))
+    pace = Pace(interval, iterations) if is_watched else None
+    raise SystemExit(show_status(url, api_key, as_json=as_json, pace=pace))
+
+
+@app.command()
+def top(url: Url = DEFAULT_URL, api_key: ApiKey = None, interval: Interval = 2.0, iterations: Iterations = 0) -> None:
+    """Show the fleet of a running server in the terminal, live, until Ctrl-C.
+
+    Latencies, prefix hits and failures are of the last minute, rates of the last ten seconds.
+    """
+    from .top import show_top
+    from .watch import Pace
+
+    show_top(url, api_key, Pace(interval, iterations))
 
 
 @app.command()
 def drain(
     rank: Annotated[int, typer.Argument(min=0, help="Any rank of the group, as in `baton status`.")],
-    address: Annotated[str, typer.Option(help="The Ray cluster ('auto' finds the one on this machine).")] = "auto",
-    application: Annotated[str, typer.Option("--app", help="Name of the application, as in `serve status`.")] = "baton",
+    address: Address = "auto",
+    application: Application = "baton",
 ) -> None:
     """Replace a group of engines without losing an answer: its requests end, then Serve starts another.
 
     `baton status` shows when it has gone. What is left after fleets.*.drain_timeout_s goes on in other engines.
     """
     from baton.cluster.gateway.routing.ranks import spell_ranks
-
-    from .ray_cluster import NoRayCluster, connect, leave
-
-    try:
-        connect(address)
-    except NoRayCluster as error:
-        fail(str(error), code=1)
-    import ray
-
-    from baton.cluster.membership.directory import NAMESPACE, directory_name
     from baton.cluster.membership.members import NoSuchRank
 
+    from .ray_cluster import NoRayCluster, ask_directory, leave
+
     try:
-        directory = ray.get_actor(directory_name(application), namespace=NAMESPACE)
-        ranks: list[int] = ray.get(directory.drain_rank.remote(rank))
+        ranks: list[int] = ask_directory(address, application, "drain_rank", rank)
+    except NoRayCluster as error:
+        fail(str(error), code=1)
     except NoSuchRank as error:
         fail(str(error).splitlines()[-1], code=1)
-    except ValueError:
-        fail(f"the cluster runs no application named {application!r}: see `serve status`, and give --app", code=1)
     finally:
         leave()
     typer.echo(f"rank {spell_ranks(ranks)}: it drains; Serve then starts another group in its place")
+
+
+@app.command()
+def profile(
+    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long the engines are recorded.")] = 5.0,
+    address: Address = "auto",
+    application: Application = "baton",
+) -> None:
+    """Record what each engine of an application does with torch's profiler: one trace an engine.
+
+    Traces are files on the engines' machines; https://ui.perfetto.dev opens them. Engines are slower meanwhile.
+    """
+    from .ray_cluster import NoRayCluster, ask_directory, leave
+
+    try:
+        begun: list[EngineTrace] = ask_directory(address, application, "profile", True)
+        typer.echo(f"recording {', '.join(trace.engine_id for trace in begun) or 'nothing: no engine answers'}")
+        time.sleep(seconds if begun else 0.0)
+        traces: list[EngineTrace] = ask_directory(address, application, "profile", False)
+    except NoRayCluster as error:
+        fail(str(error), code=1)
+    finally:
+        leave()
+    for trace in traces:
+        size_mb = trace.size_bytes / 1e6
+        typer.echo(f"{trace.engine_id}: {trace.seconds:.1f} s, {size_mb:.1f} MB in {trace.path} on {trace.node_ip}")
+    raise SystemExit(0 if traces else 1)
 
 
 @app.command()

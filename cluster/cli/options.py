@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from .cli_common import DEFAULT_URL, ApiKey, Url
-
 MOST_GB = 1e6  # of anything that one machine has
 
 Count = Annotated[int, typer.Option(min=1)]
@@ -121,37 +119,6 @@ class DraftsOptions:
     num_drafts: Annotated[int, typer.Option(min=1, help="Drafts of a request in a step, at most.")] = 3
     acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of guesses that are right.")] = 0.8
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeLoad:
-    """`baton bench serve`: the requests to send."""
-
-    url: Url = DEFAULT_URL
-    model: Annotated[str | None, typer.Option(help="Model to ask; by default the only one that the server has.")] = None
-    num_prompts: Count = 100
-    input_len: Annotated[int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens of a prompt.")] = (
-        128
-    )
-    output_len: Annotated[
-        int, typer.Option("--output-len", "--random-output-len", min=1, help="Tokens of an answer.")
-    ] = 32
-    request_rate: Annotated[float, typer.Option(min=0.0, help="Requests a second; 0 sends all at once.")] = 0.0
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None
-    num_warmups: Annotated[int, typer.Option(min=0)] = 1
-    seed: int = 0
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0
-    tokenizer: Annotated[str | None, typer.Option(help="The model's folder, for servers that have no /tokenize.")] = (
-        None
-    )
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went, as the server says.")] = (
-        False
-    )
-    api_key: ApiKey = None
-
-    def at(self, route: str) -> str:
-        """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1") + route
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,3 +204,22 @@ def _has_ended() -> bool:
     worker = sys.modules.get("ray._private.worker")  # the main thread imports it when it has made its environment
     node = getattr(worker, "_global_node", None)
     return node is not None and any(kind in NEEDED for kind, _ in node.dead_processes())
+
+
+def ask_directory(address: str, application: str, method: str, *args: Any) -> Any:
+    """Call the directory of an application on the cluster at `address`, which is joined if need be; see `leave`.
+
+    Raises `NoRayCluster`, also where it runs no such application, and what the directory raises.
+    """
+    if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():  # its import reads `ENVIRONMENT`
+        connect(address)
+    import ray
+
+    from baton.cluster.membership.directory import NAMESPACE, directory_name
+
+    try:
+        directory = ray.get_actor(directory_name(application), namespace=NAMESPACE)
+    except ValueError:
+        reason = f"the cluster runs no application named {application!r}: see `serve status`, and give --app"
+        raise NoRayCluster(reason) from None
+    return ray.get(getattr(directory, method).remote(*args))

@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,7 +65,15 @@ class Unreadable:
     reason: str
 
 
-Event = ClientMessage | GatewayLost | GatewayUnlisted | Leave | Unreadable
+@dataclass(frozen=True)
+class Call:
+    """A function to run between two steps, and what it came to."""
+
+    work: Callable[[], None]
+    done: Future[None]
+
+
+Event = ClientMessage | GatewayLost | GatewayUnlisted | Leave | Unreadable | Call
 
 
 class ReceivedEvent(NamedTuple):

@@ -29,7 +29,7 @@ from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
-from .engine_socket import EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
+from .engine_socket import Call, EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
 from .status_publisher import StatusPublisher, StatusSource
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,12 @@ class EngineServer:
         """Give all requests back to their gateways, which go on with them elsewhere, and take no more."""
         self.socket.post(Leave())
 
+    def run_between_steps(self, work: Callable[[], None]) -> Future[None]:
+        """Run a function in the step thread, and return what it came to. Any thread may call this."""
+        call = Call(work, Future())
+        self.socket.post(call)
+        return call.done
+
     def wake(self) -> None:
         """Wake the step loop: something has happened. Any thread may call it."""
         self.socket.wake()
@@ -219,6 +225,12 @@ class EngineServer:
                 self._abort(request_id, generation)
             case Unreadable(name=name, reason=reason):
                 self._end_unreadable(gateway, name, reason)
+            case Call(work=work, done=done):
+                try:
+                    work()
+                    done.set_result(None)
+                except Exception as error:  # of the caller, who gets it
+                    done.set_exception(error)
             case Leave():
                 self._leaves = True
                 for request_id, owner in self._requests.all():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import ray
 
-from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord
+from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord, EngineTrace
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import DirectoryClient
 from baton.cluster.process_metrics import MetricsExporter
@@ -25,6 +25,7 @@ from baton.engine.parallel.member import Member
 from .kv_resources import KVResources, follow_leader
 from .launch import EngineLaunch, GroupEndpoints, RankAssignment, RankConfig, RankEndpoints
 from .metrics import EngineMetrics
+from .profiler import EngineProfiler
 from .server import EngineServer
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class EngineWorker:
         self._following: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._exporter: MetricsExporter | None = None
+        self._profiler: EngineProfiler | None = None
         dp_rank = assignment.rank // launch.tensor_parallel_size
         self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
         self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
@@ -90,6 +92,11 @@ class EngineWorker:
         """Build the engine, and return its record when it is ready. Raises the error if that fails."""
         record = await asyncio.to_thread(self._build, self._member(config))
         self._watcher = asyncio.create_task(self._watch())
+        server = self._server
+        assert server is not None, "it was built"
+        self._profiler = EngineProfiler(
+            self._engine_id, self._host, lambda work: asyncio.wrap_future(server.run_between_steps(work))
+        )
         return msgspec.structs.replace(record, metrics_address=self._export_metrics())
 
     async def run(self) -> None:
@@ -111,6 +118,16 @@ class EngineWorker:
         """Return how the engine does. The step loop, which it describes, is another thread's."""
         assert self._server is not None, "leading comes first"
         return self._server.pulse()
+
+    async def start_profile(self) -> EngineTrace | None:
+        """Begin a trace of the engine, and return where it will be; None of a rank that follows."""
+        if self._profiler is None:
+            return None
+        return await self._profiler.start()
+
+    async def stop_profile(self) -> EngineTrace | None:
+        """End the trace and return it; None where none is recorded."""
+        return None if self._profiler is None else await self._profiler.stop()
 
     async def return_requests(self) -> None:
         """See `EngineServer.return_requests`."""

@@ -2,6 +2,7 @@
 
 sk-one                        a line of the file: a key
 sk-two min_priority=-10       a key whose requests may ask for a priority of -10 or more
+sk-ops admin                  a key that may drain engines, end requests, and record traces; rights may be combined
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .settings import GatewaySettings, check_api_key
 
 logger = logging.getLogger(__name__)
 
+ADMIN = "admin"
 LOOK_S = 1.0  # between checks of the file
 
 Version = tuple[int, int, int]
@@ -36,6 +38,7 @@ class KeyRights:
     """Rights of one API key, as the rest of its line grants them."""
 
     min_priority: int | None = None  # None: the one in the settings
+    is_admin: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Caller:
 
     key: bytes | None  # digest of its API key; None if the gateway asks for none
     min_priority: int
+    is_admin: bool = False
 
 
 def read_key_file(file: str) -> dict[str, KeyRights]:
@@ -71,14 +75,13 @@ def read_key_file(file: str) -> dict[str, KeyRights]:
 
 def _rights(words: list[str]) -> KeyRights:
     """Parse the words after a key. Raises `ValueError` without the words, which may be a part of a key."""
-    if not words:
-        return KeyRights()
-    given = re.fullmatch(r"min_priority=(-?[0-9]{1,10})", words[0])
-    if given is None or len(words) > 1:
-        raise ValueError("must be printable ASCII without blanks; behind it object_of_type min_priority=N may follow")
-    if not LOWEST_PRIORITY <= int(given[1]) <= 0:
+    priorities = [given[1] for word in words if (given := re.fullmatch(r"min_priority=(-?[0-9]{1,10})", word))]
+    num_admin = words.count(ADMIN)
+    if len(priorities) + num_admin < len(words) or len(priorities) > 1 or num_admin > 1:
+        raise ValueError(f"must be printable ASCII without blanks; behind it min_priority=N and {ADMIN} may follow")
+    if priorities and not LOWEST_PRIORITY <= int(priorities[0]) <= 0:
         raise ValueError(f"may have a min_priority from {LOWEST_PRIORITY} to 0")
-    return KeyRights(int(given[1]))
+    return KeyRights(int(priorities[0]) if priorities else None, num_admin == 1)
 
 
 class ApiKeys:
@@ -125,7 +128,7 @@ class ApiKeys:
         if not matches:
             return None
         own = matches[0].min_priority
-        return Caller(given, self._min_priority if own is None else own)
+        return Caller(given, self._min_priority if own is None else own, matches[0].is_admin)
 
     def _look(self) -> None:
         """Read the file again if it has changed: at most one `stat` a second, unless the last read failed."""

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.cluster.contracts import EngineClient, LoadBalancing
 from baton.cluster.process_metrics import collect, merge
 
+from .admin import NoOperator, Operator, add_admin_routes
 from .api.anthropic_answer import MessagesRenderer
 from .api.body_reader import RequestKind
 from .api.body_service import BodyService
@@ -29,7 +30,7 @@ from .metrics import GatewayMetrics
 from .middleware import FAILURE, Drain, RequestMiddleware, error_response
 from .model import ServedModel
 from .openapi import add_description_routes
-from .routes import READ, Scrape, add_model_routes, add_probe_routes, add_state_routes
+from .routes import READ, Scrape, add_model_routes, add_probe_routes, add_request_route, add_state_routes
 from .routing.breaker import Breakers
 from .routing.rates import LearntRates
 from .routing.router import Router
@@ -59,6 +60,7 @@ def create_app(
     spans: RequestSpans | None = None,
     scales_from_zero: bool = False,
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL,
+    operator: Operator | None = None,
 ) -> FastAPI:
     """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
@@ -66,7 +68,7 @@ def create_app(
     stops the processes that read large bodies, and finished requests are recorded in `spans`. `scrape` returns the
     metrics of all processes, or those of this node's share; without it this gateway shows its own alone. With
     `scales_from_zero` the application is ready without engines, which start with the first request. `load_balancing`
-    is shown to operators.
+    is shown to operators. `operator` acts on the whole application, for keys with the right `admin`.
 
     Raises `InvalidKeys`.
     """
@@ -94,6 +96,7 @@ def create_app(
         "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
         ANTHROPIC_ROUTE: GenerationEndpoint(gateway, RequestKind.MESSAGES, MessagesRenderer),
         f"{ANTHROPIC_ROUTE}/count_tokens": TokenEndpoint(gateway, RequestKind.COUNT_TOKENS),
+        "/v1/responses/input_tokens": TokenEndpoint(gateway, RequestKind.INPUT_TOKENS),
         "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
         "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
     }
@@ -103,6 +106,8 @@ def create_app(
     add_probe_routes(app, serving, scrape or _only(metrics), drain)
     apis = [path for path, endpoint in endpoints.items() if isinstance(endpoint, GenerationEndpoint)]
     add_state_routes(app, settings.gateway_id, model, serving, load_balancing, apis)
+    add_request_route(app, gateway.recent)
+    add_admin_routes(app, gateway, operator or NoOperator())
     add_description_routes(app, model.model_id)
     add_page_routes(app, lambda: serving.settings.page)
     app.add_exception_handler(ApiError, _answer_error)

@@ -166,6 +166,10 @@ def model_not_found(model: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def unknown_request(message: str) -> ApiError:
+    return ApiError(404, message, param="request_id", code="unknown_request")
+
+
 def priority_not_allowed(asked: int, least: int) -> ApiError:
     """Refuse a priority that the client's key or the settings do not allow."""
     message = (
@@ -290,6 +294,24 @@ def invalid_api_key() -> ApiError:
     message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
     headers = {"www-authenticate": "Bearer"}
     return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
+
+
+def not_admin() -> ApiError:
+    """Refuse a route of operators to a client without the right."""
+    message = (
+        "This route is for API keys with the right 'admin': 'admin' stands behind such a key in the gateways' "
+        "api_keys_file."
+    )
+    return ApiError(403, message, type="permission_error", code="not_admin")
+
+
+def ended_by_operator() -> ApiError:
+    """End a request that an operator no longer wants. Clients do not repeat a 403 by themselves."""
+    return ApiError(403, "The operator has ended this request.", type="permission_error", code="ended_by_operator")
+
+
+def no_directory(detail: str) -> ApiError:
+    return _unavailable("The application's directory does not answer. Try again in 1 s.", "no_directory", 1.0, detail)
 
 
 def internal(message: str, detail: str = "") -> ApiError:

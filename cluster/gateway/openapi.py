@@ -3,7 +3,7 @@
     OPERATIONS ──> schemas of their types ──> document ──docs_page.html──> page
 
 Bodies are described by the models that validate them, and answers by the structs that are encoded, so neither can
-differ from what the server does. A new route is a new row of `OPERATIONS`.
+differ from what the server does. A new route is a new row of `OPERATIONS`, in `operations.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,45 +20,12 @@ import jinja2
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from .api.anthropic_answer import MessageEvent, MessageObject, TokenCount
-from .api.anthropic_request import CountTokensRequest, MessagesRequest
-from .api.chat import ChatChunk, ChatCompletion
-from .api.completions import Completion
-from .api.deadlines import FIRST_TOKEN_HEADER, WHOLE_HEADER
-from .api.endpoints import SESSION_HEADER
-from .api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    TokenizeAnswer,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
-)
-from .api.responses import ResponseEvent, ResponseObject
-from .api.responses_request import ResponsesRequest
-from .api.resume import LAST_EVENT_ID_HEADER
-from .errors import AnthropicErrorResponse, ErrorResponse, is_anthropic
-from .middleware import PAGE_FILES, is_open
+from .operations import ERROR_HEADERS, HEADERS, OPERATIONS, STATUSES, Operation, Schema
 from .routes import (
-    AGE_HEADER,
-    FAMILIES,
-    PROMETHEUS_TYPE,
     READ,
-    SCOPES,
-    Alive,
-    ModelCard,
-    ModelCards,
-    RankTable,
-    Ready,
-    ServerInfo,
-    ServerLoad,
-    Version,
 )
-from .routing.ranks import PIN_HEADER
 
 REFERENCE = "#/components/schemas/"
 MAX_AGE_S = 300  # so long clients keep the description, which only another version changes
@@ -67,135 +33,6 @@ MAX_AGE_S = 300  # so long clients keep the description, which only another vers
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 PAGE = Path(__file__).with_name("docs_page.html")
 KEEP = f"public, max-age={MAX_AGE_S}"
-
-Schema = dict[str, Any]
-
-STATUSES = {
-    304: "The client has the newest version already.",
-    400: "A field or a header is wrong (`param` says which), or the prompt does not fit the context.",
-    401: "API keys are set and none of them was sent.",
-    404: "The model, or the file, does not exist.",
-    408: "The request took longer than it may, or its first token did.",
-    409: "A stream cannot be resumed: its tokens did not come again as they were.",
-    413: "The body is larger than it may be, or the request needs more tokens than an engine can hold.",
-    415: "The body is declared to be something other than plain JSON.",
-    429: "Too many requests in this gateway, or with this API key.",
-    500: "A fault of the server.",
-    503: "Nothing can take the request now.",
-}
-ERROR_HEADERS = {401: "www-authenticate", 429: "retry-after", 503: "retry-after"}
-READS = (500,)
-TAKES_BODY = (400, 404, 408, 413, 415, 500, 503)
-GENERATES = (*TAKES_BODY, 409, 429)
-
-HEADERS = {  # of requests
-    "x-request-id": "Up to 128 letters, digits and `._:-`; echoed, and in every log line.",
-    SESSION_HEADER: "Requests of one name meet in the same engine, as long as that costs little.",
-    WHOLE_HEADER: "Milliseconds that the client waits for the whole answer.",
-    FIRST_TOKEN_HEADER: "Milliseconds that the client waits for the first token.",
-    LAST_EVENT_ID_HEADER: "A stream that broke goes on behind this event; only with `stream_options.resumable`.",
-    PIN_HEADER: "The engine of this rank takes part, or the request fails.",
-    AGE_HEADER: "`max-age=N`: an answer that is up to N seconds old will do.",
-}
-GENERATING_HEADERS = tuple(HEADERS)[1:-1]
-MESSAGES_HEADERS = tuple(name for name in GENERATING_HEADERS if name != LAST_EVENT_ID_HEADER)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One route with one method, as clients see it. HEAD goes along with each GET, without its body."""
-
-    method: str
-    path: str
-    summary: str
-    answer: Any  # the type of the answer with status 200
-    errors: tuple[int, ...] = READS
-    bodies: tuple[type[BaseModel], ...] = ()  # the body is one of them
-    event: Any = None  # the type of `data` of the events of a stream
-    headers: tuple[str, ...] = ()  # beside `x-request-id`
-    query: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> values, the default first; (): a list
-    media_type: str = "application/json"
-    example: Schema = field(default_factory=dict)  # a body, to which the model's name is added
-
-    @property
-    def error(self) -> type[msgspec.Struct]:
-        """The shape of its errors."""
-        return AnthropicErrorResponse if is_anthropic(self.path) else ErrorResponse
-
-    @property
-    def is_open(self) -> bool:
-        """True if the route needs no API key."""
-        return is_open(self.path)
-
-
-def _generating(path: str, summary: str, body: type[BaseModel], answer: Any, event: Any, example: Schema) -> Operation:
-    return Operation("post", path, summary, answer, GENERATES, (body,), event, GENERATING_HEADERS, example=example)
-
-
-MESSAGES = [{"role": "user", "content": "Hello!"}]
-OPERATIONS = (
-    _generating(
-        *("/v1/completions", "Continue a text.", CompletionRequest, Completion, Completion),
-        {"prompt": "Once upon a time", "max_tokens": 32},
-    ),
-    _generating(
-        *("/v1/chat/completions", "Answer a chat.", ChatRequest, ChatCompletion, ChatChunk),
-        {"messages": MESSAGES, "max_tokens": 64},
-    ),
-    _generating(
-        *("/v1/responses", "Answer a chat in OpenAI's newer shape.", ResponsesRequest, ResponseObject, ResponseEvent),
-        {"input": "Hello!", "max_output_tokens": 64},
-    ),
-    Operation(
-        *("post", "/v1/messages", "Answer a chat, as Anthropic's API does.", MessageObject, (*TAKES_BODY, 429)),
-        *((MessagesRequest,), MessageEvent, MESSAGES_HEADERS),
-        example={"messages": MESSAGES, "max_tokens": 64},
-    ),
-    Operation(
-        *("post", "/v1/messages/count_tokens", "Return the number of tokens of a prompt.", TokenCount, TAKES_BODY),
-        (CountTokensRequest,),
-        example={"messages": MESSAGES},
-    ),
-    Operation(
-        *("post", "/tokenize", "Return the tokens of a text or a chat.", TokenizeAnswer, TAKES_BODY),
-        (TokenizeTextRequest, TokenizeChatRequest),
-        example={"prompt": "Hello!"},
-    ),
-    Operation(
-        *("post", "/detokenize", "Return the text of tokens.", DetokenizeAnswer, TAKES_BODY, (DetokenizeRequest,)),
-        example={"tokens": [1, 2, 3]},
-    ),
-    Operation("get", "/v1/models", "List the one model.", ModelCards),
-    Operation("get", "/v1/models/{model_id}", "Return the model.", ModelCard, (404, *READS)),
-    Operation("get", "/tokenizer_info", "Return the special tokens and the chat template.", dict[str, Any]),
-    Operation("get", "/live", "Return 200 while the process runs.", Alive),
-    Operation("get", "/health", "Return 200 if a request can be served now.", Ready, (503, *READS)),
-    Operation("get", "/ping", "Return what `/health` does, by SageMaker's name.", Ready, (503, *READS)),
-    Operation("post", "/ping", "Return what `/health` does, by SageMaker's name.", Ready, (503, *READS)),
-    Operation(
-        *("get", "/metrics", "Return the metrics of all processes, or of this machine's share.", str, (400, *READS)),
-        headers=(AGE_HEADER,),
-        query={"scope": SCOPES, FAMILIES: ()},
-        media_type=PROMETHEUS_TYPE,
-    ),
-    Operation("get", "/version", "Return the server's version.", Version),
-    Operation("get", "/load", "Return the number of generating requests in this gateway.", ServerLoad),
-    Operation("get", "/server_info", "Return the model, and the engines that serve it.", ServerInfo),
-    Operation(
-        *("get", "/v1/cluster/ranks", "Return every engine and gateway with its statistics.", RankTable),
-        headers=(AGE_HEADER,),
-    ),
-    Operation("get", "/openapi.json", "Return this document.", dict[str, Any], (304, *READS)),
-    Operation("get", "/docs", "Return this document as a page.", str, (304, *READS), media_type="text/html"),
-    Operation(
-        *("get", "/", "Return the page that shows the fleet, with a playground.", str, (304, 404, *READS)),
-        media_type="text/html",
-    ),
-    Operation(
-        *("get", PAGE_FILES + "{file}", "Return a file of that page.", str, (304, 404, *READS)),
-        media_type="*/*",
-    ),
-)
 
 
 def add_description_routes(app: FastAPI, model_id: str) -> None:
@@ -289,7 +126,7 @@ def _operation(operation: Operation, answers: dict[Any, Schema], model_id: str) 
     if operation.bodies:
         references = [{"$ref": REFERENCE + model.__name__} for model in operation.bodies]
         schema = references[0] if len(references) == 1 else {"anyOf": references}
-        example = {"model": model_id, **operation.example}
+        example = operation.example if operation.is_admin else {"model": model_id, **operation.example}
         body = {"application/json": {"schema": schema, "example": example}}
         described["requestBody"] = {"required": True, "content": body}
     return described
@@ -309,7 +146,8 @@ def _parameters(operation: Operation) -> Iterable[Schema]:
         schema = {"enum": list(values), "default": values[0]} if values else texts
         yield {"name": name, "in": "query", "schema": schema}
     for name in ("x-request-id", *operation.headers):
-        yield {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
+        description, schema = HEADERS[name]
+        yield {"name": name, "in": "header", "description": description, "schema": schema}
 
 
 def _answer_headers(operation: Operation) -> Schema:

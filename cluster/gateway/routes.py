@@ -17,11 +17,12 @@ from starlette.exceptions import HTTPException
 
 from baton.cluster.contracts import LoadBalancing
 
-from .errors import bad_request, draining, excerpt, model_not_found, no_capacity
-from .middleware import Drain
+from .errors import bad_request, draining, excerpt, model_not_found, no_capacity, unknown_request
+from .middleware import Drain, caller_of
 from .model import ServedModel
 from .routing.ranks import rank_table
 from .serving.context import ServingContext
+from .serving.recent_requests import MOST_REQUESTS, EndedRequest, RecentRequests
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCOPES = ("application", "node")  # of the metrics in an answer
@@ -137,6 +138,23 @@ def add_probe_routes(app: FastAPI, serving: ServingContext, scrape: Scrape, drai
         names = frozenset(request.query_params.getlist(FAMILIES))
         text = await scrape(scope == "node", names=names, max_age_s=max_age_s(request))
         return Response(text, media_type=PROMETHEUS_TYPE)
+
+
+class EndedRequests(msgspec.Struct):
+    data: list[EndedRequest]  # the newest first
+    object: Literal["list"] = "list"
+
+
+def add_request_route(app: FastAPI, recent: RecentRequests) -> None:
+    @app.api_route("/v1/cluster/requests/{request_id}", methods=READ)
+    async def ended_request(request: Request, request_id: str) -> Response:
+        caller = caller_of(request.scope)
+        if not (found := recent.find(request_id, caller.key, sees_all=caller.is_admin)):
+            raise unknown_request(
+                f"No request with the id {excerpt(request_id)} and this API key is among the last {MOST_REQUESTS} that "
+                "have ended in this gateway."
+            )
+        return _json(EndedRequests(found))
 
 
 def add_state_routes(

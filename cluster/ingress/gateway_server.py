@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,12 @@ import ray
 from fastapi import FastAPI
 from ray.actor import ActorHandle
 
-from baton.cluster.contracts import GatewayRecord, Reach
+from baton.cluster.contracts import EngineTrace, GatewayRecord, Reach
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.api_keys import InvalidKeys
 from baton.cluster.gateway.app import create_app, reconfigure_app
+from baton.cluster.gateway.errors import bad_request, no_directory
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.model import ServedModel
@@ -36,6 +37,7 @@ from baton.cluster.gateway.tracing import RequestSpans
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import DirectoryClient, HeartbeatThread
 from baton.cluster.membership.member_probe import ProbeSocket
+from baton.cluster.membership.members import NoSuchRank
 from baton.cluster.process_metrics import ApplicationMetrics, MetricsExporter, collect
 from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec, with_user_config
 from baton.engine.hf_config.hub import Files
@@ -69,6 +71,38 @@ class GatewayLaunch:
 
 class MustRestart(RuntimeError):
     """Settings have changed that a gateway keeps from its start on: another one has to take its place."""
+
+
+class DirectoryOperator:
+    """The `Operator` of gateways on Ray: it asks the directory."""
+
+    def __init__(self, directory: DirectoryClient) -> None:
+        self._directory = directory
+
+    async def drain(self, rank: int) -> list[int]:
+        with _directory_errors():
+            ranks: list[int] = await self._directory.call("drain_rank", rank)
+            return ranks
+
+    async def start_profile(self) -> list[EngineTrace]:
+        with _directory_errors():
+            return await self._directory.profile(start=True)
+
+    async def stop_profile(self) -> list[EngineTrace]:
+        with _directory_errors():
+            return await self._directory.profile(start=False)
+
+
+@contextlib.contextmanager
+def _directory_errors() -> Iterator[None]:
+    """Raise what the directory says, or that it says nothing, as `ApiError`."""
+    try:
+        yield
+    except NoSuchRank as error:  # Ray raises an error that is one, with the traceback in its text
+        said = str(error).splitlines()[-1]
+        raise bad_request("rank", f"'rank': {said.rpartition('NoSuchRank: ')[2]}.", "unknown_rank") from None
+    except ray.exceptions.RayError as error:
+        raise no_directory(f"{type(error).__name__}: {error}") from None
 
 
 class GatewayServer:
@@ -148,6 +182,7 @@ class GatewayServer:
             spans=self._spans,
             scales_from_zero=spec.scales_from_zero,
             load_balancing=self._reach.mode,
+            operator=DirectoryOperator(self._directory),
         )
         self._http = HttpServer(
             self._app,

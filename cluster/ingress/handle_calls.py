@@ -20,6 +20,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 DONE = b"[DONE]"
 
 
@@ -61,7 +62,7 @@ async def stream(
                 if data == DONE:
                     continue
                 decoded: dict[str, Any] = msgspec.json.decode(data)
-                if decoded.keys() == {"error"}:
+                if decoded.keys() == {"error"} or decoded.get("type") == "error":
                     raise CallFailed(0, decoded["error"])
                 yield decoded
     if status != 200:

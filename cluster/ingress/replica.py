@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from baton.cluster.contracts import Reach
 
 from .gateway_server import GatewayLaunch, GatewayServer
-from .handle_calls import CHAT, COMPLETIONS, RESPONSES, call, stream
+from .handle_calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, call, stream
 
 app: FastAPI | None = None  # of this process
 
@@ -89,6 +89,10 @@ class GatewayReplica:
         """Answer as POST /v1/responses does. Raises `CallFailed`."""
         return await call(_app_of_this_process(), RESPONSES, body, api_key)
 
+    async def messages(self, body: Mapping[str, Any], api_key: str = "") -> dict[str, Any]:
+        """Answer as POST /v1/messages does. Raises `CallFailed`."""
+        return await call(_app_of_this_process(), MESSAGES, body, api_key)
+
     # Serve streams what an async generator of the class yields; one that a method returns is refused.
 
     async def stream_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
@@ -106,6 +110,12 @@ class GatewayReplica:
     async def stream_responses(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
         """Yield the events of streamed `responses`. Raises `CallFailed`."""
         async with contextlib.aclosing(stream(_app_of_this_process(), RESPONSES, body, api_key)) as events:
+            async for event in events:
+                yield event
+
+    async def stream_messages(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of streamed `messages`. Raises `CallFailed`."""
+        async with contextlib.aclosing(stream(_app_of_this_process(), MESSAGES, body, api_key)) as events:
             async for event in events:
                 yield event
 

@@ -15,6 +15,7 @@ is autoscaled, it decides how many groups there should be.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import warnings
@@ -32,6 +33,7 @@ from baton.cluster.contracts import (
     Drained,
     EngineGroup,
     EnginePulse,
+    EngineTrace,
     GatewayRecord,
     Role,
     StartingGroup,
@@ -64,6 +66,7 @@ class Directory:
         self._changed = asyncio.Event()
         self._watched: dict[tuple[str, int | None], asyncio.Task[None]] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}  # of members that are silent
+        self._actor_names: dict[str, list[str]] = {}  # by group
         self._free_standing: dict[str, ActorHandle] = {}  # gateways that are no Serve replicas
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
@@ -90,6 +93,7 @@ class Directory:
         """
         version = self._members.version
         listed = self._members.add_group(group)
+        self._actor_names[group.group_id] = actor_names
         where = f"pid {group.engines[0].pid} on {group.engines[0].node_ip}"
         what = f"engine group {group.group_id} ({where})"
         if self._members.version != version:
@@ -146,6 +150,24 @@ class Directory:
         group = self._members.group_with(rank)
         self._members.ask_to_leave(group.group_id)
         return [engine.rank for engine in group.engines]
+
+    async def profile(self, start: bool) -> list[EngineTrace]:
+        """Begin the traces of all engines, or end them; return those that were begun, or written.
+
+        An engine that cannot answer is left out.
+        """
+        groups = {group.group_id for group in self._members.groups()}
+        self._actor_names = {name: actors for name, actors in self._actor_names.items() if name in groups}
+        method = "start_profile" if start else "stop_profile"
+        actors: list[ActorHandle] = []
+        for names in self._actor_names.values():
+            with contextlib.suppress(ValueError):  # a process of it has just ended
+                actors += await asyncio.to_thread(_actors_named, names)
+        calls = [getattr(actor, method).remote() for actor in actors]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for error in (each for each in answers if isinstance(each, BaseException)):
+            logger.warning("an engine has no trace: %s", error)
+        return [each for each in answers if isinstance(each, EngineTrace)]
 
     async def drained(self, group_id: str, epoch: int, drained: Drained) -> None:
         """Count a group that has drained, and remove it."""

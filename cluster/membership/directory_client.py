@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from baton.cluster.contracts import DirectorySnapshot, StartingGroup
+from baton.cluster.contracts import DirectorySnapshot, EngineTrace, StartingGroup
 
 from .directory import HEARTBEAT_S, NAMESPACE, WATCH_S, directory_name, get_directory
 from .members import HeartbeatReply
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # a call is answered sooner ...
 FIRST_ANSWER_S = 60.0  # ... but for the first one: the directory may be starting
+PROFILE_S = 110.0  # to write the traces of all engines
 MAX_PROXY_CALLS = 20  # calls that one other process makes for processes that cannot reach the directory
 KEEP_ALIVE_S = 5.0  # between signs of life of a member that is not ready yet
 
@@ -51,6 +52,11 @@ class DirectoryClient:
         Where the actor is dead, the next call finds its successor.
         """
         return await self._ask(0.0, method, *args)
+
+    async def profile(self, *, start: bool) -> list[EngineTrace]:
+        """See `Directory.profile`. Raises as `call`."""
+        traces: list[EngineTrace] = await self._ask(PROFILE_S, "profile", start)
+        return traces
 
     async def _ask(self, takes_s: float, method: str, *args: Any) -> Any:
         """Call the actor, which may take `takes_s` to answer.

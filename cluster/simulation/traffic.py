@@ -27,7 +27,7 @@ class TraceLine(msgspec.Struct):
     timestamp: float  # ms
     input_length: int
     output_length: int
-    hash_ids: list[int]  # of blocks of `TRACE_BLOCK` tokens; equal ids, equal prefixes
+    hash_ids: list[int] | None = None  # of blocks of `TRACE_BLOCK` tokens; equal ids, equal prefixes; None: no prefix
 
 
 class InvalidTrace(ValueError):
@@ -46,10 +46,13 @@ def trace(path: Path) -> list[RequestArrival]:
             entry = msgspec.json.decode(line, type=TraceLine)
         except msgspec.DecodeError as error:
             raise InvalidTrace(f"{path}, line {number}: {error}") from error
-        tokens = [token for hash_id in entry.hash_ids for token in _tokens(hash_id, TRACE_BLOCK)]
+        hash_ids = entry.hash_ids
+        if hash_ids is None:  # ids that no other line has
+            hash_ids = [-(number << 32) - block for block in range(-(-max(entry.input_length, 0) // TRACE_BLOCK))]
+        tokens = [token for hash_id in hash_ids for token in _tokens(hash_id, TRACE_BLOCK)]
         if not 0 < entry.input_length <= len(tokens) or entry.output_length < 1:
             raise InvalidTrace(
-                f"{path}, line {number}: input_length {entry.input_length} with {len(entry.hash_ids)} hash ids "
+                f"{path}, line {number}: input_length {entry.input_length} with {len(hash_ids)} hash ids "
                 f"and output_length {entry.output_length}"
             )
         arrivals.append(RequestArrival(entry.timestamp / 1e3, tokens[: entry.input_length], entry.output_length))

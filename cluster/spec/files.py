@@ -16,7 +16,7 @@ from typing import Any
 import pydantic
 
 from baton.engine.hf_config.errors import ModelNotFetched
-from baton.engine.hf_config.hub import Files, is_commit, is_hub_name
+from baton.engine.hf_config.hub import Files, address_refusal, is_commit, is_hub_name
 from baton.engine.strict_model import describe
 
 from .application import FleetSpec
@@ -67,6 +67,8 @@ def find_model_folder(model: str) -> Path:
 
     Raises `InvalidSpec`.
     """
+    if (refusal := address_refusal(model)) is not None:
+        raise InvalidSpec(f"model: {refusal}")
     candidates = _model_folders(model)
     for folder in candidates:
         if _has_config(folder):

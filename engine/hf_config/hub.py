@@ -68,6 +68,16 @@ def is_hub_name(model: str) -> bool:
     return _NAME.fullmatch(model) is not None and not os.path.lexists(model)
 
 
+def address_refusal(model: str) -> str | None:
+    """Return why a model that is an address, such as s3://bucket/model, is refused; None for any other."""
+    if "://" not in model:
+        return None
+    return (
+        f"{model!r} is an address, and a model is a folder or a name of the Hub: mount the bucket, or copy the model "
+        "to a folder first (docs/operate/deploying.md, 'Buckets and shared folders')"
+    )
+
+
 def is_commit(revision: str | None) -> bool:
     """Tell whether a revision is a commit's whole hash, which always has the same files."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
@@ -87,6 +97,8 @@ def model_folder(
     `download_dir`: the cache, by default that of `huggingface_hub`. `progress` is told how far the weights are, now
     and then, except on a terminal, which has the library's bars. Raises `ModelNotFetched`.
     """
+    if (refusal := address_refusal(model)) is not None:
+        raise ModelNotFetched(refusal)
     if not is_hub_name(model):
         if revision is not None:
             raise ModelNotFetched(f"revision is {revision!r}, and {model!r} is a folder, which has none: leave it out")

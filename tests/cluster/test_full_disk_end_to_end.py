@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import tempfile
@@ -52,6 +54,20 @@ def fill(disk: Path) -> None:
 
 def clear(disk: Path) -> None:
     (disk / "filling").unlink()
+
+
+def test_each_engine_is_recorded_at_the_address_that_is_printed(server: Server) -> None:
+    (line,) = [line for line in server.output().splitlines() if line.startswith("baton drain RANK")]
+    words = ["profile", "--seconds", "1", *line.split()[3:]]
+    done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    _, *told = done.stdout.splitlines()
+    assert sorted(each.split("-")[0] for each in told) == ["decode", "prefill"]
+    for each in told:
+        file = Path(each.partition(" MB in ")[2].partition(" on ")[0])
+        with gzip.open(file, "rt") as trace:
+            assert "traceEvents" in json.load(trace)
+        file.unlink()
 
 
 def test_the_command_that_is_printed_drains_a_group(server: Server) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
+from baton.cluster.gateway.admin import Operator
 from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.tracing import RequestSpans
@@ -47,6 +48,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         served: ServedModel = model,
         grammars: GrammarSource | None = None,
         spans: RequestSpans | None = None,
+        operator: Operator | None = None,
         new_drafter: Callable[[Scripts], Drafter] | None = None,
         **settings: Any,
     ) -> Service:
@@ -68,7 +70,9 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         gateway_settings = GatewaySettings(**limits)
         metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.counters)
         bodies = BodyService(served, gateway_settings, metrics)
-        app = create_app(cluster, served, gateway_settings, metrics=metrics, bodies=bodies, spans=spans)
+        app = create_app(
+            cluster, served, gateway_settings, metrics=metrics, bodies=bodies, spans=spans, operator=operator
+        )
         service = Service(cluster, app, served.tokenizer, bodies)
         services.append(service)
         return service

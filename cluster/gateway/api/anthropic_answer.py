@@ -223,7 +223,10 @@ class MessagesRenderer:
         if not self._has_begun:
             self._has_begun = True
             events.insert(0, MessageStart(MessageObject(self._id, self._model_id, self._usage())))
-        return b"".join(map(_sse, events))
+        texts = list(map(_sse, events))
+        if event_id and texts:
+            texts[-1] = b"id: " + event_id + b"\n" + texts[-1]
+        return b"".join(texts)
 
     def end(self) -> Text:
         ending = MessageDelta(self._stop, self._usage(), self._tally.timelines())

@@ -32,7 +32,7 @@ from .chat_messages import CalledFunction, ChatMessage, NamedToolChoice, TextPar
 from .chat_messages import ToolChoice as ChatToolChoice
 from .job import PreparedRequest
 from .prepare import Preparer
-from .protocol import ChatRequest, EngineFields, JsonSchemaFormat, ResponseFormat
+from .protocol import ChatRequest, EngineFields, JsonSchemaFormat, ResponseFormat, StreamOptions
 from .reasoning import THINKS
 
 _CHOICES: dict[str, ChatToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -56,6 +56,9 @@ def parse_messages(data: dict[str, Any]) -> MessagesChat:
         **_chat_input(asked),
         max_tokens=asked.max_tokens,
         stop=asked.stop_sequences,
+        stream_options=None
+        if asked.stream_options is None
+        else StreamOptions(resumable=asked.stream_options.resumable),
         response_format=None
         if wanted is None
         else ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="answer", schema=wanted.schema_)),

@@ -252,6 +252,10 @@ class Metadata(RequestModel):
     user_id: str | None = None
 
 
+class MessageStreamOptions(RequestModel):
+    resumable: bool = False  # Baton's own: see `resume.py`
+
+
 class MessagesInput(RequestModel):
     """Fields that both routes have."""
 
@@ -277,6 +281,7 @@ class MessagesRequest(MessagesInput, EngineFields):
     stop_sequences: FewStrings | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    stream_options: MessageStreamOptions | None = None
 
 
 class CountTokensRequest(MessagesInput):

@@ -28,7 +28,7 @@ from .protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from .responses import parse_response, prepare_response
+from .responses import count_input_tokens, parse_response, prepare_response
 
 
 class RequestKind(enum.StrEnum):
@@ -39,12 +39,13 @@ class RequestKind(enum.StrEnum):
     RESPONSE = "response"
     MESSAGES = "messages"
     COUNT_TOKENS = "count_tokens"
+    INPUT_TOKENS = "input_tokens"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
 
     @property
     def generates(self) -> bool:
-        return self not in (RequestKind.TOKENIZE, RequestKind.DETOKENIZE, RequestKind.COUNT_TOKENS)
+        return self in (RequestKind.COMPLETION, RequestKind.CHAT, RequestKind.RESPONSE, RequestKind.MESSAGES)
 
 
 class BodyReader:
@@ -70,6 +71,7 @@ class BodyReader:
             RequestKind.TOKENIZE: self._tokenize,
             RequestKind.DETOKENIZE: self._detokenize,
             RequestKind.COUNT_TOKENS: partial(count_tokens, preparer),
+            RequestKind.INPUT_TOKENS: partial(count_input_tokens, preparer),
         }
 
     def reconfigure(self, settings: GatewaySettings) -> None:

@@ -35,6 +35,7 @@ class RequestDeadlines:
         self._began_s = asyncio.get_running_loop().time()
         self._timeout: asyncio.Timeout | None = None
         self._has_token = False
+        self._error: ApiError | None = None  # that ended the request before its time
         self.is_clients = asked_s < settings.request_timeout_s  # then a timeout says nothing about the engines
 
     @property
@@ -49,11 +50,18 @@ class RequestDeadlines:
             async with asyncio.timeout_at(self._began_s + min(self._whole_s, self._first_token_s)) as self._timeout:
                 yield
         except TimeoutError:
-            raise self._over() from None
+            raise self._error or self._over() from None
+
+    def end(self, error: ApiError) -> None:
+        """End the request with an error, as if its time were over."""
+        if self._timeout is not None and not self._timeout.expired():
+            self._error = error
+            self._timeout.reschedule(self._began_s)
 
     def first_token(self) -> None:
         """Note the first token, which ends its deadline. Later calls change nothing."""
-        if not self._has_token and self._timeout is not None and not self._timeout.expired():
+        is_over = self._timeout is None or self._timeout.expired() or self._error is not None
+        if not self._has_token and not is_over and self._timeout is not None:
             self._has_token = True
             self._timeout.reschedule(self.deadline_s)
 

@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,15 @@ from baton.engine.core.speculation.stats import NO_DRAFTS
 from ..api_keys import cache_salt_of_key
 from ..bodies.body import Body, read_body
 from ..bodies.budget import Reservation
-from ..errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, draining, internal, priority_not_allowed
+from ..errors import (
+    CLIENT_CLOSED_REQUEST,
+    ApiError,
+    bad_request,
+    draining,
+    ended_by_operator,
+    internal,
+    priority_not_allowed,
+)
 from ..metrics import GatewayMetrics
 from ..middleware import FAILURE, REFUSED, caller_of, error_body, request_id_of
 from ..model import ServedModel
@@ -32,6 +40,7 @@ from ..routing.ranks import PIN_HEADER, pinned_rank, reachable
 from ..serving.admission import AdmissionControl
 from ..serving.attempt import Deadline
 from ..serving.context import ServingContext
+from ..serving.recent_requests import RecentRequests
 from ..serving.sequence import ServedSequence
 from ..serving.timeline import Stamp, Timeline
 from ..settings import GatewaySettings
@@ -52,6 +61,32 @@ SESSION_HEADER = "x-session-id"
 MAX_SESSION_ID_CHARS = 256
 
 
+class RunningRequests:
+    """Generating requests of this gateway by their ids, which several may share: clients choose them."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, list[RequestDeadlines]] = {}
+
+    @contextmanager
+    def listed(self, request_id: str, deadlines: RequestDeadlines) -> Iterator[None]:
+        """List a request while it runs."""
+        self._by_id.setdefault(request_id, []).append(deadlines)
+        try:
+            yield
+        finally:
+            same = self._by_id[request_id]
+            same.remove(deadlines)
+            if not same:
+                del self._by_id[request_id]
+
+    def end(self, request_id: str) -> int:
+        """End the requests with this id, and return how many there were."""
+        found = self._by_id.get(request_id, [])
+        for deadlines in found:
+            deadlines.end(ended_by_operator())
+        return len(found)
+
+
 @dataclass(frozen=True)
 class GatewayServices:
     """The parts of a gateway that every request uses."""
@@ -63,6 +98,8 @@ class GatewayServices:
     bodies: BodyService
     spans: RequestSpans | None  # None: no exporter is configured
     turns: WritingTurns = dataclasses.field(default_factory=WritingTurns)
+    running: RunningRequests = dataclasses.field(default_factory=RunningRequests)
+    recent: RecentRequests = dataclasses.field(default_factory=RecentRequests)
 
     @property
     def settings(self) -> GatewaySettings:
@@ -110,6 +147,7 @@ class GenerationEndpoint:
             deadlines = RequestDeadlines(limits, http.headers)
             async with deadlines.limit():
                 with (
+                    gateway.running.listed(request_id_of(scope), deadlines),
                     gateway.bodies.budget.reservation() as held,
                     await read_body(http, limits.max_body_bytes, held) as body,
                 ):
@@ -150,6 +188,15 @@ class GenerationEndpoint:
             if timeline.is_whole:
                 timeline.note(Stamp.LAST_BYTE, ended_s)
                 gateway.metrics.observe_parts(timeline)
+        gateway.recent.note(
+            caller_of(http.scope).key,
+            request_id_of(http.scope),
+            http.scope["path"],
+            writer.status,
+            ended_s - started_s,
+            ", ".join(dict.fromkeys(sequence.path for sequence in writer.sequences)),
+            timelines,
+        )
         if gateway.spans is not None:
             what: dict[str, str | int] = {
                 "baton.request_id": request_id_of(http.scope),
@@ -296,8 +343,8 @@ def session_id_of(header: str | None) -> str | None:
 
 
 class TokenEndpoint:
-    """`/tokenize`, `/detokenize` and `/v1/messages/count_tokens`. An ASGI app, so that it writes a long response in
-    pieces as fast as its client reads.
+    """The routes that count or convert tokens. An ASGI app, so that it writes a long response in pieces as fast as its
+    client reads.
     """
 
     def __init__(self, gateway: GatewayServices, kind: RequestKind) -> None:

@@ -27,7 +27,7 @@ from .reasoning import TokenAttribution, token_runs
 from .renderer import Pieces, Text, UsageCounter, at_once, fill
 from .responses_input import ResponseChat, as_chat
 from .responses_output import Event, Item, LogprobList, Output, Status
-from .responses_request import FIELDS, ResponsesRequest
+from .responses_request import FIELDS, InputTokensRequest, ResponsesRequest
 from .tools import call_id
 
 
@@ -132,6 +132,19 @@ async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: 
     prepared = await preparer.converted_chat(request, FIELDS, key_salt)
     prepared.response_echo = request.asked.echo()
     return prepared
+
+
+class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
+    """The answer of `/v1/responses/input_tokens`."""
+
+    input_tokens: int
+
+
+async def count_input_tokens(preparer: Preparer, data: dict[str, Any]) -> InputTokens:
+    """Answer `/v1/responses/input_tokens`. Raises `ApiError` (400) that names the wrong field."""
+    chat = as_chat(FIELDS.parse(InputTokensRequest, data))
+    with FIELDS.in_errors():
+        return InputTokens(len(await preparer.chat_tokens(chat)))
 
 
 class ResponseEvent(msgspec.Struct):

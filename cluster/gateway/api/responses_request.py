@@ -300,3 +300,9 @@ class ResponsesRequest(SamplingFields):
             top_logprobs=self.top_logprobs or 0,
             user=self.user,
         )
+
+
+class InputTokensRequest(ResponsesRequest):
+    """`POST /v1/responses/input_tokens`: the body of a response, whose model may be left out: there is one only."""
+
+    model: str = ""

@@ -26,7 +26,7 @@ from .job import GenerationJob
 from .renderer import Renderer, Text
 
 LAST_EVENT_ID_HEADER = "last-event-id"
-VERSION = "1."  # version of an id's format
+ID_VERSION = "1."  # version of an id's format
 MAX_ID_CHARS = 64 << 10
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -49,15 +49,15 @@ class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
             message = f"{LAST_EVENT_ID_HEADER!r} is for requests with 'stream' and 'stream_options.resumable'."
             raise bad_request(LAST_EVENT_ID_HEADER, message, "not_resumable")
         try:
-            if not event_id.startswith(VERSION) or len(event_id) > MAX_ID_CHARS:
+            if not event_id.startswith(ID_VERSION) or len(event_id) > MAX_ID_CHARS:
                 raise ValueError
-            return msgspec.msgpack.decode(base64.b64decode(event_id[len(VERSION) :], b"-_", validate=True), type=cls)
+            return msgspec.msgpack.decode(base64.b64decode(event_id[len(ID_VERSION) :], b"-_", validate=True), type=cls)
         except (ValueError, msgspec.MsgspecError):
             message = f"{LAST_EVENT_ID_HEADER!r} must be the 'id' of an event of this server, not {event_id[:32]!r}."
             raise bad_request(LAST_EVENT_ID_HEADER, message, "invalid_event_id") from None
 
     def encode(self) -> bytes:
-        return VERSION.encode() + base64.urlsafe_b64encode(msgspec.msgpack.encode(self))
+        return ID_VERSION.encode() + base64.urlsafe_b64encode(msgspec.msgpack.encode(self))
 
 
 class ResumableStream:

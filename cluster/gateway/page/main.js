@@ -4,6 +4,7 @@ import { el, setText } from "./dom.js";
 import { engineSamples, FAMILIES } from "./fleet.js";
 import { showFleet, showProblems, showVerdict } from "./fleet_view.js";
 import { seconds } from "./format.js";
+import { startLookup } from "./lookup.js";
 import { setModel, startPlayground } from "./playground.js";
 import { Increases, parseMetrics } from "./series.js";
 import { apiKey, ask, Refused } from "./server.js";
@@ -188,4 +189,5 @@ document.addEventListener("visibilitychange", () => {
 
 showTheme();
 startPlayground();
+startLookup();
 poll();

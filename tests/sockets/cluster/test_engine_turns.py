@@ -294,3 +294,22 @@ async def test_an_engine_that_waits_for_a_requests_blocks_says_nothing_until_the
         await until(lambda: num_running(client) == 0)
     finally:
         server.close()
+
+
+def test_a_function_runs_in_the_step_thread_between_two_steps_and_its_error_is_its_callers() -> None:
+    server, _ = serve_engine(CountingEngine(), KEY)
+    try:
+        names: list[str] = []
+        server.run_between_steps(lambda: names.append(threading.current_thread().name)).result(PATIENCE_S)
+        assert names == ["baton-step"]
+
+        def fail() -> None:
+            raise ValueError("no recording can begin")
+
+        with pytest.raises(ValueError, match="no recording can begin"):
+            server.run_between_steps(fail).result(PATIENCE_S)
+        server.run_between_steps(lambda: names.append("on")).result(PATIENCE_S)
+        assert names == ["baton-step", "on"], "the engine goes on"
+        assert not server.ended.done()
+    finally:
+        server.close()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.cli.bench_serve import ALPHABET, ServerUnfit, measure
-from baton.cluster.cli.options import ServeLoad
+from baton.cluster.cli.load.client import ServerUnfit, measure
+from baton.cluster.cli.load.options import ServeLoad
+from baton.cluster.cli.load.requests import ALPHABET
 from baton.engine.text import Tokenizer
 
 PREFIX = "/llm"

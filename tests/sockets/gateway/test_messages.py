@@ -387,3 +387,41 @@ async def test_messages_are_requests_like_others(start: Callable[..., Service]) 
     samples = await service.metrics()
     counted = [name for name in samples if '"/v1/messages"' in name and '"200"' in name and "created" not in name]
     assert [samples[name] for name in counted] == [1]
+
+
+@pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
+async def test_a_stream_goes_on_at_another_gateway_without_a_gap_or_a_repetition(
+    start: Callable[..., Service], thinker: ServedModel, roles: list[Role]
+) -> None:
+    first, second = start(Role.UNIFIED, served=thinker), start(*roles, served=thinker)
+    for service in (first, second):
+        service.script(TOLD, f"<think>the fox?</think>Well, 🦊.\n{CUT}")
+    asked: dict[str, Any] = {"stream": True, "stream_options": {"resumable": True}, "tools": TOOLS}
+
+    async def told(service: Service, **headers: str) -> list[tuple[str | None, dict[str, Any]]]:
+        answer = await ask(service, headers={name.replace("_", "-"): value for name, value in headers.items()}, **asked)
+        assert answer.status_code == 200, answer.text
+        found = []
+        for block in answer.text.split("\n\n")[:-1]:
+            lines = dict(line.split(": ", 1) for line in block.split("\n"))
+            event = json.loads(lines["data"])
+            assert lines["event"] == event["type"]
+            event.pop("usage", None)  # engines have different prefixes cached
+            found.append((lines.get("id"), event))
+        return found
+
+    events = await told(first)
+    assert [event["type"] for _, event in events].count("message_start") == 1
+    ids = [number for number, (event_id, _) in enumerate(events) if event_id is not None]
+    assert len(ids) > 10
+    for number in ids:
+        event_id = events[number][0]
+        assert event_id is not None
+        assert await told(second, last_event_id=event_id) == events[number + 1 :]
+
+
+async def test_only_a_resumable_stream_can_be_resumed(responses: Service) -> None:
+    refused = await ask(responses, headers={"last-event-id": "1.x"}, stream=True)
+    assert (refused.status_code, refused.json()["error"]["details"]["error_code"]) == (400, "not_resumable")
+    refused = await ask(responses, stream_options={"resumable": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options")

@@ -11,8 +11,8 @@ import pytest
 
 from baton.cluster.contracts import Role
 
+from ...helpers.chromium import PROGRAM, Tab, chromium
 from ...helpers.gateway_service import Service
-from .chromium import PROGRAM, Tab, chromium
 from .page_fleets import busy, failing, list_gateway, load
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
@@ -26,7 +26,7 @@ CUT = {  # elements -> a function that tells whether one of them does not fit in
     ".panel td": "(e) => e.scrollWidth > e.clientWidth + 1",
     ".panel table": "(e) => e.getBoundingClientRect().right > e.closest('.panel').getBoundingClientRect().right",
 }
-CONTROLS = ("skip", "key-button", "theme-button", "message", "send", "clear")
+CONTROLS = ("skip", "key-button", "theme-button", "message", "send", "clear", "request-id")
 
 
 @pytest.fixture
@@ -178,6 +178,24 @@ async def test_an_answer_is_streamed_and_shows_where_it_ran(start: Callable[...,
     assert tab.faults == []
 
 
+async def test_the_timeline_of_any_request_is_shown_by_its_id(start: Callable[..., Service], tab: Tab) -> None:
+    service = start(Role.PREFILL, Role.DECODE)
+    body = {"model": "tiny", "prompt": "the fox", "max_tokens": 4, "n": 2}
+    await service.http.post("/v1/completions", json=body, headers={"x-request-id": "theirs"})
+    async with service.over_tcp() as url:
+        await tab.open(url)
+        for name, shown in (("theirs", "choice 2 of 2 choices"), ("nobodys", "No request with the id")):
+            await tab.evaluate("document.querySelector('#request-id').value = ''")
+            await tab.evaluate("document.querySelector('#request-id').focus()")
+            await tab.write(name)
+            await tab.press("Enter", "\r")
+            await tab.until(f"document.querySelector('#timeline').innerText.includes({shown!r})")
+            if name == "theirs":
+                timeline = await tab.text("#timeline")
+                assert all(text in timeline for text in ("/v1/completions", "200", "disaggregated", "decode_routed"))
+    assert [fault for fault in tab.faults if "404" not in fault] == []
+
+
 async def test_stop_ends_the_answer_in_the_engine(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     service.script_chat(QUESTION, ANSWER * 3)
@@ -269,7 +287,7 @@ async def test_every_control_is_reached_by_the_keyboard_and_named(start: Callabl
         await tab.open(url)
         await tab.until("document.querySelector('#live').innerText === 'live'")
         reached: list[str] = []
-        while reached[-1:] != ["clear"] and len(reached) < 20:
+        while reached[-1:] != ["request-id"] and len(reached) < 20:
             await tab.press("Tab")
             reached.append(await tab.evaluate("document.activeElement.id || document.activeElement.className"))
             assert await tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached

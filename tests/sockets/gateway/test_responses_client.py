@@ -44,6 +44,18 @@ async def test_whole_and_streamed(scripted: Service) -> None:
         assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
 
+async def test_the_tokens_of_a_prompt_are_counted_without_an_answer(scripted: Service) -> None:
+    async with scripted.openai() as client:
+        for asked in ({"input": "hello"}, {"input": "hello", "tools": TOOLS, "instructions": "be short"}):
+            counted = await client.responses.input_tokens.count(**asked)
+            answered = await client.responses.create(model="tiny", max_output_tokens=1, **asked)
+            assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.input_tokens.count(model="other", input="hello")
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.input_tokens.count(input="hello", previous_response_id="resp_1")
+
+
 async def test_its_stream_puts_the_items_together(scripted: Service) -> None:
     async with scripted.openai() as client:
         async with client.responses.stream(model="tiny", input="hello", tools=TOOLS) as stream:

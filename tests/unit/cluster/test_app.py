@@ -129,6 +129,7 @@ OTHER: dict[str, Any] = {
         "resources": {"other": 1},
         "isolate_keys": True,
         "special_tokens_in_messages": True,
+        "page": False,
     },
     **{"queue_limits": {"tokens": 3}, "breaker": {"failures": 3}, "cost": {"handoff_s": 3.0}},
 }

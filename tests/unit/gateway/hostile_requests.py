@@ -95,6 +95,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
     ),
     "count tokens": ("/v1/messages/count_tokens", {"model": "tiny", "messages": BLOCKS, "system": "s"}),
+    "input tokens": ("/v1/responses/input_tokens", {"model": "tiny", "input": "x", "instructions": "s"}),
     "tokenize": ("/tokenize", {"model": "tiny", "prompt": "x"}),
     "tokenize a chat": ("/tokenize", {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"k": "v"}}),
     "detokenize": ("/detokenize", {"model": "tiny", "tokens": [5, 6]}),

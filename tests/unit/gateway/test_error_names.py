@@ -55,6 +55,7 @@ PARSERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "/v1/completions": lambda body: parse_request(CompletionRequest, body),
     "/v1/chat/completions": lambda body: parse_request(ChatRequest, body),
     "/v1/responses": parse_response,
+    "/v1/responses/input_tokens": parse_response,
     "/v1/messages": parse_messages,
     "/v1/messages/count_tokens": lambda body: FIELDS.parse(CountTokensRequest, body),
     "/tokenize": lambda body: parse_request(TokenizeChatRequest if "messages" in body else TokenizeTextRequest, body),

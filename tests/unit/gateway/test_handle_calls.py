@@ -14,7 +14,7 @@ from ray.serve._private.thirdparty.get_asgi_route_name import get_asgi_route_nam
 
 from baton.cluster.contracts import Role
 from baton.cluster.ingress import replica
-from baton.cluster.ingress.handle_calls import CHAT, COMPLETIONS, RESPONSES, CallFailed, call, stream
+from baton.cluster.ingress.handle_calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, CallFailed, call, stream
 
 from ...helpers.gateway_service import Service
 
@@ -40,6 +40,27 @@ async def test_a_stream_yields_each_event_parsed(start: Callable[..., Service]) 
     assert text == "the quick brown fox"
     events = [event async for event in stream(service.app, RESPONSES, {"model": "tiny", "input": "hello"})]
     assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.completed")
+
+
+async def test_messages_are_called_as_chats_are(start: Callable[..., Service]) -> None:
+    service = start(Role.UNIFIED, max_attempts=1, capacity_timeout_s=0.1, retry_budget=0, retry_budget_min=0)
+    service.script_chat("hello", "the quick brown fox")
+    body = HELLO | {"max_tokens": 60}
+    answer = await call(service.app, MESSAGES, body)
+    assert answer["content"] == [{"type": "text", "text": "the quick brown fox"}]
+    events = [event async for event in stream(service.app, MESSAGES, body)]
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    assert text == "the quick brown fox"
+    for refused in (call(service.app, MESSAGES, HELLO), anext(stream(service.app, MESSAGES, HELLO))):
+        with pytest.raises(CallFailed, match="400: 'max_tokens'"):
+            await refused
+    broken = stream(service.app, MESSAGES, body | {"ignore_eos": True})
+    await anext(broken)
+    service.cluster.members[0].die()
+    with pytest.raises(CallFailed) as failed:
+        [event async for event in broken]
+    assert (failed.value.status, failed.value.error["type"]) == (0, "overloaded_error")
 
 
 async def test_what_the_gateway_refuses_is_raised_with_its_status_and_field(start: Callable[..., Service]) -> None:

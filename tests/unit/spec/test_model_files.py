@@ -13,6 +13,8 @@ from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import serve
 from baton.cluster.cli.main import app
+from baton.engine.hf_config.errors import ModelNotFetched
+from baton.engine.hf_config.hub import Files, model_folder
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 WEIGHTS = "model.safetensors"
@@ -152,3 +154,16 @@ def test_a_folder_without_weights_is_enough_to_check_the_rest(folder: Path, monk
     served = baton("serve", "--config", application(folder))
     assert served.exit_code == 2
     assert "no *.safetensors files" in " ".join(served.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/model", "gs://bucket/a/model", "file:///models/qwen"])
+def test_an_address_of_an_object_store_is_refused_with_what_to_do(tmp_path: Path, address: str) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(f"model: {address}\nfleets: {{unified: {{}}}}\n")
+    for words in (["serve", address], ["serve", "--config", str(file)], ["plan", str(file)]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code != 0
+        assert f"{address!r} is an address" in done.output
+        assert "mount the bucket, or copy the model to a folder" in done.output
+    with pytest.raises(ModelNotFetched, match="is an address"):
+        model_folder(address, Files.TEXT)

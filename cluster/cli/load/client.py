@@ -1,0 +1,269 @@
+"""An HTTP load generator: sends requests, streams their answers, and measures each as `vllm bench serve` does.
+
+It may share the server's cores, so that its own time counts: aiohttp and msgspec keep the cost of a token low.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.progress import Progress
+
+from baton.cluster.cli.http_client import ModelList
+from baton.engine.core.speculation.stats import DraftCounts
+from baton.engine.hf_config.errors import ModelNotFetched
+from baton.engine.hf_config.hub import Files, model_folder
+from baton.engine.text import Tokenizer, TokenizerError
+
+from .figures import MeasuredRequest, summary
+from .options import Backend, ServeLoad
+from .requests import LoadRequest, load_requests, paced
+
+TIMEOUT_S = 600.0
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+    prompt_tokens: int = 0
+
+
+class _Part(msgspec.Struct):
+    stamp: str
+    part_s: float
+
+
+class _Timeline(msgspec.Struct):
+    parts: list[_Part]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def opens(self) -> bool:
+        """True of the part that only says who speaks, which some servers send before there is a token."""
+        return self.role is not None and not (self.content or self.reasoning_content or self.reasoning)
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None  # of chats
+
+
+class _Event(msgspec.Struct):
+    """One event of a stream, with the fields that are measured."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    baton_timeline: list[_Timeline] = []
+    error: Any = None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class ServerUnfit(RuntimeError):
+    """The server does not answer, or lacks a feature that the measurement needs."""
+
+
+def measure(load: ServeLoad) -> dict[str, Any]:
+    """Run the load and return the figures: `runs`, a list of them, where it sweeps.
+
+    Raises `InvalidLoad` for options that do not go together and for files that are no data sets, `ServerUnfit`.
+    """
+    load.check()
+    runs = asyncio.run(_measure(load))
+    return runs[0] if load.sweeps is None else {"sweep": load.sweeps, "label": load.label, "runs": runs}
+
+
+async def _measure(load: ServeLoad) -> list[dict[str, Any]]:
+    headers = ({"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}) | load.extra_headers
+    patience = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patience) as client:
+        try:
+            model = load.model or await _only_model(client, load)
+            tokens = await _text_tokens(client, model, load)
+            plans = []
+            for number, level in enumerate(load.levels()):  # other prompts in each run: caches must not help the later
+                plans.append((level, await load_requests(dataclasses.replace(level, seed=level.seed + number), tokens)))
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            raise ServerUnfit(f"{load.url}: {error or type(error).__name__}") from error
+        return [await _run(client, model, requests, level) for level, requests in plans]
+
+
+async def _run(
+    client: aiohttp.ClientSession, model: str, requests: Sequence[LoadRequest], load: ServeLoad
+) -> dict[str, Any]:
+    """Send one run's requests, warm-ups first. Raises `ServerUnfit`."""
+    for request in requests[: load.num_warmups]:
+        warmup = await _ask(client, model, request, load, time.perf_counter())
+        if warmup.error:
+            raise ServerUnfit(f"{load.url}: the first request failed: {warmup.error}")
+    answers, duration_s = await _send_all(client, model, requests[load.num_warmups :], load)
+    if load.timeline and not any(answer.parts_s or answer.error for answer in answers):
+        raise ServerUnfit(f"{load.url} does not say where its time goes: leave --timeline out")
+    return summary(load, model, answers, duration_s)
+
+
+async def _only_model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
+    async with client.get(load.at("/v1/models"), raise_for_status=True) as response:
+        return msgspec.json.decode(await response.read(), type=ModelList).data[0].id
+
+
+async def _text_tokens(client: aiohttp.ClientSession, model: str, load: ServeLoad) -> _LocalTokens | _ServersTokens:
+    if load.tokenizer is None:
+        return _ServersTokens(client, model, load)
+    try:
+        folder = await asyncio.to_thread(model_folder, load.tokenizer, Files.TEXT)
+        return _LocalTokens(Tokenizer.from_folder(folder))
+    except (TokenizerError, ModelNotFetched) as error:
+        raise ServerUnfit(f"--tokenizer: {error}") from error
+
+
+class _LocalTokens:
+    """`TextTokens` of a model's folder."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    async def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, False)
+
+
+class _ServersTokens:
+    """`TextTokens` of the server. Raises `ServerUnfit` where it has no such routes."""
+
+    def __init__(self, client: aiohttp.ClientSession, model: str, load: ServeLoad) -> None:
+        self._client, self._model, self._load = client, model, load
+
+    async def encode(self, text: str) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": False}
+        return msgspec.json.decode(await self._post("/tokenize", body), type=_Tokens).tokens
+
+    async def decode(self, tokens: list[int]) -> str:
+        return msgspec.json.decode(await self._post("/detokenize", {"tokens": tokens}), type=_Text).prompt
+
+    async def _post(self, route: str, body: dict[str, Any]) -> bytes:
+        url = self._load.url
+        async with self._client.post(self._load.at(route), json={"model": self._model, **body}) as answer:
+            if 400 <= answer.status < 500:
+                raise ServerUnfit(f"{url} has no {route} (status {answer.status}): name the model with --tokenizer")
+            answer.raise_for_status()
+            return await answer.read()
+
+
+async def _send_all(
+    client: aiohttp.ClientSession, model: str, requests: Sequence[LoadRequest], load: ServeLoad
+) -> tuple[list[MeasuredRequest], float]:
+    gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else nullcontext()
+    with Progress(transient=True) as bar:
+        task = bar.add_task("requests", total=len(requests))
+
+        async def one(request: LoadRequest) -> MeasuredRequest:
+            async with gate:
+                answer = await _ask(client, model, request, load, start_s)
+            bar.advance(task)
+            return answer
+
+        start_s = time.perf_counter()
+        running = [asyncio.create_task(one(request)) async for request in paced(load, requests)]
+        answers = await asyncio.gather(*running)
+    return list(answers), time.perf_counter() - start_s
+
+
+def _body(model: str, request: LoadRequest, load: ServeLoad) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": request.output_tokens,
+        "temperature": load.temperature,
+        "ignore_eos": load.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    names = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+    body |= {name: value for name in names if (value := getattr(load, name)) is not None}
+    if load.backend is Backend.OPENAI_CHAT:
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+        if load.logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": load.logprobs}
+    else:
+        body["prompt"] = request.prompt
+        if load.logprobs is not None:
+            body["logprobs"] = load.logprobs
+    if load.timeline:
+        body["baton_timeline"] = True
+    return body | load.extra_fields
+
+
+async def _ask(
+    client: aiohttp.ClientSession, model: str, request: LoadRequest, load: ServeLoad, began_s: float
+) -> MeasuredRequest:
+    """Send one request of a run that began at `began_s`, and measure its answer."""
+    body = _body(model, request, load)
+    answer = MeasuredRequest(input_tokens=len(request.prompt) if isinstance(request.prompt, list) else 0)
+    start_s = last_s = time.perf_counter()
+    answer.start_s = start_s - began_s
+    try:
+        async with client.post(load.at(load.backend.route), json=body) as response:
+            if not response.ok:
+                answer.error = (await response.read()).decode(errors="replace")
+                return answer
+            async for event in _events(response.content):
+                if event.error is not None:
+                    answer.error = str(event.error)
+                    return answer
+                now_s = time.perf_counter()
+                if event.choices and not all(each.delta is not None and each.delta.opens for each in event.choices):
+                    if answer.ttft_s:
+                        answer.itl_s.append(now_s - last_s)
+                    else:
+                        answer.ttft_s = now_s - start_s
+                    last_s = now_s
+                if event.usage is not None:
+                    answer.output_tokens = event.usage.completion_tokens
+                    answer.input_tokens = event.usage.prompt_tokens or answer.input_tokens
+                for timeline in event.baton_timeline:
+                    for part in timeline.parts:
+                        answer.parts_s[part.stamp] = answer.parts_s.get(part.stamp, 0.0) + part.part_s
+                    answer.drafts += DraftCounts(
+                        timeline.num_drafts, timeline.num_draft_tokens, timeline.num_accepted_tokens
+                    )
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.latency_s = last_s - start_s
+    return answer
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
+    """Yield the events of a stream of server-sent events. Raises `MsgspecError` for what is none."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data: ").rstrip(b"\r")
+            if len(data) < len(line.rstrip(b"\r")) and data != b"[DONE]":
+                yield _decode(data)

@@ -1,0 +1,248 @@
+"""The options of `baton bench serve`, under the names of `vllm bench serve` where it has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cluster.cli.cli_common import DEFAULT_URL, ApiKey, Url
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+GOALS = ("ttft", "tpot", "e2el")  # of one request
+DEFAULT_OUTPUT_LEN = 32
+CUSTOM_OUTPUT_LEN = 256  # of lines that say no length
+
+
+class InvalidLoad(ValueError):
+    """Options do not go together, or a value is none."""
+
+
+class Backend(enum.StrEnum):
+    """The route that is asked."""
+
+    OPENAI = "openai"  # /v1/completions
+    OPENAI_CHAT = "openai-chat"  # /v1/chat/completions
+
+    @property
+    def route(self) -> str:
+        return "/v1/chat/completions" if self is Backend.OPENAI_CHAT else "/v1/completions"
+
+
+class DataSet(enum.StrEnum):
+    RANDOM = "random"
+    SHAREGPT = "sharegpt"
+    CUSTOM = "custom"
+    TIMED_TRACE = "timed_trace"
+
+
+class RampUp(enum.StrEnum):
+    LINEAR = "linear"
+    EXPONENTIAL = "exponential"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLoad:
+    """`baton bench serve`: the requests to send."""
+
+    url: Url = DEFAULT_URL
+    backend: Annotated[Backend, typer.Option(help="Ask for completions, or for chats.")] = Backend.OPENAI
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "--served-model-name", help="Model to ask; by default the only one that the server has."
+        ),
+    ] = None
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 100
+    dataset_name: Annotated[DataSet, typer.Option(help="Where prompts come from.")] = DataSet.RANDOM
+    dataset_path: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The file of any data set but 'random'.")
+    ] = None
+    input_len: Annotated[
+        int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens of a random prompt.")
+    ] = 128
+    output_len: Annotated[
+        int | None,
+        typer.Option(
+            "--output-len",
+            "--random-output-len",
+            "--sharegpt-output-len",
+            "--custom-output-len",
+            min=1,
+            help=rf"Tokens of an answer.  \[default: {DEFAULT_OUTPUT_LEN} of random prompts, else what the file says]",
+        ),
+    ] = None
+    random_range_ratio: Annotated[
+        float, typer.Option(min=0.0, max=0.99, help="Lengths are spread by so much to either side: 0.5 is by half.")
+    ] = 0.0
+    random_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens before each random prompt that are the same in all.")
+    ] = 0
+    no_oversample: Annotated[
+        bool, typer.Option("--no-oversample", help="Send a file's requests once, where it has less than --num-prompts.")
+    ] = False
+    trace_speed: Annotated[
+        float, typer.Option(min=0.001, help="How much faster a trace is sent than it was recorded.")
+    ] = 1.0
+    request_rate: Annotated[float, typer.Option(min=0.0, help="Requests a second; 0 or inf sends all at once.")] = 0.0
+    burstiness: Annotated[
+        float,
+        typer.Option(min=0.01, help="Shape of the times between requests: 1 is Poisson, less is bursts, inf is even."),
+    ] = 1.0
+    ramp_up_strategy: Annotated[
+        RampUp | None, typer.Option(help="Let the rate rise from --ramp-up-start-rps to --ramp-up-end-rps.")
+    ] = None
+    ramp_up_start_rps: Annotated[float | None, typer.Option(min=0.01)] = None
+    ramp_up_end_rps: Annotated[float | None, typer.Option(min=0.01)] = None
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None
+    sweep_concurrency: Annotated[
+        str | None, typer.Option(help="Run once with each of these many requests in flight: 1,4,16,64.")
+    ] = None
+    sweep_rate: Annotated[str | None, typer.Option(help="Run once at each of these rates: 1,2,4,inf.")] = None
+    num_warmups: Annotated[int, typer.Option(min=0)] = 1
+    seed: int = 0
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None
+    top_k: int | None = None
+    min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: Annotated[int | None, typer.Option(min=0, help="Log probabilities that are asked for.")] = None
+    ignore_eos: Annotated[bool, typer.Option(help="Let answers have all of their tokens.")] = True
+    extra_body: Annotated[str | None, typer.Option(help="Further fields of each request, as JSON.")] = None
+    header: Annotated[list[str] | None, typer.Option(help="A header of each request, KEY=VALUE. May be repeated.")] = (
+        None
+    )
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The model's name or folder, for servers that have no /tokenize.")
+    ] = None
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles that are told.")] = "50,90,95,99"
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="A goal in ms: ttft:500, tpot:50 or e2el:5000; requests that reach all. May be repeated."),
+    ] = None
+    label: Annotated[str | None, typer.Option(help="What the report calls this run.")] = None
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="A fact to keep with the result, KEY=VALUE. May be repeated.")
+    ] = None
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Write each request's times into --json, too.")
+    ] = False
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went, as the server says.")] = (
+        False
+    )
+    api_key: ApiKey = None
+
+    def at(self, route: str) -> str:
+        """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
+        return self.url.rstrip("/").removesuffix("/v1") + route
+
+    def check(self) -> None:
+        """Raises `InvalidLoad` for options that do not go together, and for values that are none."""
+        _ = self.percentiles, self.goals_ms, self.extra_fields, self.extra_headers, self.facts
+        if (self.dataset_name is DataSet.RANDOM) != (self.dataset_path is None):
+            reason = "needs --dataset-path" if self.dataset_path is None else "has no --dataset-path: name the data set"
+            raise InvalidLoad(f"--dataset-name {self.dataset_name} {reason}")
+        if self.sweep_concurrency is not None and self.sweep_rate is not None:
+            raise InvalidLoad("--sweep-concurrency and --sweep-rate cannot be combined: give one of them")
+        if (self.ramp_up_strategy is None) != (self.ramp_up_start_rps is None) or (
+            (self.ramp_up_start_rps is None) != (self.ramp_up_end_rps is None)
+        ):
+            raise InvalidLoad("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together: give all")
+        paces = {
+            "--request-rate": bool(self.request_rate),
+            "--ramp-up-strategy": self.ramp_up_strategy is not None,
+            "--sweep-rate": self.sweep_rate is not None,
+        }
+        given = [name for name, is_given in paces.items() if is_given]
+        if self.dataset_name is DataSet.TIMED_TRACE and given:
+            raise InvalidLoad(f"a trace says when its requests come: leave {given[0]} out, or change --trace-speed")
+        if len(given) > 1:
+            raise InvalidLoad(f"{' and '.join(given)} cannot be combined: give one of them")
+        self.levels()
+
+    def levels(self) -> list[ServeLoad]:
+        """Return the runs of a sweep, which is this one alone where nothing is swept. Raises `InvalidLoad`."""
+        if self.sweep_concurrency is not None:
+            levels = map(int, _numbers("--sweep-concurrency", self.sweep_concurrency, least=1, whole=True))
+            return [dataclasses.replace(self, max_concurrency=level, sweep_concurrency=None) for level in levels]
+        if self.sweep_rate is not None:
+            rates = _numbers("--sweep-rate", self.sweep_rate, least=0)
+            return [dataclasses.replace(self, request_rate=rate, sweep_rate=None) for rate in rates]
+        return [self]
+
+    @property
+    def sweeps(self) -> str | None:
+        """The figure that changes from run to run of a sweep."""
+        if self.sweep_concurrency is not None:
+            return "max_concurrency"
+        return None if self.sweep_rate is None else "request_rate"
+
+    @property
+    def rate(self) -> float | None:
+        """Requests a second; None sends all at once."""
+        return self.request_rate if 0 < self.request_rate < math.inf else None
+
+    @property
+    def percentiles(self) -> list[float]:
+        return _numbers("--metric-percentiles", self.metric_percentiles, least=0, most=100)
+
+    @property
+    def goals_ms(self) -> dict[str, float]:
+        """Goals of each request by metric."""
+        goals = {}
+        for given in self.goodput or ():
+            name, _, value = given.partition(":")
+            if name not in GOALS:
+                names = f"{', '.join(GOALS[:-1])} or {GOALS[-1]}"
+                raise InvalidLoad(f"--goodput {given}: give {names} with milliseconds, as ttft:500")
+            goals[name] = _numbers("--goodput", value, least=0)[0]
+        return goals
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        try:
+            fields = json.loads(self.extra_body or "{}")
+        except ValueError as error:
+            raise InvalidLoad(f"--extra-body is no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise InvalidLoad("--extra-body must be a JSON object with the fields")
+        return fields
+
+    @property
+    def extra_headers(self) -> dict[str, str]:
+        return _pairs("--header", self.header)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return _pairs("--metadata", self.metadata)
+
+
+def _numbers(option: str, given: str, *, least: float, most: float = math.inf, whole: bool = False) -> list[float]:
+    """Return the numbers of `1,2,4`. Raises `InvalidLoad`."""
+    try:
+        numbers = [float(each) for each in given.split(",")]
+        if not all(least <= each <= most and (each.is_integer() or not whole) for each in numbers):
+            raise ValueError
+    except ValueError:
+        bounds = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+        kind = "whole numbers" if whole else "numbers"
+        raise InvalidLoad(f"{option} {given!r}: give {kind} of {bounds}, with commas between them") from None
+    return numbers
+
+
+def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for each in given or ():
+        name, is_pair, value = each.partition("=")
+        if not (is_pair and name.strip()):
+            raise InvalidLoad(f"{option} {each!r}: give KEY=VALUE")
+        pairs[name.strip()] = value.strip()
+    return pairs

@@ -1,0 +1,242 @@
+"""`baton top`: the fleet in a terminal, drawn again every few seconds.
+
+GET /v1/cluster/ranks, /metrics, /health ──> FleetView (the newest answers, the rises of the last minute) ──> tables
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .cli_common import fail
+from .http_client import Ranks, decoded, gateway_client, reason
+from .rises import Labels, MetricSample, Rises, gauge, samples_of
+from .watch import Pace, watch
+
+MINUTE_S = 60.0
+NOW_S = 10.0  # over which rates are shown
+BAR = 10  # characters
+FAMILIES = (
+    *("baton_time_to_first_token_seconds", "baton_inter_token_latency_seconds", "baton_http_responses_total"),
+    *("baton_stream_errors_total", "baton_request_retries_total", "baton_kv_receives_total", "baton_kv_leases_held"),
+    *("baton_kv_transfer_bytes_total", "baton_process_up"),
+)
+COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+OVERLOAD = ("408", "429")
+LEVELS = {"good": "green", "warn": "yellow", "bad": "red", "wait": "cyan"}
+
+
+def show_top(url: str, api_key: str | None, pace: Pace) -> None:
+    """Draw the fleet until Ctrl-C, or as often as `pace` says. Ends the command where no gateway answers at first."""
+    with gateway_client(url, api_key) as client:
+        fleet, is_first = FleetView(client), True
+        try:
+            fleet.update()
+        except httpx.HTTPError as error:
+            fail(reason(url, error), code=1)
+
+        def draw() -> RenderableType:
+            nonlocal is_first
+            said = ""
+            try:
+                if not is_first:
+                    fleet.update()
+            except httpx.HTTPError as error:
+                said = reason(url, error)
+            is_first = False
+            return Group(*fleet.parts(said))
+
+        watch(pace, draw)
+
+
+class FleetView:
+    """The newest state of a server, and the rises of its counters."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._minute, self._lately = Rises(MINUTE_S), Rises(NOW_S)  # of /metrics
+        self._engines = Rises(NOW_S)  # of the engines' statistics
+        self._hits = Rises(MINUTE_S)  # the same, for prefix hits
+        self._samples: list[MetricSample] = []
+        self._metrics_error = ""
+        self._is_ready = False
+        self._ranks = Ranks("list", "", [], [], [])
+
+    def update(self) -> None:
+        """Ask the gateway. Raises `httpx.HTTPError`; without `/metrics`, its figures are left out."""
+        at_s = time.monotonic()
+        self._is_ready = self._client.get("/health").status_code == httpx.codes.OK
+        self._ranks = decoded(self._client.get("/v1/cluster/ranks"), Ranks)
+        counted = [
+            MetricSample(name, {"engine": rank["engine_id"], "epoch": rank["epoch"]}, rank["stats"][name])
+            for rank in self._ranks.data
+            if rank["stats"]
+            for name in COUNTERS
+        ]
+        for rises in (self._engines, self._hits):
+            rises.add(at_s, counted)
+        answer = self._client.get("/metrics", params={"name[]": FAMILIES}, headers={"cache-control": "max-age=1"})
+        try:
+            self._samples = samples_of(answer.raise_for_status().text)
+            self._metrics_error = ""
+        except (httpx.HTTPStatusError, ValueError) as error:  # a balancer may keep it from clients
+            self._samples, self._metrics_error = [], f"/metrics cannot be read: {error}"
+        for rises in (self._minute, self._lately):
+            rises.add(at_s, self._samples)
+
+    def parts(self, error: str = "") -> Iterator[RenderableType]:
+        """Yield what to show, from top to bottom: an error first, then the state of before."""
+        yield self._verdict(error)
+        yield self._figures()
+        yield self._engine_table()
+        lanes = [(rank, lane) for rank in self._ranks.data for lane in rank["reads_from"]]
+        if lanes:
+            yield self._lane_table(lanes)
+        for line, level in self._problems():
+            yield Text(line, style=LEVELS[level])
+        if failures := self._failures():
+            yield self._failure_table(failures)
+
+    def _verdict(self, error: str) -> Text:
+        engines, gateways = len(self._ranks.data), len(self._ranks.gateways)
+        running, waiting = self._all("num_requests_running"), self._all("num_requests_waiting")
+        level, said = ("good", "Serving") if self._is_ready else ("bad", "Not serving: no engine can take a request")
+        if error:
+            level, said = "bad", error
+        text = Text(said, style=f"bold {LEVELS[level]}")
+        counts = f"   engines {engines}   gateways {gateways}   running {running}   waiting {waiting}   "
+        return text.append(counts + time.strftime("%H:%M:%S"), style="default not bold")
+
+    def _all(self, field: str) -> int:
+        return sum((rank["stats"] or {}).get(field, 0) for rank in self._ranks.data)
+
+    def _figures(self) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+        looked, hit = self._hits.sum("prefix_cache_queries"), self._hits.sum("prefix_cache_hits")
+        read, written = self._engines.rate("prompt_tokens"), self._engines.rate("generation_tokens")
+        handed = self._lately.rate("baton_kv_receives_total", lambda labels: labels.get("outcome") == "received")
+        moved = self._lately.rate("baton_kv_transfer_bytes_total")
+        table.add_row(
+            f"first token {self._latency('baton_time_to_first_token_seconds')}",
+            f"written {_scaled(written)} tok/s",
+            f"prefix hits {_percent(hit / looked if looked else None)}",
+        )
+        table.add_row(
+            f"between tokens {self._latency('baton_inter_token_latency_seconds')}",
+            f"read {_scaled(read)} tok/s",
+            f"hand-offs {_scaled(handed)}/s, {_scaled(moved)}B/s",
+        )
+        return table
+
+    def _latency(self, name: str) -> str:
+        half, most = self._minute.quantile(name, 0.5), self._minute.quantile(name, 0.99)
+        return "–" if half is None or most is None else f"p50 {1e3 * half:.1f} ms, p99 {1e3 * most:.1f} ms"
+
+    def _engine_table(self) -> Table:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for column in ("rank", "role", "engine", "state", "run", "wait", "KV", "read tok/s", "written tok/s", "leases"):
+            left = column in ("role", "engine", "state", "KV")
+            table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        for rank in self._ranks.data:
+            stats, engine = rank["stats"] or {}, rank["engine_id"]
+            level, state = _state(rank)
+            leases = gauge(self._samples, "baton_kv_leases_held", "engine", engine)
+            waiting = stats.get("num_requests_waiting", 0) + stats.get("num_requests_waiting_for_kv", 0)
+            of_engine = _is(engine=engine)
+            table.add_row(
+                *(str(rank["rank"]), rank["role"], engine, Text(state, style=LEVELS[level])),
+                *(str(stats.get("num_requests_running", "?")), str(waiting) if stats else "?"),
+                _bar(stats.get("kv_usage")),
+                *(_scaled(self._engines.rate(name, of_engine)) for name in COUNTERS[:2]),
+                "–" if leases is None else f"{leases:.0f}",
+            )
+        return table
+
+    def _lane_table(self, lanes: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for column in ("reader", "reads from", "over", "GB/s", "reads"):
+            table.add_column(column, justify="right" if column in ("GB/s", "reads") else "left", no_wrap=True)
+        for rank, lane in lanes:
+            rate = "?" if lane["bytes_per_s"] is None else f"{lane['bytes_per_s'] / 1e9:.1f}"
+            shown = Text(f"{rate}: TCP?", style="red") if lane["is_slow"] else Text(rate)
+            table.add_row(rank["engine_id"], lane["engine_id"], lane["transport"], shown, f"{lane['num_reads']:,}")
+        return table
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        for group in self._ranks.starting:
+            yield f"{group['group_id']} starts on {group['node_ip']}: {group['state']}", "wait"
+        for each in self._samples:
+            if each.name == "baton_process_up" and not each.value:
+                name = f"{each.labels.get('kind')} {each.labels.get('process')}"
+                yield f"The {name} does not answer: its figures are missing.", "bad"
+        if self._metrics_error:
+            yield f"{self._metrics_error}: latencies, hand-offs and failures are not shown.", "warn"
+
+    def _failures(self) -> list[tuple[str, float]]:
+        """Return the last minute's failures by reason, the most frequent first."""
+        found: dict[str, float] = {}
+        answers = self._minute.by("baton_http_responses_total", _failed_answer)
+        found |= {f"answers {status}": count for status, count in answers.items() if status}
+        broken = self._minute.by("baton_stream_errors_total", lambda labels: labels.get("status", ""))
+        found |= {f"streams that broke, {status}": count for status, count in broken.items()}
+        retried = self._minute.by("baton_request_retries_total", lambda labels: labels.get("reason", ""))
+        found |= {f"attempts repeated, {why}": count for why, count in retried.items()}
+        lost = self._minute.by("baton_kv_receives_total", lambda labels: labels.get("outcome", ""))
+        found |= {f"hand-offs {outcome}": count for outcome, count in lost.items() if outcome != "received"}
+        return sorted(((why, count) for why, count in found.items() if count), key=lambda each: -each[1])
+
+    def _failure_table(self, failures: list[tuple[str, float]]) -> Table:
+        table = Table(title="Last minute", title_justify="left", box=None, show_header=False, pad_edge=False)
+        for why, count in failures:
+            table.add_row(f"{count:.0f}", why)
+        return table
+
+
+def _failed_answer(labels: Labels) -> str:
+    status, route = labels.get("status", ""), labels.get("route", "")
+    return f"{status} of {route}" if route in GENERATING and (status >= "500" or status in OVERLOAD) else ""
+
+
+def _is(**wanted: str) -> Any:
+    return lambda labels: all(labels.get(name) == value for name, value in wanted.items())
+
+
+def _state(rank: dict[str, Any]) -> tuple[str, str]:
+    """Return an engine's state: its level, and a word."""
+    if rank["draining"]:
+        return "wait", "drains"
+    if not rank["reachable"]:
+        return "bad", "not reached"
+    if rank["circuit"] != "closed":
+        return "bad", f"circuit {rank['circuit']}"
+    return ("good", "ready") if rank["stats"] else ("wait", "no news yet")
+
+
+def _bar(share: float | None) -> Text:
+    if share is None:
+        return Text("?")
+    full = round(share * BAR)
+    level = "bad" if share > 0.95 else "warn" if share > 0.8 else "good"
+    return Text("█" * full, style=LEVELS[level]).append("·" * (BAR - full) + f" {_percent(share)}", style="default")
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def _scaled(value: float | None) -> str:
+    """Write a number with three digits: 840, 15.2k, 1.5G."""
+    if value is None:
+        return "–"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"

@@ -1,0 +1,79 @@
+"""Recordings of an engine's steps by torch's profiler: operations of the step thread, and what runs on its device.
+
+worker ── start, stop ──> step thread (between two steps) ──> file, which Perfetto opens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.cluster.contracts import EngineTrace
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+FOLDER = Path(tempfile.gettempdir()) / "baton-traces"
+LONGEST_S = 60.0  # then a recording ends by itself: it takes memory, and slows the engine down
+
+RunBetweenSteps = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+class EngineProfiler:
+    """Records one engine, at most one recording at a time. `between_steps` runs a function in the step thread."""
+
+    def __init__(self, engine_id: str, node_ip: str, between_steps: RunBetweenSteps, folder: Path = FOLDER) -> None:
+        self._engine_id, self._node_ip = engine_id, node_ip
+        self._between_steps = between_steps
+        self._folder = folder
+        self._changing = asyncio.Lock()
+        self._profile: profile | None = None
+        self._trace = EngineTrace(engine_id, node_ip, "")
+        self._began_s = 0.0
+        self._limit: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineTrace:
+        """Begin a recording, and return where it will be. One that is under way goes on."""
+        async with self._changing:
+            if self._profile is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                name = f"{self._engine_id}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json.gz"
+                self._trace = EngineTrace(self._engine_id, self._node_ip, str(self._folder / name))
+                await self._between_steps(self._begin)
+                self._began_s = time.monotonic()
+                self._limit = asyncio.create_task(self._stop_late())
+            return self._trace
+
+    async def stop(self) -> EngineTrace | None:
+        """End the recording and write its file; None where none is under way."""
+        if self._limit is not None and self._limit is not asyncio.current_task():
+            self._limit.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._limit
+        async with self._changing:
+            if (recorded := self._profile) is None:
+                return None
+            seconds = time.monotonic() - self._began_s
+            await self._between_steps(recorded.stop)
+            self._profile = None
+            await asyncio.to_thread(recorded.export_chrome_trace, self._trace.path)
+            size_bytes = Path(self._trace.path).stat().st_size
+            return EngineTrace(self._engine_id, self._node_ip, self._trace.path, seconds, size_bytes)
+
+    def _begin(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        recording = profile(activities=activities)
+        recording.start()
+        self._profile = recording
+
+    async def _stop_late(self) -> None:
+        await asyncio.sleep(LONGEST_S)
+        await self.stop()

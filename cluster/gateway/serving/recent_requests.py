@@ -1,0 +1,73 @@
+"""The newest requests that have ended, with their timelines: for whoever asks later where the time of one went."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from .timeline import Timeline, TimelineReport
+
+MOST_REQUESTS = 512
+MOST_CHOICES = 8  # of one request
+
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """A request that has ended: nothing of what it said, and where its time went."""
+
+    request_id: str
+    route: str
+    status: int  # of the HTTP response; 499 where the client left
+    began_at: float  # Unix time, in seconds
+    latency_s: float
+    path: str  # as `x-baton-path` has it
+    choices: list[TimelineReport]  # the first ones
+
+
+@dataclass(frozen=True)
+class _Kept:
+    caller: bytes | None
+    request_id: str
+    route: str
+    status: int
+    began_at: float
+    latency_s: float
+    path: str
+    timelines: list[Timeline]
+
+    def report(self) -> EndedRequest:
+        choices = [timeline.report() for timeline in self.timelines]
+        return EndedRequest(self.request_id, self.route, self.status, self.began_at, self.latency_s, self.path, choices)
+
+
+class RecentRequests:
+    """Keeps the newest requests of one gateway. Timelines become reports only when somebody asks."""
+
+    def __init__(self, most: int = MOST_REQUESTS) -> None:
+        self._kept: deque[_Kept] = deque(maxlen=most)
+
+    def note(
+        self,
+        caller: bytes | None,
+        request_id: str,
+        route: str,
+        status: int,
+        latency_s: float,
+        path: str,
+        timelines: Sequence[Timeline],
+    ) -> None:
+        """Keep a request that has ended. `caller` is the digest of its API key."""
+        began_at = time.time() - latency_s
+        kept = list(timelines[:MOST_CHOICES])
+        self._kept.append(_Kept(caller, request_id, route, status, began_at, latency_s, path, kept))
+
+    def find(self, request_id: str, caller: bytes | None, *, sees_all: bool) -> list[EndedRequest]:
+        """Return the requests with this id that the caller may see, the newest first: its own, unless it sees all."""
+        return [
+            each.report()
+            for each in reversed(self._kept)
+            if each.request_id == request_id and (sees_all or each.caller == caller)
+        ]

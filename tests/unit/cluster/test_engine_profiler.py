@@ -1,0 +1,89 @@
+"""Recordings of an engine: torch's profiler between two steps, and the file that comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.cluster.engines import profiler as profiler_module
+from baton.cluster.engines.profiler import EngineProfiler
+
+
+class StepThread:
+    """One thread, which runs what it is given and adds numbers in between."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    async def run(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def step(self) -> None:
+        def work() -> None:
+            torch.ones(8).cumsum(0)
+
+        await self.run(work)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.fixture
+async def thread() -> AsyncIterator[StepThread]:
+    thread = StepThread()
+    yield thread
+    thread.close()
+
+
+def names(path: str) -> set[str]:
+    with gzip.open(path, "rt") as file:
+        return {str(event.get("name")) for event in json.load(file)["traceEvents"]}
+
+
+async def test_steps_are_in_a_file_that_perfetto_reads(thread: StepThread, tmp_path: Path) -> None:
+    profiler = EngineProfiler("engine-1", "192.0.2.1", thread.run, tmp_path / "traces")
+    assert await profiler.stop() is None
+    begun = await profiler.start()
+    assert await profiler.start() == begun, "one recording at a time"
+    await thread.step()
+    trace = await profiler.stop()
+    assert trace is not None
+    assert (trace.engine_id, trace.node_ip, trace.path) == ("engine-1", "192.0.2.1", begun.path)
+    assert trace.path.endswith(".json.gz")
+    assert trace.size_bytes == Path(trace.path).stat().st_size > 0
+    assert trace.seconds > 0
+    assert "aten::cumsum" in names(trace.path)
+    assert await profiler.stop() is None
+
+
+async def test_a_recording_that_nobody_ends_ends_by_itself(
+    thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler_module, "LONGEST_S", 0.2)
+    profiler = EngineProfiler("engine-1", "192.0.2.1", thread.run, tmp_path)
+    begun = await profiler.start()
+    await thread.step()
+    async with asyncio.timeout(20):
+        while not Path(begun.path).exists():
+            await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):
+        while await profiler.stop() is not None:
+            await asyncio.sleep(0.05)
+
+
+async def test_one_that_cannot_begin_says_so_and_the_next_can(tmp_path: Path) -> None:
+    async def fail(work: Callable[[], None]) -> None:
+        raise RuntimeError("the engine has ended")
+
+    profiler = EngineProfiler("engine-1", "192.0.2.1", fail, tmp_path)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has ended"):
+            await profiler.start()
+    assert await profiler.stop() is None

@@ -1,0 +1,193 @@
+"""What `baton bench serve` sends, and when: data sets, arrivals, options that do not go together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cluster.cli.load.options import Backend, DataSet, InvalidLoad, RampUp, ServeLoad
+from baton.cluster.cli.load.requests import LoadRequest, delays_s, load_requests, paced
+
+from ...helpers.gateway_service import Clock
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    async def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    async def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def load(**changed: Any) -> ServeLoad:
+    return ServeLoad(**{"num_prompts": 20, "num_warmups": 0, **changed})
+
+
+def requests_of(**changed: Any) -> list[LoadRequest]:
+    asked = load(**changed)
+    asked.check()
+    return asyncio.run(load_requests(asked, Letters()))
+
+
+def conversation(asked: str, answered: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def test_random_prompts_have_the_lengths_that_were_asked_for_and_a_common_prefix() -> None:
+    found = requests_of(input_len=100, random_range_ratio=0.5, random_prefix_len=7, output_len=10, num_warmups=2)
+    assert len(found) == 22
+    assert {tuple(each.prompt[:7]) for each in found} == {tuple(found[0].prompt[:7])}
+    lengths = [len(each.prompt) - 7 for each in found]
+    assert min(lengths) >= 50
+    assert max(lengths) <= 150
+    assert len(set(lengths)) > 5
+    assert all(5 <= each.output_tokens <= 15 for each in found)
+    assert {len(each.prompt) for each in requests_of(input_len=9)} == {9}
+
+
+def test_a_seed_repeats_its_prompts_and_another_one_does_not() -> None:
+    assert requests_of(seed=3) == requests_of(seed=3) != requests_of(seed=4)
+
+
+def test_chats_get_texts() -> None:
+    assert all(isinstance(each.prompt, str) and len(each.prompt) == 8 for each in _chats(input_len=8))
+
+
+def _chats(**changed: Any) -> list[LoadRequest]:
+    return requests_of(backend=Backend.OPENAI_CHAT, **changed)
+
+
+def test_conversations_give_their_first_turn_and_the_length_of_its_answer(tmp_path: Path) -> None:
+    path = tmp_path / "conversations.json"
+    long, short = conversation("a" * 1025, "b" * 10), conversation("a", "b")
+    path.write_text(json.dumps([conversation("a question", "an answer"), long, short, {"conversations": []}]))
+    found = requests_of(dataset_name=DataSet.SHAREGPT, dataset_path=path, num_prompts=3, num_warmups=1)
+    assert found == [LoadRequest("a question", len("an answer"))] * 4
+    once = requests_of(dataset_name=DataSet.SHAREGPT, dataset_path=path, no_oversample=True, output_len=5)
+    assert once == [LoadRequest("a question", 5)]
+
+
+def test_lines_of_prompts_say_how_long_their_answers_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "prompts.jsonl", {"prompt": "one", "output_tokens": 3}, {"prompt": "two"})
+    found = requests_of(dataset_name=DataSet.CUSTOM, dataset_path=path, num_prompts=2)
+    assert sorted((str(each.prompt), each.output_tokens) for each in found) == [("one", 3), ("two", 256)]
+
+
+def test_a_traces_requests_come_at_its_times_and_share_its_prefixes(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 5000, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]},
+        {"timestamp": 6000, "input_length": 700, "output_length": 5, "hash_ids": [1, 3]},
+        {"timestamp": 9000, "input_length": 30, "output_length": 6},
+        {"timestamp": 9000, "input_length": 30, "output_length": 6},
+    ]
+    path = write(tmp_path / "trace.jsonl", *lines)
+    found = requests_of(dataset_name=DataSet.TIMED_TRACE, dataset_path=path, trace_speed=2.0)
+    assert [each.at_s for each in found] == [0.0, 0.5, 2.0, 2.0]
+    assert [(len(each.prompt), each.output_tokens) for each in found] == [(600, 4), (700, 5), (30, 6), (30, 6)]
+    assert found[0].prompt[:512] == found[1].prompt[:512]
+    assert found[0].prompt[512:600] != found[1].prompt[512:600]
+    assert found[2].prompt != found[3].prompt, "without hash ids nothing is shared"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (DataSet.SHAREGPT, "{", "form of ShareGPT"),
+        (DataSet.SHAREGPT, '[{"conversations": [{}, {}]}]', "form of ShareGPT"),
+        (DataSet.SHAREGPT, "[]", "no conversation"),
+        (DataSet.CUSTOM, "\n", "no prompts"),
+        (DataSet.CUSTOM, '{"prompt": "x"}\n{"prompt": 1}', "line 2"),
+        (DataSet.TIMED_TRACE, '{"timestamp": 0}', "line 1"),
+    ],
+)
+def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
+    tmp_path: Path, name: DataSet, text: str, said: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(InvalidLoad, match=f"{path}.*{said}"):
+        requests_of(dataset_name=name, dataset_path=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dataset_name": DataSet.CUSTOM}, "needs --dataset-path"),
+        ({"dataset_path": Path("x")}, "has no --dataset-path"),
+        ({"sweep_rate": "1", "sweep_concurrency": "1"}, "cannot be combined"),
+        ({"sweep_rate": "1", "request_rate": 2.0}, "--request-rate and --sweep-rate cannot be combined"),
+        ({"ramp_up_strategy": RampUp.LINEAR}, "give all"),
+        ({"ramp_up_end_rps": 2.0}, "give all"),
+        ({"sweep_concurrency": "1,1.5"}, "'1,1.5': give whole numbers of 1 or more"),
+        ({"metric_percentiles": "101"}, "give numbers of 0 to 100"),
+        ({"goodput": ["itl:3"]}, "give ttft, tpot or e2el"),
+        ({"extra_body": "[]"}, "must be a JSON object"),
+        ({"extra_body": "{"}, "no JSON"),
+        ({"header": ["x"]}, "--header 'x': give KEY=VALUE"),
+        ({"metadata": ["=1"]}, "--metadata '=1': give KEY=VALUE"),
+        (
+            {"dataset_name": DataSet.TIMED_TRACE, "dataset_path": Path("x"), "request_rate": 1.0},
+            "leave --request-rate out, or change --trace-speed",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidLoad, match=said):
+        load(**options).check()
+
+
+def test_burstiness_changes_how_even_arrivals_are_and_not_how_many() -> None:
+    spreads = {}
+    for burstiness in (0.25, 1.0, 4.0, math.inf):
+        delays = list(delays_s(load(request_rate=10.0, burstiness=burstiness), 4000))
+        assert statistics.fmean(delays) == pytest.approx(0.1, rel=0.1)
+        spreads[burstiness] = statistics.pstdev(delays) / statistics.fmean(delays)
+    assert spreads[0.25] == pytest.approx(2.0, rel=0.15)
+    assert spreads[1.0] == pytest.approx(1.0, rel=0.15)
+    assert spreads[4.0] == pytest.approx(0.5, rel=0.15)
+    assert spreads[math.inf] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "middle"), [(RampUp.LINEAR, 1 / 50.5), (RampUp.EXPONENTIAL, 1 / 10)], ids=["linear", "exponential"]
+)
+def test_a_rate_rises_from_its_first_to_its_last(strategy: RampUp, middle: float) -> None:
+    ramp = {"ramp_up_strategy": strategy, "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 100.0}
+    delays = list(delays_s(load(burstiness=math.inf, **ramp), 101))
+    assert (delays[0], delays[50], delays[-1]) == pytest.approx((1.0, middle, 0.01))
+
+
+@pytest.mark.parametrize("rate", [0.0, math.inf])
+def test_without_a_rate_all_are_sent_at_once(rate: float) -> None:
+    assert set(delays_s(load(request_rate=rate), 5)) == {0.0}
+
+
+def test_a_request_that_is_late_does_not_delay_those_behind_it() -> None:
+    clock, sent = Clock(), []
+    began_s = clock.now_s
+
+    async def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+
+    async def send() -> None:
+        requests = [LoadRequest("x", 1, at_s) for at_s in (0.0, 1.0, 2.0, 6.0)]
+        async for _ in paced(load(), requests, clock, sleep):
+            sent.append(clock.now_s - began_s)
+            if len(sent) == 2:
+                clock.now_s += 3.0  # the client was busy
+
+    asyncio.run(send())
+    assert sent == [0.0, 1.0, 4.0, 6.0]
