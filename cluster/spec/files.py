@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,13 +202,13 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
     import jsonschema
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    logging.getLogger("ray.autoscaler").setLevel(logging.WARNING)  # it logs the defaults that it fills in
     provider = content.get("provider")
     if not (isinstance(provider, Mapping) and "type" in provider):
         raise InvalidSpec("provider: give `type: local`, `aws` or another that Ray knows, and what belongs to it")
     output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # it raises what it prints, too
+        # It raises what it prints, too, and logs the defaults that it fills in.
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _warnings_alone("ray.autoscaler"):
             config = prepare_config(dict(content))
             validate_config(config)
     except jsonschema.ValidationError as error:
@@ -218,6 +218,18 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
         raise InvalidSpec(f"`ray up` would refuse it: {type(error).__name__}: {error}") from error
     sys.stderr.write(output.getvalue())
     return RayCluster(config["cluster_name"], config["max_workers"], _tcp_only(content))
+
+
+@contextlib.contextmanager
+def _warnings_alone(name: str) -> Iterator[None]:
+    """Let a library log nothing below a warning meanwhile."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _tcp_only(content: Mapping[str, Any]) -> str:

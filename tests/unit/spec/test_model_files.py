@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 from baton.cluster.cli import serve
 from baton.cluster.cli.main import app
 
+from ...helpers.kept_logging import kept_logging
+
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,7 +46,8 @@ def application(folder: Path, engine: str = "{}") -> Path:
 
 
 def baton(*words: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, words)))
+    with kept_logging():
+        return CliRunner().invoke(app, list(map(str, words)))
 
 
 def cut_off(file: Path, size: int) -> None:
