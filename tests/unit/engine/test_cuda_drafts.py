@@ -18,6 +18,7 @@ from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.models import load_config, load_model
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import Backend, cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -27,7 +28,6 @@ from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import step
 
 from ...helpers.at_once import make_masks_at_once
-from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
 from .narrow_grammars import NarrowGrammars, with_grammars
@@ -106,7 +106,7 @@ def test_answers_are_those_of_an_engine_without_drafts(
         request.request_id: request.prompt_token_ids + tokens_and_logprobs(expected[request.request_id])[0]
         for request in requests
     }
-    drafter = KnowingDrafter(lambda request_id, _: whole[request_id], errors, engines.config.vocab_size)
+    drafter = InformedDrafter(lambda request_id, _: whole[request_id], 1 - errors, engines.config.vocab_size)
     drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=True)
     runner = engines.runner(cuda_backend(32 if captured else 0), num_blocks)
     if captured:

@@ -18,7 +18,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 from baton.engine.startup.speculation_limits import check_speculation
 
-from ...helpers.checkpoints import DIFFERENCES, SHAPE
+from ...helpers.tiny_shapes import DIFFERENCES, SHAPE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 UNIFIED = {"unified": {"replicas": 1}}
