@@ -14,7 +14,7 @@ from .step_cases import BLOCK_SIZE, GROUPS
 pytestmark = pytest.mark.exhaustive
 COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
     (
-        "writes._apply_writes",
+        "inputs._apply_writes",
         {"memory": "*i32", "pieces": "*i64", "values": "*i32", "num_pieces": "*i32", "writers": "i32"},
         {"BLOCK": PIECE},
     ),
