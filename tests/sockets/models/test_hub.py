@@ -197,6 +197,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAULTS)
 def test_errors_say_what_is_wrong_and_what_to_do(name: str, client: Client, hub: HubServer, repository: Path) -> None:
     fault, expected = FAULTS[name]

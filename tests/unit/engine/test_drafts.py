@@ -113,6 +113,7 @@ def close(ours: Any, theirs: Any) -> bool:
     )
 
 
+@pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("ahead", [False, True])
 def test_requests_that_were_handed_over_or_migrated_go_on_as_without_drafts(

@@ -27,7 +27,7 @@ from ...helpers.structured_requests import MAX_TOKENS, all_requests
 from ..engine.copy_connector import Room
 from ..engine.handing_off import hand_off
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 KINDS = [
     SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0),
     SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, logprobs=0, presence_penalty=0.5),
