@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 LOGGERS = ("baton", "ray.serve", "ray.autoscaler")  # with those below them, and the root
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+# Not SIGINT: event loops and servers within them take turns with it, and put back what they found.
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 # pytest's, torch's when it compiles something, and Ray's when it is imported.
 OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "RAY_CLIENT_MODE"}
 SEED = 0
