@@ -19,6 +19,7 @@ LOGGERS = ("baton", "ray.serve", "ray.autoscaler")  # with those below them, and
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 # pytest's, torch's when it compiles something, and Ray's when it is imported.
 OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "RAY_CLIENT_MODE"}
+IMPORTED = ("torch.", "logs.")  # settings that are there once their module is
 SEED = 0
 NOTHING = "nothing"
 
@@ -66,7 +67,9 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[s
     """Return a line for each setting that has another value now."""
     if before == after:
         return []
+    imported = [name for name in after if name not in before and name.startswith(IMPORTED)]
     names = [name for name in {**before, **after} if before.get(name, NOTHING) != after.get(name, NOTHING)]
+    names = [name for name in names if name not in imported]
     return [f"{name} was {before.get(name, NOTHING)} and is {after.get(name, NOTHING)}" for name in names]
 
 
