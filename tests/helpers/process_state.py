@@ -17,8 +17,8 @@ from typing import Any
 LOGGERS = ("baton", "ray.serve", "ray.autoscaler")  # with those below them, and the root
 # Not SIGINT: event loops and servers within them take turns with it, and put back what they found.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-# pytest's, torch's when it compiles something, and Ray's when it is imported.
-OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "RAY_CLIENT_MODE"}
+# Of pytest; of torch when it compiles something or first uses a GPU; of Ray when it is imported.
+OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING", "RAY_CLIENT_MODE")
 IMPORTED = ("torch.", "logs.")  # settings that are there once their module is
 SEED = 0
 NOTHING = "nothing"
@@ -27,9 +27,9 @@ NOTHING = "nothing"
 def seed_randomness() -> None:
     """Let the next test draw the same numbers, whatever tests before it drew."""
     random.seed(SEED)
-    if numpy := sys.modules.get("numpy"):
+    if numpy := _imported("numpy"):
         numpy.random.seed(SEED)
-    if torch := sys.modules.get("torch"):
+    if torch := _imported("torch"):
         torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` notes where it was called, for other devices
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(SEED)
@@ -44,12 +44,14 @@ def process_state() -> dict[str, object]:
         "socket.getdefaulttimeout()": socket.getdefaulttimeout(),
         "logging.disable": logging.root.manager.disable,
     }
-    state |= {f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in OTHERS_VARIABLES}
+    state |= {
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(OTHERS_VARIABLES)
+    }
     state |= {f"handler of {number.name}": signal.getsignal(number) for number in SIGNALS}
     state |= {f"logger {name!r}": settings for name, settings in _changed_loggers().items()}
-    if logs := sys.modules.get("baton.cluster.logs"):
+    if logs := _imported("baton.cluster.logs"):
         state["logs.request_id"] = logs.request_id.get()
-    if torch := sys.modules.get("torch"):
+    if torch := _imported("torch"):
         state["torch.get_num_threads()"] = torch.get_num_threads()
         state["torch.get_default_dtype()"] = torch.get_default_dtype()
         state["torch.is_grad_enabled()"] = torch.is_grad_enabled()
@@ -82,6 +84,12 @@ def replaced_names(before: Mapping[str, Mapping[str, object]]) -> list[str]:
             others = [(name, value, now.get(name, NOTHING)) for name, value in names.items()]
             found += [f"{module}.{name} was {was!r:.99} and is {it!r:.99}" for name, was, it in others if it is not was]
     return found
+
+
+def _imported(name: str) -> Any:
+    """Return a module that is imported, and not just being imported by another thread; else None."""
+    module = sys.modules.get(name)
+    return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
 def _changed_loggers() -> dict[str, tuple[Any, ...]]:
