@@ -1,4 +1,4 @@
-"""Tool calls with JSON arguments: the definition of a format, the parser of all such formats, and these.
+"""Tool calls with JSON arguments: the definition of a format, the parser of all such formats, and the formats.
 
         begin       its head, "{"               the object ends      close           more
 OUTSIDE ─────> HEAD ─────────────> ARGUMENTS ─────────────> TAIL ────────> BETWEEN ──────> HEAD
