@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from .helpers.process_state import changes, module_state, process_state, replaced_names, seed_randomness
 from .helpers.slices import Slice
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as `baton serve` sets it: with Ray's 15, other tests come first
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -120,6 +124,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found < needed:
             pytest.skip("needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices, there are {found}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def module_leaves_the_process_as_it_was() -> Iterator[None]:
+    """Fail where the fixtures of a module, or its tests, leave something changed that later ones meet."""
+    before, modules = process_state(), module_state()
+    yield
+    if left := changes(before, process_state()) + replaced_names(modules):
+        pytest.fail("the module leaves this process changed: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was(module_leaves_the_process_as_it_was: None) -> Iterator[None]:
+    """Begin with the same random numbers, and fail where a test leaves something changed that later ones meet."""
+    seed_randomness()
+    before = process_state()
+    yield
+    if left := changes(before, process_state()):
+        pytest.fail("the test leaves this process changed: " + "; ".join(left), pytrace=False)
 
 
 @pytest.fixture(scope="module")

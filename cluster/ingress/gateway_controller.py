@@ -18,7 +18,8 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,22 +28,74 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from baton.cluster.contracts import DirectorySnapshot, GatewayRecord
+from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, LoadBalancing, Reach
 from baton.cluster.logs import configure
 from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.membership.directory_client import DirectoryClient, keep_app_alive
 from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec, with_user_config
 
-from .gateway_placement import GatewayPlacement, PortAllocator, gateway_placements
 from .gateway_server import GatewayLaunch, GatewayServer, digest
 
 logger = logging.getLogger(__name__)
-
 RETRY_S = 2.0  # between attempts to start a gateway
 START_S = 60.0  # for a gateway to start: a machine without capacity for it must not hold up the others
 KILLED_S = 5.0  # for Ray to end a process that does not answer
 UNLISTED_TIMEOUT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
 UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
+
+
+@dataclass(frozen=True)
+class GatewayPlacement:
+    """A node, or a rank on its node, that is to have a gateway."""
+
+    reach: Reach
+    node_id: str
+    node_ip: str
+
+    @property
+    def name(self) -> str:
+        rank = f"-rank-{self.reach.rank}" if self.reach.mode is LoadBalancing.EXTERNAL else ""
+        return f"{self.node_id}{rank}"
+
+
+def gateway_placements(mode: LoadBalancing, engines: Iterable[EngineRecord]) -> dict[str, GatewayPlacement]:
+    """Return the placements of all gateways by name, in the order of the ranks that they serve."""
+    placements: dict[str, GatewayPlacement] = {}
+    for engine in engines:
+        if engine.role.writes_answers:
+            external = mode is LoadBalancing.EXTERNAL
+            reach = Reach(mode=mode, rank=engine.rank) if external else Reach(mode=mode, node_id=engine.node_id)
+            placement = GatewayPlacement(reach, engine.node_id, engine.node_ip)
+            placements.setdefault(placement.name, placement)
+    return placements
+
+
+class PortAllocator:
+    """Gives out `first`, `first + 1`, ... to the gateways of one machine; each machine has the same ports to give."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._taken: dict[str, dict[int, str]] = defaultdict(dict)  # by machine: port to placement
+
+    def port_of(self, placement: GatewayPlacement) -> int:
+        """Return the port that the placement has, else allocate the lowest that is free on its machine."""
+        taken = self._taken[placement.node_ip]
+        port = next((port for port, name in taken.items() if name == placement.name), None)
+        if port is None:
+            port = self.first
+            while port in taken:
+                port += 1
+            taken[port] = placement.name
+        return port
+
+    def reserve(self, placement: GatewayPlacement, port: int) -> None:
+        """Allocate a port at which a gateway of an earlier controller listens already."""
+        self._taken[placement.node_ip][port] = placement.name
+
+    def release(self, placement: GatewayPlacement) -> None:
+        taken = self._taken[placement.node_ip]
+        for port in [port for port, name in taken.items() if name == placement.name]:
+            del taken[port]
 
 
 class GatewayActor:

@@ -2,7 +2,6 @@
 
 from .application import REPLICA_CPUS, Bundle, FleetSpec
 from .deployments import with_user_config
-from .errors import InvalidSpec
 from .files import (
     DEFAULT_NAME,
     applications_in_file,
@@ -14,7 +13,7 @@ from .files import (
     read_mapping,
     specs_in_file,
 )
-from .parts import AutoscalingSpec, Fleet, GatewaySpec
+from .parts import AutoscalingSpec, Fleet, GatewaySpec, InvalidSpec
 
 __all__ = [
     "DEFAULT_NAME",

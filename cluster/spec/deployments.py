@@ -25,8 +25,7 @@ from baton.cluster.contracts import LoadBalancing, Role
 from baton.cluster.gateway.settings import Change, change_of
 from baton.engine.strict_model import hint
 
-from .errors import InvalidSpec
-from .parts import GatewaySpec
+from .parts import GatewaySpec, InvalidSpec
 
 GATEWAY = "gateway"
 SIZE = "num_replicas"

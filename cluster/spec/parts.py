@@ -13,10 +13,12 @@ from baton.engine.config import EngineArguments
 from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.settings import TierSettings
 
-from .errors import InvalidSpec
-
 MAX_PORT = 65535
 Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
+
+
+class InvalidSpec(ValueError):
+    """The application cannot work as described. The message has one line a problem: where, what, what to change."""
 
 
 class GatewaySpec(GatewaySettings):

@@ -20,10 +20,9 @@ from typing import Any
 from baton.engine.strict_model import hint
 
 from .application import SMALLEST_AMOUNT
-from .errors import InvalidSpec
+from .parts import InvalidSpec
 
 logger = logging.getLogger(__name__)
-
 ONE_MODEL = "an application serves one model: deploy one for each, with ports of their own"
 REFUSED = {
     "lora_config": "adapters are not served: merge them into the weights",

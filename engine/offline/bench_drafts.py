@@ -9,7 +9,7 @@ would part from the known ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -28,24 +28,48 @@ NUM_RUNS = 3  # of each figure, of which the shortest counts
 
 
 class InformedDrafter:
-    """Guesses what a request will draw, from the known answer to its prompt. Implements `Drafter`.
+    """Guesses what a request will draw, from its known answer. Implements `Drafter`.
 
     Each guess is right by chance with a given probability, always the same ones.
     """
 
-    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, vocab_size: int) -> None:
-        self._answers = answers  # by prompt
+    def __init__(
+        self,
+        answer_to: Callable[[str, Sequence[int]], Sequence[int]],
+        acceptance: float,
+        vocab_size: int,
+        *,
+        may_differ: bool = False,
+    ) -> None:
+        """`answer_to` takes a request's id and prompt, and returns all tokens of its prompt and answer.
+
+        A request that draws others than the known tokens is an error, unless it `may_differ`, as on a GPU: then its
+        rest is not guessed.
+        """
+        self._answer_to = answer_to
         self._acceptance = acceptance
         self._vocab_size = vocab_size
+        self._may_differ = may_differ
         self._num_known: dict[str, int] = {}  # tokens of requests
-        self._whole: dict[str, list[int]] = {}  # prompts and answers of requests
+        self._whole: dict[str, Sequence[int]] = {}  # prompts and answers of requests; those of which no more is known
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have started and are not over."""
+        return len(self._whole)
 
     def start(self, request: DraftedRequest) -> None:
-        prompt = request.prompt_token_ids
-        self._num_known[request.request_id] = len(prompt) + len(request.output_token_ids)
-        self._whole[request.request_id] = [*prompt, *self._answers.get(tuple(prompt), ())]
+        request_id, prompt = request.request_id, request.prompt_token_ids
+        assert request_id not in self._whole
+        self._num_known[request_id] = len(prompt)
+        self._whole[request_id] = self._answer_to(request_id, prompt)
+        self.extend(request_id, request.output_token_ids)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        known, whole = self._num_known[request_id], self._whole[request_id]
+        if [*token_ids] != [*whole[known : known + len(token_ids)]]:
+            assert self._may_differ, "the drafter was told something else than was drawn"
+            self._whole[request_id] = ()
         self._num_known[request_id] += len(token_ids)
 
     def propose(self, request_id: str, most: int) -> list[int]:
@@ -54,6 +78,7 @@ class InformedDrafter:
 
     def learn(self, answer: Sequence[int], cache_salt: str) -> None:
         """Answers are known already."""
+        assert answer
 
     def end(self, request_id: str) -> None:
         del self._num_known[request_id], self._whole[request_id]
@@ -78,12 +103,17 @@ def drafts(
     """
     args = dict(engine_args or {})
     known: dict[tuple[int, ...], list[int]] = {}
+
+    def whole(_: str, prompt: Sequence[int]) -> list[int]:
+        return [*prompt, *known.get(tuple(prompt), ())]
+
     with engine_for(model, args) as llm:
         baseline = [_decode(llm, batch, known) for batch in batches]
     config = {"method": "suffix", "num_speculative_tokens": num_drafts}
     results = []
     with engine_for(model, {**args, "speculative_config": config}) as llm:
-        llm.engine.core.draft_with(InformedDrafter(known, acceptance, llm.engine.model_config.vocab_size))
+        vocab_size = llm.engine.model_config.vocab_size
+        llm.engine.core.draft_with(InformedDrafter(whole, acceptance, vocab_size, may_differ=True))
         for batch, without in zip(batches, baseline, strict=True):
             before = _checked(llm)
             speed = _decode(llm, batch)

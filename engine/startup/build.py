@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import EngineConfig
+from baton.kernels.compiler import Compiler, start_compiler
+
+from ..config import EngineConfig, InvalidEngineConfig
 from ..core.connector import KVConnector
 from ..core.engine import EngineCore, EngineCoreConfig
 from ..core.layout import BLOCK_SIZE, CacheLayout
@@ -16,8 +19,9 @@ from ..core.scheduling.drafting import make_drafting
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
-from .loaded_member import loaded_member
+from .model_config import read_model_config
 from .phases import Phases
+from .speculation_limits import check_speculation
 from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
@@ -144,3 +148,59 @@ def _close(loaded: LoadedMember, grammars: XGrammarBackend | None) -> None:
     loaded.close()
     if grammars is not None:
         grammars.close()
+
+
+@contextmanager
+def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Iterator[LoadedMember]:
+    """Load this rank's part of the model. A failure in here or in the `with` block is reported to the other ranks.
+
+    Raises what `build_engine` raises.
+    """
+    with phases("config"):
+        _require_group_size(config, member)
+        model_config = read_model_config(config)
+    with _kernel_compiler(config, member, phases) as compiler:
+        with phases("imports"):
+            # Here rather than at the top: torch loads with it, and a process that only names `Engine` needs no torch.
+            from ..parallel.rank_group import RankGroup
+            from .device import DeviceContext, device_for
+            from .load import load_member
+
+            device = device_for(config, member)
+            check_speculation(model_config, config, device.type)
+        membership = RankGroup(
+            member,
+            config.expert_spread,
+            timeout_s=config.distributed_timeout_seconds,
+            peer_memory=not config.disable_custom_all_reduce,
+        )
+        with membership.reporting_failure():
+            with phases("join"):
+                membership.join(device)
+            for name, reason in config.ignored_on(device.type).items():
+                logger.warning("%s is ignored: %s", name, reason)
+            context = DeviceContext(device, member, membership.groups)
+            yield load_member(config, model_config, membership, context, compiler, phases)
+
+
+def _require_group_size(config: EngineConfig, member: Member) -> None:
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        asked, given = getattr(config, name), getattr(member, name)
+        if asked != given:
+            raise InvalidEngineConfig(
+                name, f"is {asked}, but this process was started as a member of a group of {given}"
+            )
+
+
+@contextmanager
+def _kernel_compiler(config: EngineConfig, member: Member, phases: Phases) -> Iterator[Compiler | None]:
+    """Start processes that compile GPU kernels; they import torch while this one does. None on a CPU, and on all ranks
+    of a machine but its first, which compiles for all.
+    """
+    with phases("imports"):
+        compiler = None if config.device == "cpu" or member.local_rank > 0 else start_compiler()
+    if compiler is None:
+        yield None
+    else:
+        with closing(compiler):
+            yield compiler

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 _NONE = tl.constexpr(-math.inf)
+_LEAST_LOGIT = tl.constexpr(torch.finfo(torch.float32).min)  # a logit minus it is a number, or minus infinity
 _LEAST_KEY, _GREATEST_KEY = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 _TOKEN = tl.constexpr(2**32 - 1)
-
 TILE = 512  # tokens
 MOST_ALTERNATIVES = 32  # a power of two; more are selected by torch
 MOST_SHARES = 64  # of a row
@@ -85,7 +85,7 @@ def shares_kernel(
     share, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits = logits_ptr + row * logits_stride
     mine = _logit_of(logits, tl.load(token_ids_ptr + row * ids_stride), vocab_size)
-    best = tl.full([], _NONE, tl.float32)
+    best = tl.full([], _LEAST_LOGIT, tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     above = tl.zeros([TILE], tl.int32)
     slot = tl.arange(0, SLOTS).to(tl.int64)
@@ -102,7 +102,7 @@ def shares_kernel(
             greater = tl.max(logit)
             weight *= tl.exp(best - greater)
             best = greater
-        weight += tl.where(logit > _NONE, tl.exp(logit - best), 0.0)
+        weight += tl.exp(logit - best)
         above += (logit > mine).to(tl.int32)
         if (worst < _GREATEST_KEY) & (tl.max((~(logit < _logit_of_key(worst))).to(tl.int32)) > 0):
             keys = tl.where(token < vocab_size, _key(logit, token), _LEAST_KEY)
@@ -148,7 +148,7 @@ def rows_kernel(
     weight = tl.load(weight_ptr + at, share < shares, 0.0)
     above = tl.load(above_ptr + at, share < shares, 0)
     greatest = tl.max(best)
-    total = tl.sum(tl.where(best > _NONE, weight * tl.exp(best - greatest), 0.0).to(tl.float64))
+    total = tl.sum((weight * tl.exp(best - greatest)).to(tl.float64))
     normalizer = greatest.to(tl.float64) + tl.log(total)
     mine = _logit_of(logits_ptr + row * logits_stride, tl.load(token_ids_ptr + row * ids_stride), vocab_size)
     tl.store(chosen_ptr + row, (mine - normalizer).to(tl.float32))

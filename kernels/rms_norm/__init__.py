@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import cpu, reference
-from .gating import Gating
+from .reference import Gating
 
 __all__ = ["Gating", "gated_rms_norm", "rms_norm"]
 

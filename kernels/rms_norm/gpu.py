@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-from .gating import Gating
+from .reference import Gating
 
 ELEMENTS_PER_THREAD = 8  # one load of 16 bytes
 GATED_ELEMENTS = 4096  # of a program, at 32 a thread

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import enum
+
 import torch
 from torch import Tensor
 
-from .gating import Gating
+
+class Gating(enum.Enum):
+    """SILU: x * sigmoid(x) (Gated DeltaNet, Mamba-2); SIGMOID: sigmoid(x) (Kimi Delta Attention)."""
+
+    SILU = "silu"
+    SIGMOID = "sigmoid"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -43,8 +43,7 @@ from .copy_thread import CopyThread
 from .group_copies import GroupBlockCopier
 from .offers import StagedOffers
 from .receives import StagedReceives
-from .slots import SlotPool, StagingCopier, take_staging_slots
-from .transfer_ids import TransferIds
+from .slots import SlotPool, StagingCopier, TransferIds, take_staging_slots
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, Offer
 from ..connector import TransferConnector
 from ..protocol.messages import Ticket
 from .copy_thread import CopyThread
-from .slots import SlotPool
-from .transfer_ids import TransferIds
+from .slots import SlotPool, TransferIds
 
 logger = logging.getLogger(__name__)
 

@@ -13,19 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.engine.core.connector import (
-    BlocksReleased,
-    ConnectorEvent,
-    KVConnector,
-    Received,
-    ReceiveFailed,
-    TransferId,
-)
+from baton.engine.core.connector import BlocksReleased, ConnectorEvent, KVConnector, Received, ReceiveFailed, TransferId
 
 from ..lease_clock import lease_now
 from .copy_thread import CopyThread
-from .slots import SlotPool
-from .transfer_ids import TransferIds
+from .slots import SlotPool, TransferIds
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,12 +6,14 @@ slots    [ slots | slots ]                                  as large as the bloc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from baton.engine.core.connector import TransferId
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.regions import CacheRegion
 
@@ -120,3 +122,30 @@ class StagingCopier:
             own = [pair for pair, its in zip(pairs, groups, strict=True) if its == group]
             if own:
                 yield copier, [(block - first_block, slot - first_slot) for block, slot in own]
+
+
+class TransferIds:
+    """Pairs of ids: ours, which the engine knows, and that of the connector below. Ours are never used twice."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._inner_of: dict[TransferId, TransferId] = {}
+        self._own_of: dict[TransferId, TransferId] = {}
+
+    def new(self) -> TransferId:
+        return next(self._ids)
+
+    def pair(self, own: TransferId, inner: TransferId) -> TransferId:
+        """Remember a pair until `forget`. Returns `own`."""
+        self._inner_of[own], self._own_of[inner] = inner, own
+        return own
+
+    def inner_of(self, own: TransferId) -> TransferId | None:
+        """Return the id below; None if the transfer has not begun there, or is over."""
+        return self._inner_of.get(own)
+
+    def own_of(self, inner: TransferId) -> TransferId:
+        return self._own_of[inner]
+
+    def forget(self, own: TransferId) -> None:
+        del self._own_of[self._inner_of.pop(own)]

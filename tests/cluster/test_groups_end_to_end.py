@@ -26,12 +26,11 @@ import yaml
 from baton.cluster.cli.processes import Process, descendants, wait_until_gone
 
 from ..helpers.balancer import HAPROXY, Load, answered_by, is_missing, running, wait_until_healthy
-from ..helpers.checkpoints import DIFFERENCES, SHAPE
 from ..helpers.free_ports import free_port
 from ..helpers.served import BATON, Server, baton_serve, config_file, eventually
+from ..helpers.tiny_shapes import DIFFERENCES, SHAPE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
-
 DEMO = Path(__file__).parents[2] / "configs/demo/model"
 PROMPTS = ["import os\n\ndef read_file(path):", "# 1\n" + "def fox(lazy):\n    return lazy\n" * 9, "class Dog:"]
 ENDED_S = 10.0

@@ -10,10 +10,10 @@ from baton.engine import EngineConfig
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.parallel import Member
 from baton.engine.startup import build
 
-from .drafters import KnowingDrafter
 from .parallel_engine import Served, serve
 
 MOST = 4
@@ -31,7 +31,7 @@ def serve_with_drafts(
     """Serve requests as `serve` does, with drafts of these answers, by request, some of which are wrong."""
 
     def make(speculation: SpeculativeConfig | None, device: str) -> Drafting | None:
-        drafter = KnowingDrafter(lambda name, prompt: [*prompt, *answers[name]], ERRORS, vocab_size)
+        drafter = InformedDrafter(lambda name, prompt: [*prompt, *answers[name]], 1 - ERRORS, vocab_size)
         return Drafting(drafter, MOST, adapts=False)
 
     with pytest.MonkeyPatch.context() as patch:

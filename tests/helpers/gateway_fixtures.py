@@ -23,7 +23,7 @@ from baton.engine.text import Tokenizer
 
 from .fake_cluster import FakeCluster
 from .fake_runner import Scripts
-from .gateway_service import Service
+from .gateway_service import HANGS_AFTER_S, Service
 from .reasoning_model import reasoning_model
 from .tiny_model import tiny_model, tiny_tokenizer
 
@@ -66,7 +66,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
             cluster.new_drafter = partial(new_drafter, cluster.scripts)
         for role in roles:
             cluster.start(role)
-        limits = {"capacity_timeout_s": 5.0, "request_timeout_s": 20.0, **settings}
+        limits = {"capacity_timeout_s": 5.0, "request_timeout_s": HANGS_AFTER_S, **settings}
         gateway_settings = GatewaySettings(**limits)
         metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.counters)
         bodies = BodyService(served, gateway_settings, metrics)

@@ -20,6 +20,8 @@ from baton.engine.text import Tokenizer
 
 from .fake_cluster import FakeCluster
 
+HANGS_AFTER_S = 100.0  # a limit for what never ends; on a busy machine, all else may take its time
+
 
 class Clock:
     """Time that passes when a test says so."""
@@ -40,7 +42,7 @@ class Service:
         self.bodies = bodies
         self.tokenizer = tokenizer
         transport = httpx.ASGITransport(app)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=HANGS_AFTER_S)
 
     def script(self, prompt: str, answer: str | list[int], *, end: bool = True) -> None:
         """Answer this prompt with a text from now on: its tokens, then end-of-sequence."""
@@ -68,19 +70,21 @@ class Service:
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve([listener]))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANGS_AFTER_S):
                 while not server.started:
                     await asyncio.sleep(0.005)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, HANGS_AFTER_S)
 
     @asynccontextmanager
     async def openai(self, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
         async with (
             self.over_tcp() as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20, **options) as client,
+            openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANGS_AFTER_S, **options
+            ) as client,
         ):
             yield client
 
@@ -100,7 +104,7 @@ def events(body: str) -> list[Any]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_AFTER_S):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -24,21 +24,37 @@ PLANTS_BUGS = TESTS / "unit/kv_transfer/test_handoff_planted_bugs.py"  # inside 
 
 
 @functools.cache
-def imports_and_calls(file: Path) -> list[ast.AST]:
-    kinds = (ast.Import, ast.ImportFrom, ast.Call)
-    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
-
-
-def imported(file: Path) -> Iterator[str]:
-    """Yield the full name of each module that the file imports, and of each name that it takes from one."""
+def names_in(file: Path) -> tuple[list[str], list[str]]:
+    """Return the full names of the modules that a file imports and of what it takes from them, and what it replaces."""
     package = file.relative_to(ROOT).parent.parts
-    for node in imports_and_calls(file):
+    text = file.read_text()
+    tree = ast.parse(text)
+    imported = []
+    for node in statements(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*above, *filter(None, [node.module])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            imported += [f"{module}.{alias.name}" for alias in node.names]
+    return imported, [*replaced(tree)] if "setattr" in text else []
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield all statements: looking into their expressions, too, would take most of the time."""
+    unseen: list[ast.AST] = [tree]
+    while unseen:
+        node = unseen.pop()
+        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+            unseen += getattr(node, part, [])
+        yield node
+
+
+def replaced(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                yield name
 
 
 def private_names(file: Path) -> Iterator[str]:
@@ -46,14 +62,11 @@ def private_names(file: Path) -> Iterator[str]:
 
     Other accesses are ruff's to find (SLF001).
     """
-    for name in imported(file):
+    imported, replaced = names_in(file)
+    for name in imported:
         if name.startswith("baton.") and any(part.startswith("_") for part in name.split(".")):
             yield name
-    for node in imports_and_calls(file):
-        match node:
-            case ast.Call(func=ast.Attribute(attr="setattr"), args=[_, ast.Constant(value=str(name)), *_]):
-                if name.startswith("_") and not name.startswith("__"):
-                    yield name
+    yield from (name for name in replaced if name.startswith("_") and not name.startswith("__"))
 
 
 def test_every_folder_is_a_package() -> None:
@@ -69,7 +82,7 @@ def test_the_folders_are_those_that_the_page_describes() -> None:
 @pytest.mark.parametrize("folder", SEEN_BY)
 def test_a_folder_imports_no_test_and_only_what_it_may_see(folder: str) -> None:
     seen = {"ROOT", folder, *SEEN_BY[folder]}
-    names = [(str(file), name) for file in (TESTS / folder).rglob("*.py") for name in imported(file)]
+    names = [(str(file), name) for file in (TESTS / folder).rglob("*.py") for name in names_in(file)[0]]
     ours = [(file, name.split(".")[1:]) for file, name in names if name.startswith("tests.")]
     assert [(file, parts) for file, parts in ours if parts[0] not in seen] == []
     assert [(file, parts) for file, parts in ours if any(part.startswith("test_") for part in parts)] == []

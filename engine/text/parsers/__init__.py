@@ -4,8 +4,8 @@ This module knows all formats, and which parsers the outputs of one request need
 
 output_parser      the parts of an output, and the protocol of all parsers
 reasoning          text between <think> and </think>
-tool_call_format   how models write tool calls (json_call_formats, xml_call_formats, pythonic, harmony); earlier calls
-json_call_parser, xml_call_parser   parsers of the first two kinds of formats
+tool_call_format   how models write tool calls, and earlier calls
+json_calls, xml_calls, pythonic, harmony   formats of each kind, and the parser of that kind
 incremental        base classes of parsers, for text that arrives in pieces
 argument_values    arguments as JSON, and their types by a JSON schema
 """
@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .harmony import Harmony
-from .json_call_formats import DeepSeek3, DeepSeek31, Hermes, Llama3, MistralList, MistralNamed
+from .json_calls import DeepSeek3, DeepSeek31, Hermes, Llama3, MistralList, MistralNamed
 from .output_parser import OutputParser, OutputPart, PlainTextParser, ReasoningPart
 from .pythonic import Pythonic
 from .reasoning import BEGIN, END, ReasoningParser, ReasoningStart
 from .tool_call_format import Functions, ToolCallFormat
-from .xml_call_formats import DeepSeek32, Glm45, MiniMaxM2, Qwen3Coder
+from .xml_calls import DeepSeek32, Glm45, MiniMaxM2, Qwen3Coder
 
 FORMATS: tuple[ToolCallFormat, ...] = (
     Harmony(),

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..buffers import PIECE, REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
-from .owners import BLOCK, owners
+from .inputs import BLOCK, owners
 
 
 def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:

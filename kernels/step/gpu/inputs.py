@@ -1,4 +1,4 @@
-"""The inputs of a step, from the tables of its rows."""
+"""Changes to the tables of a step's rows, and the inputs of the step that follow from them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,39 @@ from torch import Tensor
 
 from baton.kernels.state_batch import StateBatch
 
-from ..buffers import StepBatch, StepBuffers, StepTables
-from .owners import BLOCK, owners
+from ..buffers import PIECE, StepBatch, StepBuffers, StepTables
+
+BLOCK = 128  # tokens or sequences of one program
+WRITERS = 256  # programs that apply pieces: more than a step has but when hundreds of requests start at once
+
+
+def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
+    """Apply changes to tables by one kernel."""
+    writers = min(WRITERS, len(pieces))
+    _apply_writes[(writers,)](memory, pieces, values, num_pieces, writers, BLOCK=PIECE, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["writers"])
+def _apply_writes(memory, pieces, values, num_pieces, writers, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    for index in range(tl.program_id(0), tl.load(num_pieces), writers):
+        piece = pieces + index * 3
+        to, source, count = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+        mask = offsets < count
+        tl.store(memory + to + offsets, tl.load(values + source + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def owners(token, query_start, num_seqs, BLOCK: tl.constexpr):
+    """Return the last sequence that begins at or before each token; where some are empty, the last of those."""
+    first = tl.zeros([BLOCK], tl.int32)
+    last = tl.zeros([BLOCK], tl.int32) + num_seqs - 1
+    while tl.max(last - first) > 0:
+        middle = (first + last + 1) // 2
+        before = tl.load(query_start + middle) <= token
+        first = tl.where(before, middle, first)
+        last = tl.where(before, last, middle - 1)
+    return first
 
 
 def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:

@@ -26,6 +26,7 @@ def gateway() -> Iterator[AttackedGateway]:
         yield started
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_a_gateway_answers_others_while_it_refuses_one(gateway: AttackedGateway, name: str) -> None:
     route, body = ATTACKS[name]
@@ -44,6 +45,7 @@ async def test_a_gateway_answers_others_while_it_refuses_one(gateway: AttackedGa
     assert longest_s < SILENT_S
 
 
+@pytest.mark.slow
 def test_uploads_that_do_not_end_hold_no_more_than_they_may() -> None:
     """40 of 15 MiB once took 617 MB. Small requests are served beside them."""
     with attacked_gateway(request_memory_bytes=128 * MIB) as gateway:

@@ -82,6 +82,7 @@ REQUESTS: list[tuple[RequestKind, dict[str, Any]]] = [
 PADS = {RequestKind.MESSAGES: {"cache_control": PAD}}  # a field of any size without effect
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
 async def test_another_process_reads_a_body_as_this_one_does(
     start: Callable[..., Service], thinker: ServedModel, kind: RequestKind, fields: dict[str, Any]
@@ -136,6 +137,7 @@ async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -
     assert (await service.metrics())["baton_request_memory_bytes"] == 0
 
 
+@pytest.mark.slow
 async def test_a_template_without_end_is_ended_and_hurts_nobody(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:

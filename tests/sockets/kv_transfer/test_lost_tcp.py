@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 # Two ends that are connected over TCP, and the patience of all sockets between them, in milliseconds.
 SCRIPT = """

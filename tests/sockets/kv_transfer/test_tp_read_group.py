@@ -22,9 +22,8 @@ from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadD
 from baton.kv_transfer.group.rank_reader import RankMemory, RankReader, group_metadata
 from baton.kv_transfer.group.read_member import join_tp_read_group, read_member
 from baton.kv_transfer.group.read_messages import READS, CompareBlocks, MakeDigests, ReadReport
-from baton.kv_transfer.group.remote_rank import ASK_ALIVE_EVERY_S, MAX_UNANSWERED
 from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupSocket, MemberThread
-from baton.kv_transfer.group.tp_read_group import TpReadGroup, gather
+from baton.kv_transfer.group.tp_read_group import ASK_ALIVE_EVERY_S, MAX_UNANSWERED, TpReadGroup, gather
 from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
 from baton.kv_transfer.transports import PeerState, ReadState
 

@@ -15,6 +15,7 @@ from baton.kv_transfer.protocol.messages import Claim, EngineKey, LeaseKey, Read
 LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_it_measures_the_connector_beside_raw_nixl() -> None:
     result = measure(LAYOUT, TransferCase(num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2))

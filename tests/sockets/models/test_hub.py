@@ -7,102 +7,22 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ...helpers.free_ports import free_port
-from ...helpers.hub_server import COMMIT, HubServer, hub_server
-from ...helpers.served import BATON, eventually
+from ...helpers.hub_server import COMMIT, HubServer
+from ...helpers.served import eventually
+from .hub_client import DEMO, FETCH, INDEX, WEIGHTS, Client, finished
 
-DEMO = Path(__file__).parents[3] / "configs/demo/model"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEXT = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-# The library reads its environment when it is imported, so each case has a process of its own.
-FETCH = """
-import json, logging, sys
-logging.basicConfig(level="INFO", format="%(name)s %(message)s")
-from baton.engine.hf_config import hub, hub_progress
-from baton.engine.hf_config.errors import ModelError
-hub_progress.LOG_S = 0.2
-told = []
-model, files, options = json.loads(sys.argv[1])
-try:
-    answer = {"folder": str(hub.model_folder(model, hub.Files[files], progress=told.append, **options)), "told": told}
-except ModelError as error:
-    answer = {"error": type(error).__name__, "message": str(error)}
-print(json.dumps(answer))
-"""
-
-
-@dataclass
-class Fetched:
-    folder: Path
-    error: str
-    message: str
-    log: str
-    told: list[str]  # of its progress
-
-    @property
-    def files(self) -> list[str]:
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-
-
-@dataclass
-class Client:
-    """Fetches models in processes whose environment leads to a server."""
-
-    cache: Path
-    environment: dict[str, str]
-
-    def start(self, model: str = "demo/model", files: str = "ALL", **options: Any) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", FETCH, json.dumps([model, files, options])]
-        return subprocess.Popen(words, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def fetch(self, model: str = "demo/model", files: str = "ALL", **options: Any) -> Fetched:
-        return finished(self.start(model, files, **options))
-
-
-def finished(process: subprocess.Popen[str]) -> Fetched:
-    output, log = process.communicate(timeout=60)
-    assert process.returncode == 0, log
-    answer = json.loads(output)
-    return Fetched(
-        Path(answer.get("folder", "")), answer.get("error", ""), answer.get("message", ""), log, answer.get("told", [])
-    )
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Return a folder with the demo model, and with files that nobody needs."""
-    folder = tmp_path / "repository"
-    shutil.copytree(DEMO, folder)
-    (folder / "original").mkdir()
-    for name in ("README.md", "pytorch_model.bin", "original/consolidated.safetensors", "consolidated.safetensors"):
-        (folder / name).write_bytes(b"0" * 1000)
-    return folder
-
-
-@pytest.fixture
-def hub(repository: Path) -> Iterator[HubServer]:
-    with hub_server(demo__model=repository) as server:
-        yield server
-
-
-@pytest.fixture
-def client(hub: HubServer, tmp_path: Path) -> Client:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    own |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-    return Client(tmp_path / "cache/hub", own)
 
 
 def test_a_name_is_fetched_once_and_only_what_is_read(client: Client, hub: HubServer) -> None:
@@ -234,102 +154,6 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cache(client: Client) -> None:
     assert client.fetch().folder == fetched.folder
 
 
-def application(folder: Path, **engine: Any) -> Path:
-    file = folder / "application.yaml"
-    file.write_text(json.dumps({"model": "demo/model", "engine": engine, "fleets": {"unified": {}}}))
-    return file
-
-
-def baton(client: Client, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [BATON, *map(str, words)]
-    return subprocess.run(command, env=client.environment, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.slow
-def test_check_reads_what_the_hub_says_and_fetches_no_weights(client: Client, hub: HubServer, tmp_path: Path) -> None:
-    done = baton(client, "check", application(tmp_path))
-    assert done.returncode == 0, done.stderr
-    aside = "(not checked: the weights of demo/model, which engines fetch)"
-    assert f"baton is fine: demo/model, 1 unified {aside}" in done.stdout
-    assert baton(client, "check", application(tmp_path, load_format="dummy")).stdout.endswith("1 unified\n")
-    refused = baton(client, "check", application(tmp_path, tensor_parallel_size=3))
-    assert refused.returncode == 1
-    assert "unified: tensor_parallel_size" in refused.stderr
-    assert hub.downloads(".safetensors") == []
-
-
-def test_check_without_a_network_says_what_it_could_not_check(client: Client, tmp_path: Path) -> None:
-    client.environment["HF_HUB_OFFLINE"] = "1"
-    done = baton(client, "check", application(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "not checked: how demo/model divides, since the cache" in done.stdout
-
-
-def test_check_refuses_a_model_that_is_not_there(client: Client, hub: HubServer, tmp_path: Path) -> None:
-    hub.folders.clear()
-    done = baton(client, "check", application(tmp_path))
-    assert done.returncode == 1
-    assert f"model: {hub.url} has no model demo/model" in done.stderr
-
-
-LOAD = """
-import sys
-from baton.cluster.spec import load_spec
-spec = load_spec({"model": "demo/model", "fleets": {"unified": {}}, "download_dir": "models"})
-again = load_spec(spec.engine_args())
-engine = again.engine_config("unified")
-print(spec.served_model_id, spec.revision, again.revision, engine.revision, engine.download_dir)
-"""
-
-
-def test_an_application_keeps_its_commit_and_its_cache(client: Client, hub: HubServer, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", LOAD]
-    done = subprocess.run(words, env=client.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["demo/model", COMMIT, COMMIT, COMMIT, str(tmp_path / "models")], done.stderr
-    assert len([path for _, path, _ in hub.requests if "/revision/" in path]) == 1
-
-
-def test_plan_takes_a_name(client: Client, hub: HubServer, tmp_path: Path) -> None:
-    done = baton(client, "plan", application(tmp_path), "--gpus-per-node", 0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "baton: demo/model on 1 node with no GPU" in done.stdout
-    assert hub.downloads(".safetensors") == []
-
-
-def test_another_model_than_the_files_has_no_revision_of_it(client: Client, hub: HubServer, tmp_path: Path) -> None:
-    file = tmp_path / "application.yaml"
-    file.write_text(json.dumps({"model": "gone/model", "revision": "v7", "fleets": {"unified": {}}}))
-    done = baton(client, "plan", file, "--gpus-per-node", 0, "--model", DEMO)
-    assert done.returncode == 0, done.stdout + done.stderr
-    hub.token, hub.gated = "hf_secret", True
-    done = baton(client, "serve", "demo/model", "--config", file)
-    assert "demo/model is gated" in done.stderr, done.stderr
-
-
-def test_serve_refuses_a_name_before_ray_starts(client: Client, hub: HubServer) -> None:
-    hub.token, hub.gated = "hf_secret", True
-    done = baton(client, "serve", "demo/model")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: model: demo/model is gated")
-
-
-LLM = """
-import sys
-from baton.engine import LLM, SamplingParams
-with LLM("demo/model", device="cpu", kv_cache_memory_bytes=2**24, load_format=sys.argv[1]) as llm:
-    print(len(llm.generate(["def main():"], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("load_format", "downloads"), [("dummy", 0), ("auto", 1)])
-def test_llm_takes_a_name(load_format: str, downloads: int, client: Client, hub: HubServer) -> None:
-    words = [sys.executable, "-c", LLM, load_format]
-    done = subprocess.run(words, env=client.environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "4\n", done.stderr
-    assert len(hub.downloads(".safetensors")) == downloads
-
-
 Fault = Callable[[HubServer, Client, Path], object]
 
 
@@ -373,6 +197,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAULTS)
 def test_errors_say_what_is_wrong_and_what_to_do(name: str, client: Client, hub: HubServer, repository: Path) -> None:
     fault, expected = FAULTS[name]

@@ -28,13 +28,13 @@ from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import ExpertReview
 from baton.engine.parallel import GroupFailed, Member
 
-from ...helpers.checkpoints import MISROUTED, NEAR_TIE, wide_shape, write_checkpoint
+from ...helpers.checkpoints import MISROUTED, NEAR_TIE, write_checkpoint
 from ...helpers.local_member_processes import SOON_S, assert_members_end, cpu_seconds, members
 from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
+from ...helpers.tiny_shapes import wide_shape
 
 pytestmark = pytest.mark.timeout(600)  # of cold starts; each process has its own, shorter
-
 START_S = 240.0  # of an engine that finds no compiled kernel, and its answers
 EXPERTS = {"enable_expert_parallel": True}
 MOVES = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 5}

@@ -131,7 +131,7 @@ async def test_asyncio_sockets_are_secured_alike() -> None:
             key.secure_client(client)
             client.connect(f"tcp://127.0.0.1:{port}")
             await client.send(b"submit")
-            assert (await asyncio.wait_for(server.recv_multipart(), 5))[1] == b"submit"
+            assert (await asyncio.wait_for(server.recv_multipart(), 20))[1] == b"submit"
 
 
 def test_contexts_end_at_once_though_they_had_servers() -> None:

@@ -96,6 +96,7 @@ def test_an_engine_that_is_dropped_ends_its_processes(make: Callable[..., LLM]) 
     assert members() == []
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_works_and_ends(folder: Path) -> None:
     script = (
         "from baton.engine import LLM, SamplingParams\n"
@@ -206,6 +207,7 @@ def test_a_start_that_is_interrupted_between_two_members_ends_the_first(
     del caught  # until here it keeps what the start had made
 
 
+@pytest.mark.slow
 def test_what_every_member_would_refuse_is_raised_as_it_is(folder: Path, tmp_path: Path, make: Any) -> None:
     with pytest.raises(InvalidEngineConfig, match="does not divide the model's num_attention_heads"):
         make(tensor_parallel_size=3)

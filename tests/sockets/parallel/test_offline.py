@@ -61,7 +61,7 @@ def expected(folder: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("tp", "changes"),
     [
-        pytest.param(1, {}, id="apart"),
+        pytest.param(1, {}, id="apart", marks=pytest.mark.slow),
         pytest.param(2, {}, id="pairs apart", marks=pytest.mark.slow),
         pytest.param(1, {**EXPERTS, "all2all_backend": "all_to_all"}, id="together"),
         pytest.param(2, {**EXPERTS, **REVIEWS}, id="pairs that move experts", marks=pytest.mark.slow),
@@ -112,6 +112,7 @@ def test_nobody_waits_for_ranks_that_have_no_requests(
         assert len(result.outputs[0].token_ids) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes", [pytest.param({}, id="apart", marks=pytest.mark.slow), pytest.param(EXPERTS, id="together")]
 )

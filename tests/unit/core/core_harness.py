@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -13,20 +14,41 @@ from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
-from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 from baton.engine.core.requests.request import NO_ROW, RequestStatus
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.speculation.drafter import DeviceDrafter
+from baton.engine.offline.bench_drafts import InformedDrafter
 
-from ...helpers.drafters import KnowingDrafter
-from .core_fakes import Answer, Arenas, FakeConnector, FakeRunner, expected_answer, fetch_from_ticket, kv_of, logprob_of
+from .core_connector import Arenas, FakeConnector, fetch_from_ticket
 from .core_grammars import LateThreads
+from .core_memory import expected_answer, kv_of, logprob_of
+from .core_runner import FakeRunner
 from .core_tiers import FakeTiers
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50
+
+
+@dataclass
+class Answer:
+    """Everything an engine said about one request."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[-1].finish_reason
+
+    @property
+    def last(self) -> EngineOutput:
+        return self.outputs[-1]
 
 
 def config(
@@ -109,7 +131,7 @@ class Harness:
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
         self.runner.guess_errors = draft_errors
-        self.drafter = KnowingDrafter(self._whole, draft_errors, VOCAB_SIZE)
+        self.drafter = InformedDrafter(self._whole, 1 - draft_errors, VOCAB_SIZE)
         drafting = None
         if guesses_on_device:
             drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, on_device=True)
@@ -278,7 +300,7 @@ class Harness:
         assert stats.num_blocks_held == stats.num_blocks_quarantined == 0
         assert self.scheduler.rows.num_free == self.config.max_num_seqs
         assert not self.scheduler.requests
-        assert not self.drafter.num_known
+        assert not self.drafter.num_requests
         for key in self.asked:
             assert key in self.answers, f"{key} was never answered"
             assert self.answers[key].finish_reason is not None, f"{key} was not answered to the end"

@@ -10,7 +10,7 @@ from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, K
 from baton.engine.core.requests.request import RequestStatus
 from baton.engine.core.sampling import SamplingParams
 
-from .core_fakes import ticket_for
+from .core_connector import ticket_for
 from .core_harness import VOCAB_SIZE, HandClock, Harness
 from .core_prompts import prompts, samplings
 

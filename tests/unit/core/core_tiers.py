@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from baton.engine.core.prefix import HASH_BYTES, BlockHash
 from baton.engine.core.tiers import CopyId, Restored, Stored, Tier, TierEvent, TierRead, TierStats, TierWatcher
 
-from .core_fakes import GARBAGE, Arenas
+from .core_connector import Arenas
+from .core_memory import GARBAGE
 
 
 @dataclass

@@ -15,8 +15,9 @@ from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
 
-from .core_fakes import Arenas, FakeRunner
+from .core_connector import Arenas
 from .core_harness import Harness, config, request
+from .core_runner import FakeRunner
 from .core_tiers import FakeTiers
 
 HASHES = [bytes([index]) * 16 for index in range(8)]

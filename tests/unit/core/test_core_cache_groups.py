@@ -209,7 +209,7 @@ class GroupsMachine(EngineMachine):
         self.engine.think_late()
 
 
-TestGroups = GroupsMachine.TestCase
+TestGroups = pytest.mark.slow(GroupsMachine.TestCase)
 TestGroups.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

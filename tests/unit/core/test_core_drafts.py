@@ -70,7 +70,7 @@ class DraftingMachine(EngineMachine):
         self.engine.think_late()
 
 
-TestDrafts = DraftingMachine.TestCase
+TestDrafts = pytest.mark.slow(DraftingMachine.TestCase)
 TestDrafts.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -17,8 +17,8 @@ from baton.engine.core.scheduling.step_draft import StepMismatch
 from baton.engine.core.stages import Stage
 from baton.engine.core.step import ChunkResult, StepResult
 
-from .core_fakes import FakeRunner
 from .core_harness import Harness, config, request
+from .core_runner import FakeRunner
 
 
 class TestAnswers:

@@ -9,8 +9,9 @@ from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineOutput, ErrorKind, FinishReason, KVSource
 from baton.engine.core.sampling import SamplingParams, StructuredOutputsParams
 
-from .core_fakes import expected_answer, ticket_for
+from .core_connector import ticket_for
 from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_memory import expected_answer
 
 CHUNK = 8
 LONG = 3 * CHUNK - 2  # tokens: three chunks, the last block is not full

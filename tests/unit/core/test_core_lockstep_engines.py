@@ -14,16 +14,10 @@ from baton.engine.core.lockstep import EMPTY_STEP, Lockstep
 from baton.engine.core.messages import EngineRequest, FinishReason, KVSource
 from baton.engine.core.step import StepPlan, StepResult
 
-from .core_fakes import (
-    Answer,
-    FakeConnector,
-    FakePendingStep,
-    FakeRunner,
-    expected_answer,
-    fetch_from_ticket,
-    ticket_for,
-)
-from .core_harness import config, request
+from .core_connector import FakeConnector, fetch_from_ticket, ticket_for
+from .core_harness import Answer, config, request
+from .core_memory import expected_answer
+from .core_runner import FakePendingStep, FakeRunner
 
 
 class RendezvousClient:

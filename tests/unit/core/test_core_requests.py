@@ -21,8 +21,8 @@ from baton.engine.core.requests.validate import refusal
 from baton.engine.core.scheduling.waiting import PromptBacklog, WaitingQueue
 from baton.engine.core.stages import Stages
 
-from .core_fakes import logprob_of
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request
+from .core_memory import logprob_of
 
 FINISHED = [status for status in RequestStatus if status.name.startswith("FINISHED")]
 

@@ -14,8 +14,9 @@ from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
 from baton.engine.core.tiers import Stored
 
-from .core_fakes import expected_answer, kv_of, ticket_for
+from .core_connector import ticket_for
 from .core_harness import BLOCK_SIZE, HandClock, Harness, config, request
+from .core_memory import expected_answer, kv_of
 
 PROMPT = [(11 * position + 5) % 50 for position in range(21)]  # five full blocks and a token
 

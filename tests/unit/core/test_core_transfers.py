@@ -10,8 +10,9 @@ from baton.engine.core.messages import EngineRequest, ErrorKind, FinishReason, K
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
 
-from .core_fakes import expected_answer, kv_of, ticket_for
+from .core_connector import ticket_for
 from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_memory import expected_answer, kv_of
 
 
 def arriving(request_id: str, prompt: list[int], first: int = 3, **changes: object) -> EngineRequest:

@@ -18,6 +18,7 @@ MOST_SLOWDOWN = 1.03
 RATES = [0.0, 0.3, 0.6, 0.9]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_requests", [1, 8, 64, 256])
 @pytest.mark.parametrize("rate", [*RATES, None], ids=[*map(str, RATES), "mixed"])
 @pytest.mark.parametrize("device", [memory_bound, compute_bound])
@@ -90,6 +91,7 @@ def test_requests_get_drafts_by_their_own_acceptance() -> None:
     assert mixed.slowdown(memory_bound, 64) < 0.8 * alike.slowdown(memory_bound, 64)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 3),
     st.sampled_from([1, 4, 32, 300]),

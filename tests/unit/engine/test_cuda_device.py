@@ -17,12 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from baton.engine import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build
 
-from ...helpers.drafters import KnowingDrafter
-
 pytestmark = pytest.mark.gpu
-
 VOCAB_SIZE = 4096
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -163,7 +161,7 @@ def test_drafts_change_nothing_but_the_steps(
     }
 
     def drafting(config: SpeculativeConfig, device: str) -> Drafting:
-        drafter = KnowingDrafter(lambda _, prompt: whole[tuple(prompt)], errors, VOCAB_SIZE, may_differ=True)
+        drafter = InformedDrafter(lambda _, prompt: whole[tuple(prompt)], 1 - errors, VOCAB_SIZE, may_differ=True)
         return Drafting(drafter, config.num_speculative_tokens, adapts=False, only_plain=device == "cuda")
 
     monkeypatch.setattr(build, "make_drafting", drafting)

@@ -15,6 +15,7 @@ import torch
 
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.models import load_config
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -22,7 +23,6 @@ from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafte
 from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import step
 
-from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
 from .cores import Engines, answers_of, tokens_and_logprobs
 from .narrow_grammars import with_grammars
@@ -58,7 +58,7 @@ def test_answers_are_those_of_an_engine_without_drafts(
         request.request_id: request.prompt_token_ids + tokens_and_logprobs(expected[request.request_id])[0]
         for request in requests
     }
-    drafter = KnowingDrafter(lambda request_id, _: whole[request_id], errors, engines.config.vocab_size)
+    drafter = InformedDrafter(lambda request_id, _: whole[request_id], 1 - errors, engines.config.vocab_size)
     drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=True)
     runner = engines.runner(cuda_backend(32 if captured else 0), num_blocks)
     if captured:

@@ -16,9 +16,9 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build
 
-from ...helpers.drafters import KnowingDrafter
 from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
 from .copy_connector import Room
 from .handing_off import hand_off, run
@@ -45,7 +45,7 @@ def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ..
     def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         if config is None:
             return None
-        drafter = KnowingDrafter(whole, errors, vocab_size=256)
+        drafter = InformedDrafter(whole, 1 - errors, vocab_size=256)
         return Drafting(drafter, config.num_speculative_tokens, adapts=False, only_plain=device == "cuda")
 
     monkeypatch.setattr(build, "make_drafting", make)
@@ -113,6 +113,7 @@ def close(ours: Any, theirs: Any) -> bool:
     )
 
 
+@pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("ahead", [False, True])
 def test_requests_that_were_handed_over_or_migrated_go_on_as_without_drafts(

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ...helpers.checkpoints import wide_shape, write_checkpoint
+from ...helpers.checkpoints import write_checkpoint
+from ...helpers.tiny_shapes import wide_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
-
 START_S = 240.0
 START = """
 import logging, random, sys

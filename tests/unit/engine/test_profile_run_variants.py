@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ... import ROOT
-from ...helpers.checkpoints import edit_config, wide_shape, write_checkpoint
+from ...helpers.checkpoints import edit_config, write_checkpoint
 from ...helpers.fake_gpu import FAKE_GPU
+from ...helpers.tiny_shapes import wide_shape
 
 pytest.importorskip("triton")
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
-
 SCRIPT = (
     FAKE_GPU
     + """

@@ -20,7 +20,7 @@ from baton.engine.models import load_config, make_model
 from baton.engine.startup.speculation_limits import check_speculation
 from baton.engine.startup.weight_counts import weights_of_rank
 
-from ...helpers.checkpoints import DIFFERENCES, SHAPE
+from ...helpers.tiny_shapes import DIFFERENCES, SHAPE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}

@@ -140,7 +140,7 @@ def test_processes_that_compile_are_gone_when_the_start_fails(
             self.closed = True
 
     compiler = Compiler()
-    monkeypatch.setattr("baton.engine.startup.loaded_member.start_compiler", lambda: compiler)
+    monkeypatch.setattr("baton.engine.startup.build.start_compiler", lambda: compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidEngineConfig, match=wrong):
         build_engine(EngineConfig.from_args({"model": str(checkpoint), "max_model_len": 64, **args}))

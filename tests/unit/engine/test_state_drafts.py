@@ -26,6 +26,7 @@ from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.offline.llm import LLM
 from baton.engine.startup import build, kv_cache
 from baton.engine.startup.arenas import draft_bytes
@@ -39,7 +40,6 @@ from baton.kernels.state_batch import Replay
 
 from ...helpers.at_once import make_masks_at_once
 from ...helpers.checkpoints import write_checkpoint
-from ...helpers.drafters import KnowingDrafter
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens
@@ -120,8 +120,8 @@ class Engines:
         may_differ: bool = False,
     ) -> Drafting:
         whole = {each.request_id: each.prompt_token_ids + expected[each.request_id].tokens for each in requests}
-        drafter = KnowingDrafter(
-            lambda request_id, _: whole[request_id], errors, self.model.config.vocab_size, may_differ=may_differ
+        drafter = InformedDrafter(
+            lambda request_id, _: whole[request_id], 1 - errors, self.model.config.vocab_size, may_differ=may_differ
         )
         return Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=kind == "cuda")
 

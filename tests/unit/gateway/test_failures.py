@@ -205,7 +205,7 @@ async def test_when_all_engines_are_without_room_the_client_is_told_at_once(star
     service = start(Role.UNIFIED, Role.UNIFIED, capacity_timeout_s=60)
     for engine in service.cluster.members:
         refuse(engine, ErrorKind.OVERLOADED)
-    response = await asyncio.wait_for(service.complete("hello"), 5)
+    response = await asyncio.wait_for(service.complete("hello"), 30)
     assert response.status_code == 503
     assert response.headers["retry-after"]
 

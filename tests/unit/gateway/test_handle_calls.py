@@ -14,7 +14,7 @@ from ray.serve._private.thirdparty.get_asgi_route_name import get_asgi_route_nam
 
 from baton.cluster.contracts import Role
 from baton.cluster.ingress import replica
-from baton.cluster.ingress.handle_calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, CallFailed, call, stream
+from baton.cluster.ingress.replica import CHAT, COMPLETIONS, MESSAGES, RESPONSES, CallFailed, call, stream
 
 from ...helpers.gateway_service import Service
 

@@ -67,8 +67,8 @@ async def test_its_examples_work(service: Service, path: str) -> None:
 @pytest.mark.parametrize("path", GENERATING)
 async def test_events_of_streams_are_as_it_says(responses: Service, path: str) -> None:
     operation = DOCUMENT["paths"][path]["post"]
-    body = operation["requestBody"]["content"]["application/json"]["example"]
-    body |= {"stream": True, "baton_timeline": True}
+    example = operation["requestBody"]["content"]["application/json"]["example"]
+    body = {**example, "stream": True, "baton_timeline": True}
     text = (await responses.http.post(path, json=body)).text
     schema = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
     told = events(re.sub("^event: .*\n", "", text, flags=re.MULTILINE))

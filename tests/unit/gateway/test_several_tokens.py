@@ -11,8 +11,8 @@ import pytest
 from baton.cluster.contracts import Role
 from baton.cluster.gateway import ServedModel
 from baton.engine.core.speculation.drafter import Drafter
+from baton.engine.offline.bench_drafts import InformedDrafter
 
-from ...helpers.drafters import KnowingDrafter
 from ...helpers.fake_runner import Scripts
 from ...helpers.gateway_service import Service, events
 from ...helpers.reasoning_model import CUT, FOLD, HELLO, TOOLS
@@ -30,7 +30,7 @@ def knowing(errors: float) -> Callable[[Scripts], Drafter]:
     """A drafter that knows the scripts, and errs in a share of its guesses."""
 
     def new(scripts: Scripts) -> Drafter:
-        return KnowingDrafter(lambda _, prompt: [*prompt, *scripts.get(tuple(prompt), ())], errors, 256)
+        return InformedDrafter(lambda _, prompt: [*prompt, *scripts.get(tuple(prompt), ())], 1 - errors, 256)
 
     return new
 

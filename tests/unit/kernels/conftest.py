@@ -7,12 +7,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    """Every run of a test draws the same random operands."""
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=[1, 2])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -26,30 +23,9 @@ from baton.kernels.step import (
     reference,
 )
 
-from ...helpers.aot import compile_for_h200
+from .step_cases import BATCHES, BLOCK_SIZE, GROUPS, PAGES, ROWS, Step, make_step
 
 pytestmark = pytest.mark.exhaustive
-
-ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
-PAGES, GROUPS = 3, 2
-
-
-@dataclass
-class Step:
-    """Everything that the kernels of one step touch."""
-
-    tables: StepTables
-    batch: StepBatch
-    inputs: StepBuffers
-    mailbox: OutputRing
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{type(part).__name__}.{field.name}": value
-            for part in (self.tables, self.batch, self.inputs, self.mailbox)
-            for field in fields(part)
-            if isinstance(value := getattr(part, field.name), torch.Tensor)
-        }
 
 
 @pytest.fixture(params=["reference", "gpu"])
@@ -59,48 +35,6 @@ def kernels(request: pytest.FixtureRequest, triton_device: torch.device) -> obje
     from baton.kernels.step import gpu
 
     return gpu
-
-
-def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: int, seed: int = 0) -> Step:
-    """Random rows with `lens[i]` tokens each, padded to `num_seqs` and `num_tokens`; outputs are poisoned."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.randint(1000, shape, generator=generator).to(device, dtype)
-
-    def int32(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    def poison(size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((size,), -77, dtype=dtype, device=device)
-
-    padding = num_seqs - len(lens)
-    ends = [sum(lens[:i]) for i in range(len(lens) + 1)]
-    rows, computed = rng.sample(range(ROWS), len(lens)), [rng.randrange(MODEL_LEN) for _ in range(ROWS)]
-    for row, length in zip(rows, lens, strict=True):
-        computed[row] = rng.randrange(MODEL_LEN - 1 - length)
-    blocks = integers(GROUPS, ROWS, MODEL_LEN // BLOCK_SIZE)
-    return Step(
-        StepTables(integers(ROWS, MODEL_LEN), blocks, int32(computed), BLOCK_SIZE),
-        StepBatch(
-            rows=int32(rows + [-1] * padding),
-            query_start=int32(ends + ends[-1:] * padding),
-            samples=int32([rng.randrange(2) for _ in lens] + [1] * padding),
-        ),
-        StepBuffers(
-            token_ids=poison(num_tokens, torch.int32),
-            positions=poison(num_tokens, torch.int64),
-            slots=poison(GROUPS * num_tokens, torch.int64).view(GROUPS, num_tokens),
-            seq_lens=poison(num_seqs, torch.int32),
-            table_rows=poison(num_seqs, torch.int32),
-            last_tokens=poison(num_seqs, torch.int64),
-        ),
-        OutputRing(poison(PAGES * ROWS, torch.int32).view(PAGES, ROWS), int32([0])),
-    )
-
-
-BATCHES = [([1], 1, 1), ([1, 1, 1], 4, 4), ([5, 1, 30, 2], 4, 38), ([3, 7], 9, 40), ([90], 3, 96), ([], 2, 16)]
 
 
 @pytest.mark.parametrize(("lens", "num_seqs", "num_tokens"), BATCHES)
@@ -402,80 +336,6 @@ def test_more_sequences_than_one_program_takes_are_stored(kernels: object, trito
     assert torch.equal(mailbox.pages[1], rows + 5)
     assert not mailbox.pages[0].any()
     assert torch.equal(tables.computed, ones)
-
-
-COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
-    (
-        "writes._apply_writes",
-        {"memory": "*i32", "pieces": "*i64", "values": "*i32", "num_pieces": "*i32", "writers": "i32"},
-        {"BLOCK": PIECE},
-    ),
-    (
-        "draws._store_tokens",
-        {
-            **dict.fromkeys(("tokens", "computed", "rows", "samples", "seq_lens", "pages", "turn"), "*i32"),
-            **dict.fromkeys(("drawn", "index", "entries"), "*i64"),
-            **dict.fromkeys(("count", "tokens_stride", "num_pages", "page_stride"), "i32"),
-        },
-        {"AGAIN": True, "BLOCK": PIECE},
-    ),
-    (
-        "draws._place_drafts",
-        {
-            **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
-            **dict.fromkeys(("draw_rows", "draw_positions"), "*i32"),
-            **dict.fromkeys(("num_tokens", "num_seqs", "tokens_stride", "width"), "i32"),
-        },
-        {"BLOCK": 128},
-    ),
-    (
-        "draws._accept_again",
-        {
-            **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
-            **dict.fromkeys(("seq_lens", "pages", "turn"), "*i32"),
-            **dict.fromkeys(("count", "max_drafts", "tokens_stride", "width", "num_pages", "page_stride"), "i32"),
-            **dict.fromkeys(("drawn", "index"), "*i64"),
-        },
-        {"NOT_ACCEPTED": REJECTED, "BLOCK": PIECE},
-    ),
-    (
-        "draws._accept_tokens",
-        {
-            **dict.fromkeys(("tokens", "computed", "rows", "query_start", "pages", "turn"), "*i32"),
-            **dict.fromkeys(("num_seqs", "max_drafts", "tokens_stride", "num_pages", "page_stride"), "i32"),
-            "drawn": "*i64",
-        },
-        {"NOT_ACCEPTED": REJECTED, "BLOCK": PIECE},
-    ),
-    (
-        "inputs._replay_states",
-        {
-            **dict.fromkeys(("table", "computed", "applied", "rows", "query_start", "num_decodes"), "*i32"),
-            **dict.fromkeys(("sources", "targets", "replay_rows", "replay_starts", "replay_counts"), "*i32"),
-            **dict.fromkeys(("num_seqs", "table_stride"), "i32"),
-        },
-        {"entry_tokens": 512, "BLOCK": 128},
-    ),
-    (
-        "inputs._chunk_inputs",
-        {
-            **dict.fromkeys(("tokens", "blocks", "computed", "rows", "query_start", "token_ids"), "*i32"),
-            **dict.fromkeys(("positions", "slots", "last_tokens"), "*i64"),
-            **dict.fromkeys(("seq_lens", "table_rows"), "*i32"),
-            **dict.fromkeys(("num_tokens", "num_seqs", "token_programs"), "i32"),
-            **dict.fromkeys(("tokens_stride", "blocks_stride", "group_stride", "slots_stride"), "i32"),
-        },
-        {"block_size": BLOCK_SIZE, "GROUPS": GROUPS, "BLOCK": 128},
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "signature", "constexprs"), COMPILED, ids=[case[0] for case in COMPILED])
-def test_the_kernels_compile_for_an_h200(name: str, signature: dict[str, str], constexprs: dict[str, object]) -> None:
-    pytest.importorskip("triton")
-    module, _, kernel = name.partition(".")
-    gpu = importlib.import_module(f"baton.kernels.step.gpu.{module}")
-    compile_for_h200(getattr(gpu, kernel), signature, constexprs, num_warps=4)
 
 
 @pytest.mark.gpu

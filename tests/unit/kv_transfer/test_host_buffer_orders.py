@@ -150,6 +150,7 @@ class Orders(RuleBasedStateMachine):
         self.poll()
 
 
+@pytest.mark.slow
 def test_every_hand_off_ends_once_and_all_slots_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffer, "TransferConnector", Inner)
     monkeypatch.setattr(host_buffer, "CopyThread", Copies)

@@ -8,7 +8,8 @@ import torch
 
 from baton.engine.layers.decoder import CausalLM
 
-from ...helpers.checkpoints import ARCHITECTURES, ROPES, TIED
+from ...helpers.checkpoints import ARCHITECTURES, TIED
+from ...helpers.tiny_shapes import ROPES
 
 TOLERANCE = 1e-4  # of a logprob, float32
 RECURRENT_TOLERANCE = 5e-4  # states carry rounding from token to token: two ways of `transformers` differ by a third

@@ -144,8 +144,9 @@ def test_factors_of_outputs_go_into_scales(form: str) -> None:
         layer.finish()
         results.append(layer(x))
     whole, multiplied, of_some = results
-    torch.testing.assert_close(multiplied, 0.6 * whole)
-    torch.testing.assert_close(of_some, torch.cat([whole[:, :128], 0.6 * whole[:, 128:]], 1))
+    rounding = {"atol": 256 * 2**-22, "rtol": 1e-5}  # of a sum of 256 products, each of about 1 and some greater
+    torch.testing.assert_close(multiplied, 0.6 * whole, **rounding)
+    torch.testing.assert_close(of_some, torch.cat([whole[:, :128], 0.6 * whole[:, 128:]], 1), **rounding)
 
 
 @pytest.mark.usefixtures("as_if_kernels")

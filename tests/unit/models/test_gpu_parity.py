@@ -11,8 +11,9 @@ import torch
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
 
-from ...helpers.checkpoints import ARCHITECTURES, MISROUTED, NEAR_TIE, make_model, wide_shape, write_checkpoint
+from ...helpers.checkpoints import ARCHITECTURES, MISROUTED, NEAR_TIE, make_model, write_checkpoint
 from ...helpers.paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
+from ...helpers.tiny_shapes import wide_shape
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 from baton.engine.startup.division import check_division
 
-from ...helpers.checkpoints import DIFFERENCES, SHAPE
+from ...helpers.tiny_shapes import DIFFERENCES, SHAPE
 
 ARCHITECTURES = {
     "bamba": "BambaForCausalLM",

@@ -14,8 +14,9 @@ from baton.engine.hf_config.rope import NO_ROPE, Rope
 from baton.engine.layers.recurrent import part_of
 from baton.engine.models import load_config, load_model
 
-from ...helpers.checkpoints import ROPES, make_model, write_checkpoint
+from ...helpers.checkpoints import make_model, write_checkpoint
 from ...helpers.paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
+from ...helpers.tiny_shapes import ROPES
 from .parity_pairs import RECURRENT_TOLERANCE, TOLERANCE, Pair, assert_close
 
 pytestmark = pytest.mark.exhaustive

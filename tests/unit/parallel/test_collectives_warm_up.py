@@ -95,6 +95,7 @@ WARMED_UP = [
 ]
 CAPTURED_ONLY = (1, 4, "allgather_reducescatter")
 
+pytestmark = pytest.mark.slow
 needs_a_stand_in = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one"
 )

@@ -13,7 +13,7 @@ from baton.engine import EngineConfig, InvalidEngineConfig
 from baton.engine.models import load_config
 from baton.engine.startup.division import check_division
 
-from ...helpers.checkpoints import DIFFERENCES, SHAPE
+from ...helpers.tiny_shapes import DIFFERENCES, SHAPE
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",

@@ -16,6 +16,8 @@ from baton.cluster.cli.main import app
 from baton.engine.hf_config.errors import ModelNotFetched
 from baton.engine.hf_config.hub import Files, model_folder
 
+from ...helpers.kept_logging import kept_logging
+
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,7 +48,8 @@ def application(folder: Path, engine: str = "{}") -> Path:
 
 
 def baton(*words: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, words)))
+    with kept_logging():
+        return CliRunner().invoke(app, list(map(str, words)))
 
 
 def cut_off(file: Path, size: int) -> None:

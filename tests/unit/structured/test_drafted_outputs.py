@@ -15,11 +15,11 @@ from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build
 from baton.engine.structured import output_grammar
 
 from ...helpers.at_once import make_masks_at_once
-from ...helpers.drafters import KnowingDrafter
 from ...helpers.parallel_engine import Answer, logprob_error, run
 from ...helpers.structured_cases import WITH_TEXT
 from ...helpers.structured_fixtures import VOCAB_SIZE
@@ -27,8 +27,7 @@ from ...helpers.structured_requests import MAX_TOKENS, all_requests
 from ..engine.copy_connector import Room
 from ..engine.handing_off import hand_off
 
-pytestmark = pytest.mark.exhaustive
-
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 KINDS = [
     SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0),
     SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, logprobs=0, presence_penalty=0.5),
@@ -37,7 +36,6 @@ KINDS = [
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
 KNOWING = {"right": 0.0, "often right": 0.3, "wrong": 1.0}  # shares of errors
 DRAFTERS = [*KNOWING, "ngram", "suffix"]
-
 Expected = dict[str, Answer]
 
 
@@ -90,7 +88,7 @@ def drafter(
 
     def new() -> Drafter:
         if name in KNOWING:
-            return KnowingDrafter(whole, KNOWING[name], VOCAB_SIZE)
+            return InformedDrafter(whole, 1 - KNOWING[name], VOCAB_SIZE)
         return make_drafter(SpeculativeConfig(method=name, num_speculative_tokens=5))
 
     def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:

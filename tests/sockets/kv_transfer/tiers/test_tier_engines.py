@@ -41,6 +41,7 @@ BOTH: Where = lambda folder: TierSettings(  # noqa: E731
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("where", "overlap"),
     [(HOST, True), (DISK, False), (BOTH, True)],

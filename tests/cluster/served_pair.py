@@ -1,0 +1,44 @@
+"""What is asked of `baton serve` with one prefill and one decode engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+
+ROLES = ["decode", "prefill"]
+STREAMS = 32
+
+
+def prompt_of(number: int) -> str:
+    """Make a prompt of 20 to 300 tokens, none a prefix of another."""
+    return f"# {number}\n" + "def fox(lazy, dog):\n    return lazy + dog\n" * (1 + number % 16)
+
+
+async def answer_to(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> str:
+    """Return the streamed text of a greedy answer."""
+    stream = await client.completions.create(
+        model="baton-demo",
+        prompt=prompt_of(number),
+        max_tokens=max_tokens,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return "".join([event.choices[0].text async for event in stream if event.choices])
+
+
+async def answers(client: openai.AsyncOpenAI, count: int, max_tokens: int) -> list[str]:
+    return list(await asyncio.gather(*(answer_to(client, number, max_tokens) for number in range(count))))
+
+
+async def keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Event) -> list[str | openai.APIError]:
+    """Ask the same again and again; at least once."""
+    results: list[str | openai.APIError] = []
+    while not results or not stop.is_set():
+        try:
+            results.append(await answer_to(client, number, 60))
+        except openai.APIError as error:
+            results.append(error)
+            await asyncio.sleep(0.2)
+    return results

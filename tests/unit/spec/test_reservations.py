@@ -1,0 +1,111 @@
+"""What an application reserves of a cluster, and what it is told where that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.cluster.contracts import Role
+from baton.cluster.spec import load_spec
+
+
+@pytest.mark.parametrize(
+    ("fleet", "device", "cluster_gpus", "expected"),
+    [
+        ({}, "auto", 0, 0),
+        ({}, "auto", 8, 1),
+        ({}, "cpu", 8, 0),
+        ({"num_gpus": 0.5}, "auto", 8, 0.5),
+        ({"num_gpus": 0}, "auto", 8, 0),
+    ],
+)
+def test_an_engine_reserves_a_gpu_where_there_are_any(
+    model: str, fleet: dict[str, Any], device: str, cluster_gpus: float, expected: float
+) -> None:
+    spec = load_spec({"model": model, "engine": {"device": device}, "fleets": {"unified": fleet}})
+    assert spec.gpus_of(Role.UNIFIED, cluster_gpus) == expected
+
+
+def test_engines_for_which_there_are_not_enough_gpus_are_named(model: str) -> None:
+    spec = load_spec({"model": model, "fleets": {"prefill": {"replicas": 2}, "decode": {}}})
+    assert spec.missing_gpus(0) == ""
+    assert spec.missing_gpus(3) == ""
+    assert "3 GPUs to reserve for 3 ranks, the cluster has 2" in spec.missing_gpus(2)
+    scaled = {"unified": {"min_replicas": 1, "max_replicas": 4}}
+    first = load_spec({"model": model, "engine": {"device": "cuda"}, "fleets": scaled, "autoscaling": {}})
+    assert first.missing_gpus(1) == ""
+    assert "1 GPU to reserve for 1 rank, the cluster has 0" in first.missing_gpus(0)
+
+
+def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:
+    fleets = {
+        "prefill": {"replicas": 2, "engine": {"tensor_parallel_size": 4}},
+        "decode": {"engine": {"data_parallel_size": 3}},
+    }
+    spec = load_spec({"model": model, "fleets": fleets})
+    assert spec.missing_gpus(11) == ""
+    assert "11 ranks" in spec.missing_gpus(10)
+    assert [spec.num_ranks(role) for role in (Role.PREFILL, Role.DECODE)] == [2, 3]
+    assert [spec.first_rank(role) for role in (Role.PREFILL, Role.DECODE)] == [0, 2]
+
+
+def test_a_fleet_for_whose_marker_there_is_no_node_is_named(model: str) -> None:
+    spec = load_spec({"model": model, "fleets": {"unified": {"resources": {"fast_node": 0.001, "places": 1}}}})
+    assert spec.missing_markers({"fast_node": 1.0}) == ""
+    assert "fleets.unified.resources: no node has fast_node" in spec.missing_markers({"CPU": 8.0, "places": 8.0})
+
+
+def test_the_first_bundle_of_a_group_has_room_for_its_control_plane(model: str) -> None:
+    fleets = {
+        "prefill": {
+            "num_cpus": 0.7,
+            "num_gpus": 1,
+            "resources": {"east": 0.001},
+            "engine": {"tensor_parallel_size": 3},
+        },
+        "decode": {"num_cpus": 0, "num_gpus": 0},
+    }
+    spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
+    rank = {"CPU": 0.7, "GPU": 1.0, "east": 0.001}
+    assert spec.bundles_of(Role.PREFILL, 8) == [{**rank, "CPU": 0.8}, rank, rank]
+    assert spec.bundles_of(Role.DECODE, 8) == [{"CPU": 0.101}]
+
+
+def test_engines_for_which_there_is_no_room_are_named_with_what_they_lack(model: str) -> None:
+    fleets = {"prefill": {"replicas": 2, "num_cpus": 0.9}, "decode": {"num_cpus": 0.9, "resources": {"fast": 1}}}
+    spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
+    assert spec.missing_capacity({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
+    missing = spec.missing_capacity({"CPU": 2.9}, {"CPU": 4.0})
+    assert "no room for all engines: they reserve 3 CPU (free 2.9 of 4), 1 fast (free 0 of 0). Give fewer" in missing
+    assert "fast" not in spec.missing_capacity({"CPU": 2.9, "fast": 2.0}, {"CPU": 4.0, "fast": 2.0})
+
+
+@pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])
+def test_there_are_as_many_gateways_as_the_mode_says(model: str, mode: str, gateways: int) -> None:
+    fleets = {"prefill": {}, "decode": {"replicas": 2, "engine": {"data_parallel_size": 2}}, "unified": {"replicas": 2}}
+    spec = load_spec({"model": model, "load_balancing": mode, "fleets": fleets})
+    assert spec.num_gateways(nodes=3) == gateways
+
+
+def test_a_fleet_that_is_scaled_has_the_ranks_that_it_may_ever_have(model: str) -> None:
+    fleets = {"prefill": {"min_replicas": 0, "max_replicas": 3}, "decode": {"replicas": 2}}
+    spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {"downscale_delay_s": 9}})
+    assert [spec.num_ranks(role) for role in (Role.PREFILL, Role.DECODE)] == [3, 2]
+    assert [fleet.first_replicas for fleet in spec.fleets.present.values()] == [0, 2]
+    plan = spec.scale_plan
+    assert plan is not None
+    assert {role: (each.min_replicas, each.max_replicas) for role, each in plan.fleets.items()} == {
+        Role.PREFILL: (0, 3),
+        Role.DECODE: (2, 2),
+    }
+    assert plan.downscale_to_zero_delay_s == 9
+    assert not spec.scales_from_zero, "decode engines can read the first prompt, too"
+    fleets["decode"] = {"min_replicas": 0, "max_replicas": 2}
+    assert load_spec({"model": model, "fleets": fleets, "autoscaling": {}}).scales_from_zero
+
+
+def test_a_fleet_starts_with_as_many_as_it_says(model: str) -> None:
+    fleets = {"unified": {"min_replicas": 1, "max_replicas": 3, "replicas": 2}}
+    spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {}})
+    assert spec.fleets.present[Role.UNIFIED].first_replicas == 2
