@@ -70,7 +70,7 @@ class EngineWorker:
 
         Raises `ModelNotFetched`.
         """
-        from baton.engine.startup.fetch import fetch_models
+        from baton.engine.startup.model_config import fetch_models
 
         return (await asyncio.to_thread(fetch_models, self._config, self._note_fetch)).model
 

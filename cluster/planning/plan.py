@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.startup.arenas import arenas_of, divide_memory, draft_bytes, longest_sequence, needs_of
+from baton.engine.startup.arenas import arenas_of, divide_memory, draft_bytes, engine_caches, longest_sequence, needs_of
 from baton.engine.startup.speculation_limits import check_speculation
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weight_bytes_of_rank
@@ -194,7 +194,7 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)
     step += draft_bytes(model, config.speculative_config, steps.max_num_seqs, config.tensor_parallel_size)
-    caches = model.engine_caches.layout.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
+    caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
     budget, setting = _kv_budget(spec, role, machines, device, weights + step)
     if config.num_gpu_blocks_override is not None:
         sizes = arenas_of(caches, config.num_gpu_blocks_override, steps.max_num_seqs, model.max_model_len)
@@ -318,7 +318,7 @@ def _bandwidth(plan: Plan) -> Bandwidth | None:
     if Role.PREFILL not in fleets or Role.DECODE not in fleets:
         return None
     spec, decode = plan.spec, fleets[Role.DECODE].config
-    caches = read_model(spec, Role.DECODE).engine_caches.layout
+    caches = engine_caches(read_model(spec, Role.DECODE)).layout
     request = handoff_bytes(caches, decode.tensor_parallel_size, plan.traffic.prompt_tokens)
     total = request * plan.traffic.requests_per_s
     readers, holders = (spec.num_workers_of(role) for role in (Role.DECODE, Role.PREFILL))

@@ -346,18 +346,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
             if layer in group.layers and isinstance(group.blocks, kind)
         )
 
-    def joined(self, other: CacheLayout) -> JoinedCaches:
-        """Return what this model and another one keep of a sequence, in the order of groups that `of_layers` gives."""
-        groups = (*self.groups, *other.groups)
-        order = sorted(range(len(groups)), key=lambda number: groups[number].rank)
-        places = {number: place for place, number in enumerate(order)}
-        own = len(self.groups)
-        return JoinedCaches(
-            CacheLayout(tuple(groups[number] for number in order)),
-            tuple(places[number] for number in range(own)),
-            tuple(places[number] for number in range(own, len(groups))),
-        )
-
     @property
     def only(self) -> GroupLayout:
         """The group of a model all of whose layers keep the same. Raises `SeveralGroups`."""
@@ -377,14 +365,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
         return CacheLayout(
             tuple(msgspec.structs.replace(group, blocks=group.blocks.of_rank(rank, size)) for group in self.groups)
         )
-
-
-class JoinedCaches(NamedTuple):
-    """The caches of two models in one engine."""
-
-    layout: CacheLayout
-    first: tuple[int, ...]  # the groups of the first model, in its own order
-    second: tuple[int, ...]
 
 
 def _hash_of(layout: msgspec.Struct) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 from ..core.layout import (
     CacheKind,
     CacheLayout,
-    JoinedCaches,
     LayerCache,
     LayerCaches,
     LayerState,
@@ -289,11 +288,6 @@ class ModelConfig:
         """The groups of the whole model's layers, by what they keep of a sequence."""
         layers = range(self.num_run_layers)
         return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in layers])
-
-    @cached_property
-    def engine_caches(self) -> JoinedCaches:
-        """The groups of all that an engine keeps: the model's, and those of its draft model."""
-        return self.caches.joined(CacheLayout(()) if self.draft_model is None else self.draft_model.caches)
 
     @property
     def drafted_from(self) -> tuple[int, ...]:

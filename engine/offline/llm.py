@@ -26,7 +26,7 @@ from ..core.sampling import SEED_BITS, InvalidSamplingParams, SamplingParams
 from ..parallel.groups import GroupFailed
 from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
-from ..startup.fetch import fetch_models
+from ..startup.model_config import fetch_models
 from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
 from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
 from .completion import Continuation, PromptsBar, RequestOutput, logprob_dict, prompts_bar

@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..core.messages import EngineRequest, FinishReason
 from ..core.sampling import SamplingParams
 from ..startup.build import Engine, build_engine
-from ..startup.fetch import fetch_models
+from ..startup.model_config import fetch_models
 
 ABORTED_SHARE = 0.05
 SHARED_SHARE = 0.3  # of prompts, that begin as an earlier one did

@@ -1,6 +1,6 @@
 """Start-up, from arguments to an engine that is ready to serve. Reads downwards:
 
-fetch.py       names of the Hub become folders, before any rank starts
+model_config.py  names of the Hub become folders, before any rank starts; config.json is read and checked
 build.py       build_engine: the rank that schedules; follow: a tensor-parallel rank that does not; loaded_member:
                every rank reads config.json, starts compiling, joins the group, loads
 load.py        kernels, weights, KV blocks, runner: the same order on every device

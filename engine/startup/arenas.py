@@ -19,6 +19,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, draft_places
 from ..core.speculation.config import SpeculativeConfig
@@ -117,6 +118,24 @@ def arenas_of(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model
         else min(num_blocks, needs.at_full_load(max_num_seqs, max_model_len))
         for needs in map(needs_of, caches.groups)
     ]
+
+
+class EngineCaches(NamedTuple):
+    """The cache groups of a model and of its draft model, in one engine."""
+
+    layout: CacheLayout
+    of_model: tuple[int, ...]  # its groups, in its own order
+    of_draft_model: tuple[int, ...]
+
+
+def engine_caches(model: ModelConfig) -> EngineCaches:
+    """Return all that an engine keeps of a sequence: the model's groups, and its draft model's beside their like."""
+    own = model.caches.groups
+    groups = own if model.draft_model is None else (*own, *model.draft_model.caches.groups)
+    order = sorted(range(len(groups)), key=lambda number: groups[number].rank)
+    places = [order.index(number) for number in range(len(groups))]
+    layout = CacheLayout(tuple(groups[number] for number in order))
+    return EngineCaches(layout, tuple(places[: len(own)]), tuple(places[len(own) :]))
 
 
 def draft_bytes(

@@ -19,6 +19,7 @@ from ..core.scheduling.drafting import make_drafting
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
+from .arenas import engine_caches
 from .model_config import read_model_config
 from .phases import Phases
 from .speculation_limits import check_speculation
@@ -88,7 +89,7 @@ def build_engine(
     return Engine(
         core=core,
         model_config=loaded.model_config,
-        caches=loaded.model_config.engine_caches.layout,
+        caches=engine_caches(loaded.model_config).layout,
         region=loaded.region,
         max_model_len=loaded.core_config.max_model_len,
         steps=loaded.steps,

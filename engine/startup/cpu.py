@@ -25,7 +25,7 @@ from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
-from .arenas import draft_bytes
+from .arenas import draft_bytes, engine_caches
 from .device import DeviceContext, load_draft_model, step_limits
 from .kv_cache import allocate_drafts, allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
@@ -82,7 +82,7 @@ class CpuStartup:
             CpuBackend(CpuShapes(limits)),
             limits,
             core_config.vocab_size,
-            groups=model_config.engine_caches.first,
+            groups=engine_caches(model_config).of_model,
             drafts=allocate_drafts(self.allocate, model_config, limits, member.tp_rank, member.tensor_parallel_size),
             draft_model=self._draft_model,
         )

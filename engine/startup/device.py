@@ -22,6 +22,7 @@ from ..parallel.member import ALONE_MEMBER, Member
 from ..weights import Progress
 from ..worker.backends import DraftModel
 from ..worker.shapes import StepLimits
+from .arenas import engine_caches
 from .step_sizes import StepSizes
 
 
@@ -104,7 +105,7 @@ def load_draft_model(
     config, device = model_config.draft_model, model.device
     if config is None:
         return None
-    caches = model_config.engine_caches.second
+    caches = engine_caches(model_config).of_draft_model
     if config.eagle3 is not None:
         head = load_eagle3(config, model, device=device, progress=progress, groups=groups)
         return DraftModel(caches, head=head)

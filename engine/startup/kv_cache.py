@@ -24,7 +24,7 @@ from ..core.layout import BLOCK_SIZE, CacheLayout, GroupLayout, StateLayout, dra
 from ..core.regions import ArenaRegion, CacheRegion
 from ..hf_config.model_config import ModelConfig
 from ..worker.shapes import StepLimits
-from .arenas import arenas_of, divide_memory, least_bytes, longest_sequence
+from .arenas import arenas_of, divide_memory, engine_caches, least_bytes, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def allocate_drafts(
 
     `rank` of `size` tensor-parallel ranks. Empty where there are no drafts.
     """
-    num_places, groups = limits.max_num_seqs * draft_places(limits.max_drafts), model.engine_caches.first
+    num_places, groups = limits.max_num_seqs * draft_places(limits.max_drafts), engine_caches(model).of_model
     layouts = {number: layout.of_rank(rank, size) for number, layout in model.draft_inputs.items() if num_places}
     return {
         groups[number]: allocate(num_places * layout.block_bytes).view(num_places, layout.block_bytes)

@@ -19,6 +19,7 @@ from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
+from .arenas import engine_caches
 from .device import DeviceContext, DeviceStartup
 from .kv_cache import allocate_arenas, region_of
 from .phases import Phases
@@ -62,7 +63,7 @@ def load_member(
     All ranks of the group call it at the same time: they take the smallest number of blocks that any of them has
     memory for.
     """
-    caches, member, widest = model_config.engine_caches.layout, context.member, context.groups.widest
+    caches, member, widest = engine_caches(model_config).layout, context.member, context.groups.widest
     own_caches = caches.of_rank(member.tp_rank, member.tensor_parallel_size)
     steps = _step_sizes(config, model_config, context)
     with phases("kernels"):
@@ -131,7 +132,7 @@ def _core_config(
             window=group.window,
             checkpoint_tokens=CHECKPOINT_TOKENS if group.kind is CacheKind.STATE else None,
         )
-        for group, num_blocks in zip(model_config.engine_caches.layout.groups, arenas, strict=True)
+        for group, num_blocks in zip(engine_caches(model_config).layout.groups, arenas, strict=True)
     ]
     return EngineCoreConfig(
         num_blocks=sum(arenas),

@@ -1,4 +1,4 @@
-"""The model that an engine's arguments name, read and checked before anything of it is loaded."""
+"""The model that an engine's arguments name: fetched from the Hub, read and checked, before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,50 @@ from ..config import DTYPES, EngineConfig, InvalidEngineConfig
 from ..core.speculation.config import SpeculativeConfig
 from ..hf_config.eagle3 import read_eagle3
 from ..hf_config.errors import ModelError
-from ..hf_config.hub import Files, model_folder
+from ..hf_config.hub import Files, Progress, model_folder
 from ..hf_config.model_config import ModelConfig
 from ..models import load_config
 from .division import check_division
 from .speculation_limits import check_draft_model, check_speculation
+
+
+def fetch_models(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
+    """Return the config with folders in place of names of the Hub, having fetched what of these is not here.
+
+    `progress` is told how far a long download is. Random weights (`load_format` "dummy") need config.json and the
+    tokenizer alone. Raises `ModelNotFetched`.
+    """
+    files = Files.TEXT if config.load_format == "dummy" else Files.ALL
+    model = model_folder(
+        config.model, files, revision=config.revision, download_dir=config.download_dir, progress=progress
+    )
+    tokenizer = config.tokenizer
+    if tokenizer is not None or config.tokenizer_revision is not None:
+        tokenizer = str(
+            model_folder(
+                tokenizer or config.model,
+                Files.TEXT,
+                revision=config.tokenizer_revision,
+                download_dir=config.download_dir,
+            )
+        )
+    update: dict[str, object] = {
+        "model": str(model),
+        "tokenizer": tokenizer,
+        "revision": None,
+        "tokenizer_revision": None,
+    }
+    speculation = config.speculative_config
+    if speculation is not None and speculation.model is not None:
+        draft_model = model_folder(
+            speculation.model,
+            files,
+            revision=speculation.revision,
+            download_dir=config.download_dir,
+            progress=progress,
+        )
+        update["speculative_config"] = speculation.model_copy(update={"model": str(draft_model), "revision": None})
+    return config.model_copy(update=update)
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:

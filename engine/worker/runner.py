@@ -11,7 +11,8 @@ from ..core.layout import CHECKPOINT_TOKENS
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
 from ..layers.base import RankRows
 from .backends import Backend, CapturedSteps, DraftModel, Model, StepParts
-from .inputs import Batch, CurrentBatch, InputBuffers
+from .batch import Batch, CurrentBatch
+from .inputs import InputBuffers
 from .outputs import FinishedStep, StepOutputs
 from .sampling import LogitsProcessors
 from .shapes import StepLimits, StepShape

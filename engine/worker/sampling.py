@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.sampling import SamplingBatch, SamplingRows
 
 from ..core.step import RowStart, TokenMask
-from .inputs import Batch, Draws
+from .batch import Batch, Draws
 from .outputs import NO_LOGPROBS, LogprobColumns, StepLogprobs
 from .shapes import StepLimits
 from .tables import RowTables

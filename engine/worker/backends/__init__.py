@@ -21,7 +21,8 @@ from ...core.step import Chunk, StepSize
 from ...layers.attention import GroupCache, StateCache
 from ...layers.base import RankRows
 from ...layers.draft_head import DraftStates
-from ..inputs import Batch, CurrentBatch, InputBuffers
+from ..batch import Batch, CurrentBatch
+from ..inputs import InputBuffers
 from ..outputs import Event, StepOutputs
 from ..sampling import LogitsProcessors, StepLogits
 from ..shapes import Shapes, StepLimits, StepShape

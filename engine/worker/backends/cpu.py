@@ -29,7 +29,7 @@ from baton.kernels.step import REJECTED
 from ...core.layout import BLOCK_SIZE
 from ...core.step import Chunk
 from ...layers.base import RankRows, rows_at
-from ..inputs import Batch, Guesses
+from ..batch import Batch, Guesses
 from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites, Values

@@ -31,7 +31,8 @@ from baton.kernels.step import (
 
 from ...core.step import Chunk
 from ...layers.base import RankRows
-from ..inputs import Batch, StepInputs
+from ..batch import Batch
+from ..inputs import StepInputs
 from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites

@@ -11,6 +11,7 @@ from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.parallel.groups import ALL_ALONE
+from baton.engine.startup.arenas import engine_caches
 from baton.engine.startup.device import load_draft_model
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.runner import ModelRunner
@@ -32,7 +33,7 @@ class Engines:
 
     def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
         """Make a runner with so many blocks in each cache group."""
-        layout, own, _ = self.config.engine_caches
+        layout, own, _ = engine_caches(self.config)
         return ModelRunner(
             self.model,
             [allocate_kv(group.blocks, num_blocks).fill_(float("nan")) for group in layout.groups],
@@ -44,7 +45,7 @@ class Engines:
         )
 
     def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:
-        groups = self.config.engine_caches.layout.groups
+        groups = engine_caches(self.config).layout.groups
         config = EngineCoreConfig(
             num_blocks=num_blocks * len(groups),
             cache_groups=[CacheGroupConfig(num_blocks=num_blocks, window=group.window) for group in groups],

@@ -20,6 +20,7 @@ from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.startup import build
+from baton.engine.startup.arenas import engine_caches
 from baton.engine.startup.model_config import read_model_config
 from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_rank
 from baton.engine.worker.backends import Backend
@@ -189,4 +190,4 @@ def test_the_plan_counts_the_heads_weights_and_its_part_of_the_cache(checkpoint:
     tensors = load_file(head / "model.safetensors")
     held = sum(each.numel() for name, each in tensors.items() if name not in ("t2d", "d2t"))
     assert added == pytest.approx(4 * held, rel=0.03)
-    assert drafting.engine_caches.layout.groups[1].blocks.block_bytes == 2 * 16 * 24 * 4
+    assert engine_caches(drafting).layout.groups[1].blocks.block_bytes == 2 * 16 * 24 * 4

@@ -1,0 +1,181 @@
+"""The chunks of one step as columns of numbers, on the CPU: what the inputs of a step are made from on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..core.step import PADDING, Chunk, StepSize
+from .shapes import StepShape
+from .tables import RowTables, TableWrites
+
+
+class Guesses(NamedTuple):
+    """Guesses of the tokens of one chunk's row, of which some are the chunk's drafts."""
+
+    chunk: int
+    first: int  # the index in the row of the first
+    token_ids: Sequence[int]  # (): those that the row keeps
+    num_drafts: int
+
+
+class Draws(NamedTuple):
+    """The tokens that a step draws, one entry each."""
+
+    chunks: list[int]
+    entries: list[int]  # in a page of the outputs, where each chunk has one for each draw, and one if it has none
+    rows: list[int]
+    positions: list[int]  # tokens of the row that precede it
+
+    def pick(self, numbers: Sequence[int]) -> Draws:
+        """Return some of them."""
+        return Draws(*([column[number] for number in numbers] for column in self))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The chunks of one step as columns, one entry a chunk."""
+
+    rows: list[int]
+    starts: list[int]  # tokens of the row whose KV exists before the step; the most it may be where that is not known
+    lens: list[int]  # tokens of the row that the step runs
+    ends: list[int]  # `starts` + `lens`
+    samples: list[bool]  # a token is drawn behind the chunk, and behind the token before each draft
+    scored: list[int]  # indices of the chunks whose tokens get prompt logprobs
+    guesses: list[Guesses]  # of the chunks that end in drafts
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], starts: list[int] | None = None) -> Batch:
+        """Make the batch of a plan. `starts`, if they are known better than the plan knew them."""
+        starts = [chunk.start for chunk in chunks] if starts is None else starts
+        lens = [chunk.num_tokens for chunk in chunks]
+        return cls(
+            rows=[chunk.row for chunk in chunks],
+            starts=starts,
+            lens=lens,
+            ends=[start + length for start, length in zip(starts, lens, strict=True)],
+            samples=[chunk.samples for chunk in chunks],
+            scored=[i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs],
+            guesses=[
+                Guesses(i, chunk.first_guess, chunk.drafts, chunk.num_drafts)
+                for i, chunk in enumerate(chunks)
+                if chunk.num_drafts
+            ],
+        )
+
+    @cached_property
+    def num_draws(self) -> list[int]:
+        """Tokens that are drawn for each chunk."""
+        counts = [int(samples) for samples in self.samples]
+        for guesses in self.guesses:
+            counts[guesses.chunk] += guesses.num_drafts
+        return counts
+
+    @cached_property
+    def num_wanted(self) -> list[int]:
+        """Tokens of each chunk whose hidden states are needed: those that are scored, else those drawn from."""
+        if not self.scored:
+            return self.num_draws
+        counts = list(self.num_draws)
+        for index in self.scored:
+            counts[index] = self.lens[index]
+        return counts
+
+    @cached_property
+    def drawing(self) -> list[int]:
+        """Indices of the chunks that sample."""
+        return [i for i, samples in enumerate(self.samples) if samples]
+
+    @cached_property
+    def draws(self) -> Draws:
+        """All draws of the step, chunk by chunk."""
+        if not self.guesses:
+            drawing = self.drawing
+            return Draws(drawing, drawing, [self.rows[i] for i in drawing], [self.ends[i] for i in drawing])
+        chunks = [i for i, count in enumerate(self.num_draws) for _ in range(count)]
+        offsets = [offset for count in self.num_draws for offset in range(1 - count, 1)]  # from the chunk's last draw
+        last_entries = [end - 1 for end in accumulate(max(count, 1) for count in self.num_draws)]
+        return Draws(
+            chunks,
+            [last_entries[i] + offset for i, offset in zip(chunks, offsets, strict=True)],
+            [self.rows[i] for i in chunks],
+            [self.ends[i] + offset for i, offset in zip(chunks, offsets, strict=True)],
+        )
+
+    @cached_property
+    def size(self) -> StepSize:
+        """The size of the step, as `StepPlan.size` gives it; `PADDING` where there are no chunks."""
+        if not self.rows:
+            return PADDING
+        num_wanted = sum(self.num_wanted)
+        return StepSize(sum(self.lens), len(self.rows), max(1, num_wanted), bool(self.scored))
+
+    @cached_property
+    def num_decoding(self) -> int:
+        """The number of leading chunks that have one token, and drafts behind it or none."""
+        drafted = {guesses.chunk for guesses in self.guesses}
+        return next((i for i, length in enumerate(self.lens) if length != 1 and i not in drafted), len(self.lens))
+
+    @property
+    def has_prompts(self) -> bool:
+        """True where a chunk is more than a decode and its drafts."""
+        return sum(self.lens) > len(self.lens) + sum(guesses.num_drafts for guesses in self.guesses)
+
+    @property
+    def alone(self) -> int:
+        """The length of the step's only sequence; 0 where there are several."""
+        return self.ends[0] if len(self.ends) == 1 else 0
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence has in the step."""
+        return max(self.lens, default=1)
+
+    def exact_shape(self, num_wanted: int) -> StepShape:
+        """Return the shape of the step without padding, in which so many tokens are wanted."""
+        num_seqs, num_tokens = len(self.lens), self.size.num_tokens
+        num_decodes = num_seqs
+        if num_seqs != num_tokens:
+            num_decodes = next(i for i, length in enumerate(self.lens) if length != 1)
+        max_drafts = max((guesses.num_drafts for guesses in self.guesses), default=0)
+        return StepShape(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            max_query_len=self.longest,
+            max_seq_len=max(self.ends),
+            num_kv_tokens=sum(self.ends[num_decodes:]),
+            num_wanted=None if num_wanted == num_tokens else num_wanted,
+            max_drafts=max_drafts if self.num_decoding == num_seqs else 0,
+        )
+
+
+class CurrentBatch:
+    """The batch that the device's tables hold, so that only differences are written.
+
+    Where a row begins is the device's own knowledge. So a step of decodes of the same rows as before needs nothing
+    written: the steady state of decoding.
+
+    Behind the last sequence all rows are -1, whatever size the step is padded to.
+    """
+
+    def __init__(self, tables: RowTables, writes: TableWrites) -> None:
+        self._tables = tables
+        self._writes = writes
+        self.batch = Batch.of([])
+
+    def set(self, batch: Batch, shape: StepShape) -> None:
+        """Write the next step's batch, which is padded to `shape`."""
+        last = self.batch
+        if batch.rows != last.rows or batch.samples != last.samples:
+            tables, add = self._tables, self._writes.add
+            add(tables.rows.address(0), batch.rows + [-1] * (len(last.rows) - len(batch.rows)))
+            add(tables.samples.address(0), batch.samples)
+        if not shape.is_decode:
+            query_start = list(accumulate(batch.lens, initial=0))
+            query_start += query_start[-1:] * (shape.num_seqs - len(batch.lens))
+            self._writes.add(self._tables.query_start.address(0), query_start)
+        self.batch = batch
