@@ -87,6 +87,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6 * float(expected.abs().max()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("held", [(2, 3, 4), (5, 0, 1), (3,)], ids=str)
 def test_a_rank_holds_the_experts_that_it_keeps(form: str, held: tuple[int, ...]) -> None:
