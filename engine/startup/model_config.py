@@ -1,4 +1,4 @@
-"""The model that an engine's arguments name: fetched from the Hub, read and checked, before anything of it is loaded."""
+"""The model that an engine's arguments name: fetched from the Hub, read, and checked before any of it is loaded."""
 
 from __future__ import annotations
 
