@@ -13,34 +13,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
-from baton.engine.core.messages import EngineRequest, EngineStats
-from baton.engine.core.scheduling.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
-from baton.engine.core.speculation.drafter import DeviceDrafter
-from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.models import load_config
-from baton.engine.startup import build
-from baton.engine.worker.backends import Backend
-from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.backends.guesses import HeadGuesser
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.shapes import CudaShapes
 from baton.engine.worker.warmup import ProfileRun
 
 from ...helpers.draft_layers import DraftReference, expected_accepted, num_layers_of, with_draft_layer
 from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
 from .copy_connector import Room
-from .cores import Engines, answers_of, tokens_and_logprobs
+from .cores import Engines
+from .guessing import HOT, LIMITS, MOST, answers, check_both_backends, draft_always, requests_of, stats_of
 from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
-HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
 KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
-MOST = 3
-LIMITS = StepLimits(
-    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
-)
 MTP = {"method": "mtp", "num_speculative_tokens": MOST}
 
 
@@ -51,31 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """Make engines whose requests always have as many drafts as they may."""
-
-    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
-        if config is None:
-            return None
-        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
-
-    monkeypatch.setattr(build, "make_drafting", drafting)
+    draft_always(monkeypatch)
 
     def make(path: Path = folder, **args: Any) -> LLM:
         small = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
         return LLM(str(path), **{**small, **args})
 
     return make
-
-
-def answers(llm: LLM, params: SamplingParams) -> list[Any]:
-    outputs = llm.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
-    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
-
-
-def stats_of(llm: LLM) -> SpeculationStats:
-    stats = llm.engine.core.stats().speculation
-    assert stats is not None
-    return stats
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +59,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
     make: Callable[..., LLM], hybrid: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(make(hybrid), params)
+    expected = answers(make(hybrid), PROMPTS, params)
     drafting = make(hybrid, speculative_config=MTP, **args)
     for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, params) == expected
+        assert answers(drafting, PROMPTS, params) == expected
     stats = stats_of(drafting)
     assert stats.num_draft_tokens > 100
     assert stats.num_accepted_tokens > 10 or params is not HOT
@@ -115,10 +85,10 @@ def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
 def test_answers_are_those_without_a_draft_layer(
     make: Callable[..., LLM], params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(make(), params)
+    expected = answers(make(), PROMPTS, params)
     drafting = make(speculative_config=MTP, **args)
     for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, params) == expected
+        assert answers(drafting, PROMPTS, params) == expected
     assert stats_of(drafting).num_draft_tokens > 100
     core = drafting.engine.core
     if "num_gpu_blocks_override" in args:
@@ -162,7 +132,7 @@ def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], 
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     for params in (GREEDY, HOT):
         drafting = make(path, speculative_config=MTP)
-        assert answers(drafting, params) == answers(make(path), params)
+        assert answers(drafting, PROMPTS, params) == answers(make(path), PROMPTS, params)
         stats = stats_of(drafting)
         assert stats.num_accepted_tokens > 100
         assert stats.acceptance_rate > 0.99, "two norms round otherwise than one, now and then"
@@ -173,15 +143,12 @@ def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
     make: Callable[..., LLM], folder: Path, params: SamplingParams
 ) -> None:
     plain = make()
-    own = own_seeds(params, len(PROMPTS))
-    requests = [
-        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=each, seed=each.seed or 0)
-        for i, (prompt, each) in enumerate(zip(PROMPTS, own, strict=True))
-    ]
     room = Room()
     args = {"model": str(folder), "dtype": "float32", "max_num_seqs": 8, "speculative_config": MTP}
     prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
-    assert hand_off(prefill, decode, requests) == [token_ids for token_ids, _ in answers(plain, params)]
+    assert hand_off(prefill, decode, requests_of(PROMPTS, params)) == [
+        token_ids for token_ids, _ in answers(plain, PROMPTS, params)
+    ]
     there, here = prefill.stats().speculation, decode.stats().speculation
     assert there is not None
     assert there.num_drafts == 0
@@ -198,27 +165,7 @@ def engines(folder: Path) -> Engines:
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 20])
 def test_steps_as_a_gpu_runs_them_guess_the_same(engines: Engines, num_blocks: int, captured: bool, depth: int) -> None:
-    requests = [
-        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=HOT, seed=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-    def serve(backend: Backend) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
-        runner = engines.runner(backend, num_blocks)
-        if captured:
-            runner.capture()
-        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
-        core = engines.core(runner, num_blocks, depth, drafting)
-        outputs = answers_of(core, requests)
-        return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
-
-    there = CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32 if captured else 0), torch.float32)
-    (stats, found), (plain, expected) = serve(there), serve(CpuBackend(CpuShapes(LIMITS)))
-    assert found.keys() == expected.keys()
-    for name, (tokens, values) in found.items():
-        assert tokens == expected[name][0]
-        assert values == pytest.approx(expected[name][1], abs=1e-4)
-    assert stats.speculation == plain.speculation
+    stats = check_both_backends(engines, PROMPTS, num_blocks=num_blocks, captured=captured, depth=depth)
     assert stats.speculation is not None
     assert stats.speculation.num_accepted_tokens > 30
     assert stats.num_preemptions > 0 or num_blocks == 64

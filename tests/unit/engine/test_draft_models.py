@@ -8,32 +8,19 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams, build_engine
-from baton.engine.core.messages import EngineRequest
-from baton.engine.core.scheduling.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
-from baton.engine.core.speculation.drafter import DeviceDrafter
-from baton.engine.core.speculation.stats import SpeculationStats
-from baton.engine.startup import build
 from baton.engine.startup.model_config import read_model_config
-from baton.engine.worker.backends import Backend
-from baton.engine.worker.backends.cpu import CpuBackend
-from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 
 from ...helpers.checkpoints import write_checkpoint
-from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
 from .copy_connector import Room
-from .cores import Engines, answers_of, tokens_and_logprobs
+from .cores import Engines
+from .guessing import HOT, LIMITS, MOST, answers, check_both_backends, draft_always, requests_of, stats_of
 from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)  # behind which a block has room for guesses
-HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
 KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
-MOST = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +32,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """Make engines whose requests always have as many drafts as they may."""
-
-    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
-        if config is None:
-            return None
-        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
-
-    monkeypatch.setattr(build, "make_drafting", drafting)
+    draft_always(monkeypatch)
     return make_llm
 
 
 def guessing(model: Path) -> dict[str, Any]:
     return {"model": str(model), "num_speculative_tokens": MOST}
-
-
-def answers(llm: LLM, params: SamplingParams) -> list[Any]:
-    outputs = llm.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
-    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
-
-
-def stats_of(llm: LLM) -> SpeculationStats:
-    stats = llm.engine.core.stats().speculation
-    assert stats is not None
-    return stats
 
 
 @pytest.mark.exhaustive
@@ -87,10 +56,10 @@ def stats_of(llm: LLM) -> SpeculationStats:
 def test_answers_are_those_without_a_draft_model(
     llm: LLM, make: Callable[..., LLM], other: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(llm, params)
+    expected = answers(llm, PROMPTS, params)
     drafting = make(speculative_config=guessing(other), **args)
     for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, params) == expected
+        assert answers(drafting, PROMPTS, params) == expected
     assert stats_of(drafting).num_draft_tokens > 100
     core = drafting.engine.core
     if "num_gpu_blocks_override" in args:
@@ -104,7 +73,7 @@ def test_a_model_guesses_itself_right(
     make: Callable[..., LLM], checkpoint: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
     drafting = make(speculative_config=guessing(checkpoint), **args)
-    answers(drafting, params)
+    answers(drafting, PROMPTS, params)
     stats = stats_of(drafting)
     assert stats.num_draft_tokens > 100
     assert stats.acceptance_rate == 1, "its cache has all tokens, and no others"
@@ -143,19 +112,12 @@ def test_guesses_are_what_the_draft_model_draws_by_itself(
     assert any(expected) or params is GREEDY
 
 
-def requests_of(params: SamplingParams) -> list[EngineRequest]:
-    return [
-        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=own, seed=own.seed or 0)
-        for i, (prompt, own) in enumerate(zip(PROMPTS, own_seeds(params, len(PROMPTS)), strict=True))
-    ]
-
-
 def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[..., LLM], checkpoint: Path) -> None:
     room = Room()
     args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8}
     args["speculative_config"] = guessing(checkpoint)
     prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
-    assert hand_off(prefill, decode, requests_of(HOT)) == [tokens for tokens, _ in answers(llm, HOT)]
+    assert hand_off(prefill, decode, requests_of(PROMPTS, HOT)) == [tokens for tokens, _ in answers(llm, PROMPTS, HOT)]
     stats = decode.stats().speculation
     assert stats is not None
     assert stats.num_draft_tokens > 100
@@ -166,25 +128,9 @@ def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[...,
 def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, depth: int) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
     config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(other)}))
-    limits = StepLimits(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
-    )
-    engines = Engines(config, limits)
-
-    def serve(backend: Backend) -> tuple[SpeculationStats | None, dict[str, tuple[list[int], list[float]]]]:
-        runner = engines.runner(backend, 64)
-        runner.capture()
-        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
-        core = engines.core(runner, 64, depth, drafting)
-        outputs = answers_of(core, requests_of(HOT))
-        return core.stats().speculation, {name: tokens_and_logprobs(each) for name, each in outputs.items()}
-
-    there = CudaBackend(InlineStream(), CudaShapes(limits, max_tokens=32), torch.float32)
-    (stats, found), (plain, expected) = serve(there), serve(CpuBackend(CpuShapes(limits)))
-    assert {name: tokens for name, (tokens, _) in found.items()} == {name: each for name, (each, _) in expected.items()}
-    assert stats == plain
-    assert stats is not None
-    assert stats.num_accepted_tokens > 30
+    stats = check_both_backends(Engines(config, LIMITS), PROMPTS, depth=depth)
+    assert stats.speculation is not None
+    assert stats.speculation.num_accepted_tokens > 30
 
 
 @pytest.mark.parametrize(

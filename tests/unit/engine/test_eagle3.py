@@ -13,31 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
-from baton.engine.core.messages import EngineRequest
-from baton.engine.core.scheduling.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
-from baton.engine.core.speculation.drafter import DeviceDrafter
-from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.hf_config.errors import WeightsError
-from baton.engine.startup import build
 from baton.engine.startup.arenas import engine_caches
 from baton.engine.startup.model_config import read_model_config
 from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_rank
-from baton.engine.worker.backends import Backend
-from baton.engine.worker.backends.cpu import CpuBackend
-from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 
 from ...helpers.checkpoints import make_model
 from ...helpers.draft_layers import expected_accepted
 from ...helpers.eagle3 import Eagle3Reference, write_eagle3
-from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
-from .cores import Engines, answers_of, tokens_and_logprobs
+from .cores import Engines
+from .guessing import HOT, LIMITS, MOST, answers, check_both_backends, draft_always, stats_of
 
 PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)
-HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
-MOST = 3
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +35,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """Make engines whose requests always have as many drafts as they may."""
-
-    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
-        if config is None:
-            return None
-        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
-
-    monkeypatch.setattr(build, "make_drafting", drafting)
+    draft_always(monkeypatch)
     return make_llm
 
 
 def guessing(folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": MOST}
-
-
-def answers(llm: LLM, params: SamplingParams) -> list[Any]:
-    outputs = llm.generate(PROMPTS, own_seeds(params, len(PROMPTS)), use_tqdm=False)
-    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
-
-
-def stats_of(llm: LLM) -> SpeculationStats:
-    stats = llm.engine.core.stats().speculation
-    assert stats is not None
-    return stats
 
 
 @pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
@@ -82,10 +52,10 @@ def stats_of(llm: LLM) -> SpeculationStats:
 def test_answers_are_those_without_a_head(
     llm: LLM, make: Callable[..., LLM], head: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(llm, params)
+    expected = answers(llm, PROMPTS, params)
     drafting = make(speculative_config=guessing(head), **args)
     for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, params) == expected
+        assert answers(drafting, PROMPTS, params) == expected
     assert stats_of(drafting).num_draft_tokens > 100
 
 
@@ -107,25 +77,7 @@ def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_
 def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, head: Path) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
     config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(head)}))
-    limits = StepLimits(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
-    )
-    engines = Engines(config, limits)
-    requests = [
-        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=HOT, seed=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-    def serve(backend: Backend) -> tuple[SpeculationStats | None, dict[str, list[int]]]:
-        runner = engines.runner(backend, 64)
-        runner.capture()
-        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
-        core = engines.core(runner, 64, 2, drafting)
-        outputs = answers_of(core, requests)
-        return core.stats().speculation, {name: tokens_and_logprobs(each)[0] for name, each in outputs.items()}
-
-    there = CudaBackend(InlineStream(), CudaShapes(limits, max_tokens=32), torch.float32)
-    assert serve(there) == serve(CpuBackend(CpuShapes(limits)))
+    check_both_backends(Engines(config, LIMITS), PROMPTS)
 
 
 def read(checkpoint: Path, folder: Path, **args: Any) -> Any:
@@ -169,7 +121,7 @@ def test_a_head_knows_all_tokens_where_its_config_names_no_number(
         del tensors[name]
     save_file(tensors, folder / "model.safetensors")
     drafting = make(speculative_config=guessing(folder))
-    assert answers(drafting, HOT) == answers(llm, HOT)
+    assert answers(drafting, PROMPTS, HOT) == answers(llm, PROMPTS, HOT)
     assert stats_of(drafting).num_accepted_tokens > 0
 
 
