@@ -54,6 +54,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_draft_layer(tmp_path_factory.mktemp("drafting") / "qwen3_next", "qwen3_next")
 
 
+@pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 16, "async_scheduling": True}], ids=["", "chunked"])
 def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
@@ -96,6 +97,7 @@ def test_answers_are_those_without_a_draft_layer(
     assert core.stats().num_blocks_free == core.stats().num_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("chunk", [256, 16])
 def test_guesses_are_those_that_the_layers_of_transformers_give(
@@ -114,6 +116,7 @@ def test_guesses_are_those_that_the_layers_of_transformers_give(
         assert all(expected), "random numbers decide most draws, so some guesses are right"
 
 
+@pytest.mark.slow
 def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], folder: Path, tmp_path: Path) -> None:
     """A model whose next token follows from the last one alone, and a draft layer that reads just that."""
     path, own = tmp_path / "known", num_layers_of("deepseek_v3")
@@ -138,6 +141,7 @@ def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], 
         assert stats.acceptance_rate > 0.99, "two norms round otherwise than one, now and then"
 
 
+@pytest.mark.slow
 @KINDS
 def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
     make: Callable[..., LLM], folder: Path, params: SamplingParams
@@ -161,6 +165,7 @@ def engines(folder: Path) -> Engines:
     return Engines(load_config(folder, dtype="float32", drafts=True), LIMITS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 20])

@@ -67,6 +67,7 @@ def test_answers_are_those_without_a_draft_model(
     assert core.stats().num_blocks_free == core.stats().num_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 16, "async_scheduling": True}], ids=["", "chunked"])
 def test_a_model_guesses_itself_right(
@@ -92,6 +93,7 @@ def expected_accepted(guess: Callable[[list[int], int], Sequence[int]], whole: l
     return accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_guesses_are_what_the_draft_model_draws_by_itself(
     make: Callable[..., LLM], other: Path, params: SamplingParams
@@ -124,6 +126,7 @@ def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[...,
     assert stats.acceptance_rate == 1, "the prompts' part of its cache came with the model's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, depth: int) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}

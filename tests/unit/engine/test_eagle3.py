@@ -43,6 +43,7 @@ def guessing(folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": MOST}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
 @pytest.mark.parametrize(
     "args",
@@ -59,6 +60,7 @@ def test_answers_are_those_without_a_head(
     assert stats_of(drafting).num_draft_tokens > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}], ids=["", "adds to the norm"])
 def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_path: Path, changes: Any) -> None:
     folder = write_eagle3(tmp_path / "head", **changes)
