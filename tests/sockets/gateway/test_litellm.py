@@ -25,6 +25,7 @@ ROUTES = ["hosted_vllm", "openai", "anthropic"]  # LiteLLM's names of servers; t
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network for prices
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # its import sets it
     import litellm
 
     monkeypatch.setattr(litellm, "suppress_debug_info", True)
