@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from .core.sampling import SamplingParams as SamplingParams
     from .core.sampling import StructuredOutputsParams as StructuredOutputsParams
     from .offline.arguments import InvalidArgument as InvalidArgument
+    from .offline.arguments import InvalidPrompt as InvalidPrompt
     from .offline.completion import CompletionOutput as CompletionOutput
     from .offline.completion import Logprob as Logprob
     from .offline.completion import RequestOutput as RequestOutput
     from .offline.llm import LLM as LLM
     from .offline.llm import GenerationFailed as GenerationFailed
-    from .offline.prompts import InvalidPrompt as InvalidPrompt
     from .startup.build import Engine as Engine
     from .startup.build import build_engine as build_engine
 
@@ -35,7 +35,7 @@ _HOME = {
     "Logprob": "offline.completion",
     "GenerationFailed": "offline.llm",
     "InvalidArgument": "offline.arguments",
-    "InvalidPrompt": "offline.prompts",
+    "InvalidPrompt": "offline.arguments",
     "EngineConfig": "config",
     "InvalidEngineConfig": "config",
     "Engine": "startup.build",

@@ -13,6 +13,8 @@ chunk by chunk has every state that is to be kept in its registers, at whatever 
     query lengths ─> Cuts         where chunks begin, whose they are, which of them end in a checkpoint: lists
                   ─> StateBatch   the same on the device
 
+Kernels of a GPU take sequences side by side. On a CPU and in references, `carry_states` is the loop over them.
+
 A captured step has any number of decodes, up to that of its sequences: both kinds of kernels look at every sequence,
 and pass over those that are not theirs. A step that is launched as it is has as many as it has.
 
@@ -27,7 +29,7 @@ applies those that were accepted to the state, and then its own tokens (`Replay`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -297,3 +299,58 @@ def _chunks(length: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
         for begin, end in zip(begins, ends, strict=True)
         for first in range(begin, end, CHUNK)
     ]
+
+
+def carry_states(
+    state: Tensor,
+    batch: StateBatch,
+    dtype: torch.dtype,
+    advance: Callable[[Tensor, slice], Tensor],
+    *,
+    span: int | None = None,
+    replay: Callable[[Tensor, int], Tensor] | None = None,
+) -> None:
+    """Take every sequence's state from its source through its tokens, and write it to its checkpoints and its target.
+
+    `advance(current, tokens)` returns the state, in `dtype`, behind the tokens of a slice that begins behind `current`.
+    A slice holds at most `span` tokens; None: a chunk of the batch, or all tokens of a sequence that goes token by
+    token.
+
+    `replay(current, place)` returns the state behind the draft whose inputs lie in a place, for a batch with a
+    `Replay`. Decodes of such a batch go one token at a time, so that a token that was a draft changes the state by the
+    same operations as any other.
+    """
+    num_replaying = int(batch.num_decodes) if batch.replay is not None else 0
+    starts, sources, targets = batch.query_start.tolist(), batch.sources.tolist(), batch.targets.tolist()
+    bounds, checkpoints, first_chunks = (
+        part.tolist() for part in (batch.chunk_start, batch.checkpoints, batch.seq_chunks)
+    )
+    for seq, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if starts[seq] == starts[seq + 1]:
+            continue
+        chunks = [(starts[seq], starts[seq + 1], -1)]
+        if numbers := range(*first_chunks[seq : seq + 2]):
+            chunks = [(bounds[chunk], bounds[chunk + 1], checkpoints[chunk]) for chunk in numbers]
+        current = initial_state(state, source, dtype)
+        if seq < num_replaying:
+            assert batch.replay is not None
+            assert replay is not None
+            for place in batch.replay.pending(seq):
+                current = replay(current, place)
+            for token in range(starts[seq], starts[seq + 1]):
+                current = advance(current, slice(token, token + 1))
+                if token == starts[seq] and target >= 0:
+                    state[target] = current.to(state.dtype)
+            continue
+        for begin, end, checkpoint in chunks:
+            for first in range(begin, end, span or end - begin):
+                current = advance(current, slice(first, min(first + span, end) if span else end))
+            if checkpoint >= 0:
+                state[checkpoint] = current.to(state.dtype)
+        if target >= 0:
+            state[target] = current.to(state.dtype)
+
+
+def initial_state(state: Tensor, source: int, dtype: torch.dtype) -> Tensor:
+    """Return the state of a slot, zeros for slot -1."""
+    return torch.zeros(state.shape[1:], dtype=dtype, device=state.device) if source < 0 else state[source].to(dtype)

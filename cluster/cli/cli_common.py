@@ -1,12 +1,20 @@
-"""Options, errors and output that several commands share."""
+"""Options, errors and output that several commands share.
+
+Output that is drawn again and again (`watch`) stays in its place in a terminal; in a pipe or a file one drawing comes
+below the other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 from urllib.parse import urlsplit
@@ -14,7 +22,7 @@ from urllib.parse import urlsplit
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 EXIT_USAGE = 2
 WIDE = 10_000  # columns
@@ -129,3 +137,35 @@ def engine_args_from(words: list[str]) -> dict[str, Any]:
         else:
             args[name] = True
     return args
+
+
+@dataclass(frozen=True)
+class Pace:
+    interval_s: float
+    iterations: int = 0  # 0: until Ctrl-C
+
+
+def watch(pace: Pace, draw: Callable[[], RenderableType], *, is_first_drawn: bool = False) -> None:
+    """Show what `draw` returns every `interval_s`, until Ctrl-C or as often as `iterations` says.
+
+    With `is_first_drawn` the first time counts, and is left out.
+    """
+    from rich.live import Live
+
+    console = stdout_console()
+    with contextlib.suppress(KeyboardInterrupt):
+        if not console.is_terminal:
+            for _ in _times(pace, is_first_drawn):
+                console.print(draw(), soft_wrap=True)
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for _ in _times(pace, is_first_drawn):
+                live.update(draw(), refresh=True)
+
+
+def _times(pace: Pace, is_first_drawn: bool) -> Iterator[int]:
+    for index in itertools.count() if not pace.iterations else range(pace.iterations):
+        if index:
+            time.sleep(pace.interval_s)
+        if index or not is_first_drawn:
+            yield index

@@ -17,8 +17,7 @@ from rich.text import Text
 from baton.cluster.gateway.routing.ranks import spell_ranks
 from baton.engine.core.speculation.stats import SpeculationStats
 
-from .cli_common import fail, stdout_console
-from .watch import Pace, watch
+from .cli_common import Pace, fail, stdout_console, watch
 
 ANSWER_S = 600.0  # silence of a chat's server
 STATUS_S = 10.0  # silence of a gateway that is asked for its state, which it knows at once

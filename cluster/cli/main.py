@@ -195,8 +195,8 @@ def status(
 
     The exit code is 1 where no engine can serve a request, and where no gateway answers: then only an error is told.
     """
+    from .cli_common import Pace
     from .http_client import show_status
-    from .watch import Pace
 
     pace = Pace(interval, iterations) if is_watched else None
     raise SystemExit(show_status(url, api_key, as_json=as_json, pace=pace))
@@ -208,8 +208,8 @@ def top(url: Url = DEFAULT_URL, api_key: ApiKey = None, interval: Interval = 2.0
 
     Latencies, prefix hits and failures are of the last minute, rates of the last ten seconds.
     """
+    from .cli_common import Pace
     from .top import show_top
-    from .watch import Pace
 
     show_top(url, api_key, Pace(interval, iterations))
 

@@ -1,10 +1,20 @@
 """Reads a model's configuration from its folder: config.json, generation_config.json and the headers of its weights.
 
 Imports neither torch nor transformers: a model's context length or end tokens are there in milliseconds.
+
+Of a checkpoint that also reads images the text model is read (`text_part`), under the names that it has alone:
+
+config.json    {architectures: [Gemma3ForConditionalGeneration], text_config: {...}, vision_config: {...}, ...}
+
+tensors        model.language_model.layers.0...    model.layers.0...       as transformers has written them lately
+               language_model.model.layers.0...    model.layers.0...       and before
+               lm_head, language_model.lm_head     lm_head
+               towers, projectors, draft layers    are left out
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -29,10 +39,16 @@ from .rope import (
     read_ropes_by_window,
     read_rotary_fraction,
 )
-from .text_part import text_part
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_config(
@@ -273,3 +289,47 @@ def _plain(value: Any) -> Any:
         each.name for each in fields(value) if "newer" in each.metadata and getattr(value, each.name) == each.default
     }
     return {"kind": type(value).__name__, **{name: kept for name, kept in asdict(value).items() if name not in new}}
+
+
+def text_part(folder: ModelFolder, kinds: Mapping[str, str]) -> ModelFolder:
+    """Return the folder as if it held the text model only.
+
+    `kinds`: the `model_type` that the text of each architecture must have. Raises `ModelError` for another one, and
+    without a `text_config`.
+    """
+    checkpoint = None if folder.checkpoint is None else text_tensors(folder.checkpoint)
+    config = _text_config(folder.config)
+    expected = {kinds[name] for name in folder.config["architectures"] if name in kinds}
+    if config.get("model_type") not in expected:
+        raise UnsupportedModel(
+            f"config.json: a text_config of model_type {config.get('model_type')!r} is not supported in "
+            f"{folder.config['architectures']}, only {', '.join(sorted(expected))}"
+        )
+    return dataclasses.replace(folder, config=config, checkpoint=checkpoint)
+
+
+def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the tensors of the text model, under the names that it has alone."""
+    entries = {
+        own: dataclasses.replace(entry, name=own, renamed_from=name)
+        for name, entry in checkpoint.entries.items()
+        if (own := _own_name(name)) is not None
+    }
+    index = {own: file for name, file in checkpoint.index.items() if (own := _own_name(name)) is not None}
+    return Checkpoint(checkpoint.folder, entries, index)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise InvalidModelConfig(f"config.json: 'text_config' must be an object for a model of images, not {text!r}")
+    given = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    return {**text, **given}
+
+
+def _own_name(name: str) -> str | None:
+    """Return the name that a tensor has in the text model; None where it is no part of it."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return None

@@ -281,7 +281,7 @@ class ModelConfig:
     load_format: str
     seed: int  # of dummy weights
     identity: str  # equal where the weights and what is computed with them are; 32 hex digits
-    is_text_part: bool = False  # its checkpoint is one of a model that also reads images: `text_part`
+    is_text_part: bool = False  # its checkpoint is one of a model that also reads images: `config_reader.text_part`
 
     @cached_property
     def caches(self) -> CacheLayout:

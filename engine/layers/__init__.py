@@ -6,7 +6,7 @@
     weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
     attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `kda`, `mamba2` (states)
     MLPs         `mlp`, `moe` with `experts`
-    around       `norm`, `residual`, `embedding`, `layer_inputs`, `decoder` with `decoder_layer`
+    around       `norm` with the residual stream, `embedding`, `decoder` with `decoder_layer`
 
 Importing this package loads no torch: a block is loaded when it is first named, so that model files can be imported
 where configs are read and nothing is computed.
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from baton.kernels.linear import Activation
 
     from .attention import Attention, TokenMixer
+    from .decoder import LayerInput
     from .decoder_layer import Branch, LayerStep
     from .delta_net import GatedDeltaNet
     from .experts import NormedRouter
     from .kda import KimiDeltaAttention
-    from .layer_inputs import LayerInput
     from .mamba2 import Mamba2
     from .mla import LatentAttention
     from .mlp import MLP, FeedForward, GatedMLP
@@ -60,7 +60,7 @@ _MODULES = {
     "GatedMLP": "mlp",
     "KimiDeltaAttention": "kda",
     "LatentAttention": "mla",
-    "LayerInput": "layer_inputs",
+    "LayerInput": "decoder",
     "LayerStep": "decoder_layer",
     "MLP": "mlp",
     "Mamba2": "mamba2",

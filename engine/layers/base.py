@@ -344,7 +344,7 @@ class TokenRows:
 
     slots: Tensor  # int64 [T]: where each token's KV went; -1 marks padding
     of_ranks: tuple[int, ...] | None = None  # of each data-parallel rank; None: as many as here
-    layer_inputs: Tensor | None = None  # [T, layers * width]: see `layers.layer_inputs`
+    layer_inputs: Tensor | None = None  # [T, layers * width]: see `layers.decoder`
 
 
 def rows_at(x: Tensor, wanted: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from .attention import LayerContext, TokenMixer
     from .mlp import FeedForward
-    from .norm import RMSNorm
-    from .residual import ResidualStream
+    from .norm import ResidualStream, RMSNorm
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from .attention import LayerContext
 from .base import Layer
 from .decoder_layer import DecoderLayer, LayerStep
 from .linear import Linear
-from .norm import RMSNorm
-from .residual import ResidualStream
+from .norm import ResidualStream, RMSNorm
 
 
 class DraftStates(NamedTuple):

@@ -1,15 +1,133 @@
-"""Arguments of `LLM.generate` and `LLM.chat` beside prompts."""
+"""Arguments of `LLM.generate` and `LLM.chat`.
+
+Prompts come in the forms that scripts give them: text, token ids, or one of the two in a mapping.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, cast
+
+import msgspec
 
 from ..core.sampling import InvalidSamplingParams, SamplingParams, as_decoded
+from ..text import InvalidMessages, Tokenizer
 from ..vllm_compat import UnsupportedArgument, refusals
-from .prompts import InvalidPrompt
 
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+_PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "prediction"}
 _TAKEN = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # by `render_chat`
+
+
+class InvalidPrompt(ValueError):
+    """A prompt or a combination of prompts and parameters that no engine could serve."""
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    text: str | None  # where known
+    token_ids: list[int]
+    cache_salt: str
+    prediction: list[int] = field(default_factory=list)  # the answer that is expected
+
+
+def as_list(prompts: Any) -> Sequence[Any]:
+    """Return a list of prompts; a single prompt becomes a list of one. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = _listed(prompts)
+    if listed is None:
+        raise InvalidPrompt(f"prompts is of type {type(prompts).__name__}: give {_PROMPT_FORMS}, or a list of them")
+    return [listed] if len(listed) > 0 and isinstance(listed[0], Integral) else listed
+
+
+def as_conversations(messages: Any) -> Sequence[Messages]:
+    """Return a list of conversations; a single one becomes a list of one. Raises `InvalidMessages`."""
+    single = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+    conversations = [messages] if single else messages
+    for given in (conversations, *(conversations if isinstance(conversations, list | tuple) else ())):
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+            kind = type(given).__name__
+            raise InvalidMessages(f"messages hold a {kind}: give a list of messages, or a list of such lists")
+    return cast(Sequence[Messages], conversations)
+
+
+class PromptReader:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises `InvalidPrompt` where there is none."""
+        if self._tokenizer is None:
+            raise InvalidPrompt("text needs a tokenizer: leave out skip_tokenizer_init, or give prompt_token_ids")
+        return self._tokenizer
+
+    def read(self, index: int, prompt: Any) -> ReadPrompt:
+        """`index` is its place among the prompts of a call. Raises `InvalidPrompt`."""
+        where = f"prompts[{index}]"
+        if isinstance(prompt, str):
+            return ReadPrompt(prompt, self._encode(where, prompt), "")
+        if isinstance(prompt, Mapping):
+            return self._read_mapping(where, prompt)
+        if _listed(prompt) is None:
+            raise InvalidPrompt(f"{where} is of type {type(prompt).__name__}: give {_PROMPT_FORMS}")
+        return ReadPrompt(None, _token_ids(where, prompt), "")
+
+    def _read_mapping(self, where: str, prompt: Mapping[str, Any]) -> ReadPrompt:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if given.keys() - _PROMPT_KEYS or not given.keys() & {"prompt", "prompt_token_ids"}:
+            raise InvalidPrompt(
+                f"{where} has the keys {', '.join(sorted(map(str, given))) or 'of nothing'}: give prompt or "
+                "prompt_token_ids, and cache_salt or prediction if wanted"
+            )
+        for key in ("prompt", "cache_salt"):
+            if not isinstance(given.get(key, ""), str):
+                raise InvalidPrompt(f"{where}[{key!r}] is of type {type(given[key]).__name__}: it must be text")
+        text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
+        at = f"{where}['prompt_token_ids']"
+        ids = self._encode(where, cast(str, text)) if token_ids is None else _token_ids(at, token_ids)
+        return ReadPrompt(text, ids, given.get("cache_salt", ""), self._prediction(where, given.get("prediction")))
+
+    def _prediction(self, where: str, prediction: Any) -> list[int]:
+        at = f"{where}['prediction']"
+        if isinstance(prediction, str):
+            return self._encode(at, prediction, add_special_tokens=False)
+        return [] if prediction is None else _token_ids(at, prediction)
+
+    def _encode(self, where: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidPrompt(f"{where} is no text: half a character is at {error.start}") from None
+        return self.tokenizer().encode(text, add_special_tokens)
+
+
+def _listed(given: Any) -> Sequence[Any] | None:
+    """Return a list, tuple or similar as it is, an array or tensor as a list, and None for anything else."""
+    value = given.tolist() if hasattr(given, "__array__") else given
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    return value if is_list else None
+
+
+def _token_ids(where: str, given: Any) -> list[int]:
+    listed = _listed(given)
+    if listed is None:
+        raise InvalidPrompt(f"{where} is of type {type(given).__name__}: it must be a list of token ids")
+    try:
+        return msgspec.convert(listed, list[int])  # quickly, where they are Python's
+    except msgspec.ValidationError:
+        return [_token_id(f"{where}[{i}]", token) for i, token in enumerate(listed)]
+
+
+def _token_id(where: str, token: Any) -> int:
+    if isinstance(token, bool) or not isinstance(token, Integral):
+        raise InvalidPrompt(f"{where} is {token!r}: a token id is an integer")
+    return int(token)
 
 
 class InvalidArgument(TypeError):

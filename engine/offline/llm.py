@@ -28,10 +28,22 @@ from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
 from ..startup.model_config import fetch_models
 from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
-from .arguments import one_for_each, refuse_unsupported, require_flag, require_tools, template_variables
+from .arguments import (
+    InvalidPrompt,
+    Messages,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    as_conversations,
+    as_list,
+    one_for_each,
+    refuse_unsupported,
+    require_flag,
+    require_tools,
+    template_variables,
+)
 from .completion import Continuation, PromptsBar, RequestOutput, logprob_dict, prompts_bar
 from .local_members import LocalMembers
-from .prompts import InvalidPrompt, Messages, Prompt, PromptReader, ReadPrompt, as_conversations, as_list
 from .spread import OfflineCore
 
 

@@ -27,9 +27,9 @@ from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
 from baton.kernels.fp8 import BLOCK
 
+from ..hf_config.config_reader import text_tensors
 from ..hf_config.errors import WeightsError
 from ..hf_config.quantization import Quantization
-from ..hf_config.text_part import text_tensors
 from ..layers.base import Layer, layers_of
 from ..layers.experts import Experts
 from ..layers.fp8 import Fp8Experts, Fp8Linear

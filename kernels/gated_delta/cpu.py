@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.recurrence import carry_states
-from baton.kernels.state_batch import StateBatch
+from baton.kernels.state_batch import StateBatch, carry_states
 
 from .gate import DeltaDrafts, Gate
 from .reference import normed

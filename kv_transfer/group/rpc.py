@@ -7,6 +7,12 @@
       Ping --------------------------->         never answered: ZeroMQ knows whether the connection stands
       <------------------------------ GiveUp    the rank cannot go on, and why
 
+Ranks that copy their shares of blocks together, to staging slots or to tiers (`TpCopyGroup`, rank 0's view of them):
+
+    rank 0's thread:  order ──> every other rank's MemberThread: OrderHandler.handle
+                      copies its own share
+                      answers <── one report of each
+
 A *service* is one use of a group: reads, copies to staging slots, tiers. Each has a socket and messages of its own.
 A connection keeps the order of messages and loses none while it lasts; a broken one ends the group. Bytes come from
 other processes: decoding returns a valid message or raises `MalformedMessage`.
@@ -14,10 +20,11 @@ other processes: decoding returns a valid message or raises `MalformedMessage`.
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, NamedTuple, Protocol, Self
+from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -38,6 +45,9 @@ GROUP_HEARTBEAT_TIMEOUT_S = 10.0  # a connection within a group that breaks is t
 IDLE_S = 60.0
 
 Rank = Annotated[int, Meta(ge=1, lt=MAX_RANKS)]
+PING_EVERY_S = 0.5
+
+Report = TypeVar("Report", bound=msgspec.Struct)
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -300,3 +310,51 @@ class MemberThread:
             self._channel.send(self._leader, codec.encode(GiveUp(self._rank, reason)))  # if rank 0 still listens
         if member is not None:
             member.close()
+
+
+class TpCopyGroup:
+    """The other ranks of a group, once all have joined. One thread makes it, uses it and closes it.
+
+    While rank 0 waits for an answer it keeps asking ZeroMQ whether the connection still stands, so a rank that dies is
+    noticed at once. A rank that takes long is waited for: its blocks must not be used while it still reads or writes
+    them.
+
+    Raises `TransportError` for ranks that do not come in time or do not fit; calls raise `RankLost` once one is gone.
+    """
+
+    def __init__(
+        self, socket: GroupSocket, fingerprint: str, service: Service, timeout_s: float = JOIN_TIMEOUT_S
+    ) -> None:
+        self._socket = socket
+        self._leader = GroupLeader(socket.channel, socket.size, fingerprint, service)
+        self._leader.gather(socket.channel.wait, timeout_s)
+        self.ranks = self._leader.ranks
+        self._reports: dict[int, collections.deque[Any]] = {rank: collections.deque() for rank in self.ranks}
+
+    def order(self, order: msgspec.Struct) -> None:
+        """Send an order to all ranks; they begin at once."""
+        self._leader.broadcast(order)
+
+    def answers(self, kind: type[Report]) -> list[Report]:
+        """Return the next report of each rank, by rank, however long that takes."""
+        found: list[Report] = []
+        for rank in self.ranks:
+            report = self.next_report(rank)
+            if not isinstance(report, kind):
+                raise RankLost(f"rank {rank} sends {type(report).__name__} instead of {kind.__name__}")
+            found.append(report)
+        return found
+
+    def next_report(self, rank: int) -> Any:
+        """Return one rank's next report, however long that takes."""
+        reports = self._reports[rank]
+        while not reports:
+            self._socket.channel.wait(PING_EVERY_S)
+            for sender, report in self._leader.receive():
+                self._reports[sender].append(report)
+            if not reports:
+                self._leader.ping(rank)
+        return reports.popleft()
+
+    def close(self) -> None:
+        self._socket.close()

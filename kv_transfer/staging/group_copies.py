@@ -26,8 +26,7 @@ from ..channel import Channel, Route
 from ..codec import Id
 from ..errors import MalformedMessage, NotRegistrable
 from ..group.read_member import join_tp_read_group
-from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
-from ..group.tp_copy_group import TpCopyGroup
+from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service, TpCopyGroup
 from ..settings import TransferSettings
 from .slots import StagingCopier, StagingSlots, take_staging_slots
 

@@ -26,8 +26,7 @@ from ..affinity import pin_thread
 from ..channel import Channel, Route
 from ..codec import MAX_REASON_CHARS, Id, Reason
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
-from ..group.tp_copy_group import TpCopyGroup
+from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service, TpCopyGroup
 from ..settings import TierSettings
 from .disk_files import FileOwner
 from .division import TierDivision

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..bodies.json_structure import StructureScan
+from ..bodies.body import StructureScan
 from ..errors import bad_request, field_name, model_not_found, prompt_too_long
 from ..model import ServedModel
 from ..settings import GatewaySettings

@@ -11,9 +11,8 @@ from typing import Self
 
 import msgspec
 
-from ..bodies.body import Body
+from ..bodies.body import PIECE_BYTES, Body
 from ..bodies.budget import MemoryBudget, Reservation
-from ..bodies.json_structure import PIECE_BYTES
 from ..bodies.process_messages import (
     PACKED_TOKEN_BYTES,
     AnswerReply,

@@ -12,8 +12,8 @@ from itertools import chain
 
 from starlette.types import Send
 
+from ..bodies.body import PIECE_BYTES
 from ..bodies.budget import TOKEN_ID_BYTES, Reservation
-from ..bodies.json_structure import PIECE_BYTES
 from ..errors import ApiError
 from ..serving.sequence import ServedSequence
 from .detokenize import ChoiceDelta

@@ -6,7 +6,6 @@ same token, and speculation changes nothing but the time. Guesses are called dra
 config          SpeculativeConfig: settings under vLLM's names; make_drafter
 drafter         Drafter: what the scheduler asks for guesses
 ngram, suffix   the drafters; they search texts with token_index
-length          how many drafts a request gets in a step
-predicted_text  which drafts were taken from the answer that the client expects
+length          how many drafts a request gets in a step, by how many were accepted lately and by what they cost
 stats           what was drafted and accepted
 """

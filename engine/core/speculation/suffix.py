@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence, Set
 
 from .drafter import DraftedRequest
-from .own_text import OwnText
+from .ngram import OwnText
 from .token_index import SEPARATOR, Match, TokenIndex
 
 RECENT_TOKENS = 2**19

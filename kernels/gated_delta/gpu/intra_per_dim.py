@@ -22,7 +22,7 @@ import triton.language as tl
 from baton.kernels import pdl
 
 from .gates import load_dims, load_known_dims, log2_decay, reciprocal_length, store_dims, write_strength
-from .inverse import unit_lower_inverse
+from .intra import unit_lower_inverse
 
 
 @triton.jit

@@ -23,8 +23,7 @@ from baton.cluster.gateway.api.job import PreparedRequest
 from baton.cluster.gateway.api.prepare import INLINE_MESSAGES
 from baton.cluster.gateway.api.streams import merge_streams
 from baton.cluster.gateway.bodies import process_pool
-from baton.cluster.gateway.bodies.body import INLINE_BYTES, Body
-from baton.cluster.gateway.bodies.json_structure import PIECE_BYTES
+from baton.cluster.gateway.bodies.body import INLINE_BYTES, PIECE_BYTES, Body
 from baton.cluster.gateway.bodies.process_pool import HEAVY_BYTES, SmallestFirstQueue
 from baton.cluster.gateway.routing import prefix_index
 from baton.cluster.gateway.settings import GatewaySettings

@@ -9,8 +9,7 @@ import pytest
 
 from baton.kv_transfer.channel import Channel, Route
 from baton.kv_transfer.errors import RankLost, TransportError
-from baton.kv_transfer.group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service
-from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
+from baton.kv_transfer.group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service, TpCopyGroup
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from baton.cluster.cli.rises import Rises, bucket_quantile, gauge, samples_of
+from baton.cluster.cli.top import Rises, bucket_quantile, gauge, samples_of
 
 TEXT = """# TYPE baton_answers counter
 baton_answers_total{{route="/a",status="200"}} {a}

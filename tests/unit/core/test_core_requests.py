@@ -17,7 +17,7 @@ from baton.engine.core.requests.request import (
     Request,
     RequestStatus,
 )
-from baton.engine.core.requests.validate import refusal
+from baton.engine.core.scheduling.request_table import refusal
 from baton.engine.core.scheduling.waiting import PromptBacklog, WaitingQueue
 from baton.engine.core.stages import Stages
 

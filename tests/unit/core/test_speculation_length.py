@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.speculation.acceptance import Acceptance, chances
-from baton.engine.core.speculation.length import MOST_IN_A_ROW, DraftLengths
+from baton.engine.core.speculation.length import MOST_IN_A_ROW, Acceptance, DraftLengths, chances
 from baton.engine.core.speculation.step_cost import StepCost
 
 from .draft_simulation import Device, compute_bound, memory_bound, simulate

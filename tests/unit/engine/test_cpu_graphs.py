@@ -17,8 +17,7 @@ from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
 from baton.engine.layers.attention import GroupCache
 from baton.engine.layers.base import rows_at
-from baton.engine.layers.norm import RMSNorm
-from baton.engine.layers.residual import ResidualStream
+from baton.engine.layers.norm import ResidualStream, RMSNorm
 from baton.engine.worker.backends import CapturedSteps, cpu
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.runner import ModelRunner

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from baton.cluster.gateway.bodies.body import INLINE_BYTES, INLINE_CONTAINERS, VALUES_OF_CONTAINER, Body, read_body
+from baton.cluster.gateway.bodies.body import (
+    INLINE_BYTES,
+    INLINE_CONTAINERS,
+    MAX_COMMAS,
+    MAX_CONTAINERS,
+    VALUES_OF_CONTAINER,
+    Body,
+    StructureScan,
+    read_body,
+)
 from baton.cluster.gateway.bodies.budget import LARGE_SHARE, SMALL_BYTES, TOKEN_ID_BYTES, MemoryBudget
-from baton.cluster.gateway.bodies.json_structure import MAX_COMMAS, MAX_CONTAINERS, StructureScan
 from baton.cluster.gateway.errors import ApiError
 
 CHARACTERS = 'ab\\"[{,}]\u00e9\n'

@@ -19,7 +19,7 @@ tl = triton.language
 gpu = pytest.importorskip("baton.kernels.gated_delta.gpu")
 
 from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, step  # noqa: E402
-from baton.kernels.gated_delta.gpu.inverse import unit_lower_inverse  # noqa: E402
+from baton.kernels.gated_delta.gpu.intra import unit_lower_inverse  # noqa: E402
 from baton.kernels.gated_delta.gpu.options import (  # noqa: E402
     INTRA,
     INTRA_PER_DIM,

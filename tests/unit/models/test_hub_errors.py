@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from baton.engine.hf_config.errors import ModelNotFetched
-from baton.engine.hf_config.hub_errors import errors_explained
+from baton.engine.hf_config.hub import errors_explained
 
 ERRORS = [
     (

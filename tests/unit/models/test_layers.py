@@ -18,8 +18,7 @@ from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.method import PLAIN, LinearMethod, LinearWeight, multiply_stretches
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
 from baton.engine.layers.moe import MoE
-from baton.engine.layers.norm import RMSNorm
-from baton.engine.layers.residual import ResidualStream
+from baton.engine.layers.norm import ResidualStream, RMSNorm
 from baton.kernels.activation.reference import activate
 from baton.kernels.linear import Activation
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.layers import decoder
-from baton.engine.layers.residual import ResidualStream
+from baton.engine.layers.norm import ResidualStream
 
 from ...helpers.checkpoints import ARCHITECTURES, make_model
 from ...helpers.paged import PagedRun, chunked_logprobs, greedy, random_tokens, reference_greedy, reference_logprobs

@@ -17,8 +17,7 @@ from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.embedding import Embedding, Head, TiedHead
 from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.mlp import GatedMLP
-from baton.engine.layers.norm import RMSNorm
-from baton.engine.layers.residual import ResidualStream
+from baton.engine.layers.norm import ResidualStream, RMSNorm
 from baton.engine.models import load_config, load_model
 from baton.engine.parallel.groups import ParallelGroups
 from baton.engine.weights.loader import use_quantized_methods

@@ -15,8 +15,7 @@ from baton.engine.core.tiers import Restored, Tier
 from baton.kv_transfer.channel import Channel, Route
 from baton.kv_transfer.codec import encode
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.group.rpc import GroupMember, GroupSocket, Join, MemberThread
-from baton.kv_transfer.group.tp_copy_group import TpCopyGroup
+from baton.kv_transfer.group.rpc import GroupMember, GroupSocket, Join, MemberThread, TpCopyGroup
 from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.group import MAX_MOVES, TIERS, MoveBlocks, OpenTiers, TierHandler, follow_tiers
 from baton.kv_transfer.tiers.store import TierStore, TierThreadDied
