@@ -1,0 +1,88 @@
+"""Engines whose requests always have as many drafts as they may, which something on the device guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine import LLM, SamplingParams
+from baton.engine.core.messages import EngineRequest, EngineStats
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.drafter import DeviceDrafter
+from baton.engine.core.speculation.stats import SpeculationStats
+from baton.engine.startup import build
+from baton.engine.worker.backends import Backend
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+
+from ...helpers.inline_stream import InlineStream
+from .controls import own_seeds
+from .cores import Engines, answers_of, tokens_and_logprobs
+
+MOST = 3
+HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
+LIMITS = StepLimits(
+    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=MOST, guesses_on_device=True
+)
+
+
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines that are built from now on give requests as many drafts as they may have."""
+
+    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        if config is None:
+            return None
+        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
+
+    monkeypatch.setattr(build, "make_drafting", drafting)
+
+
+def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[Any]:
+    """Return the tokens and the end of each answer, of which each has a seed of its own."""
+    outputs = llm.generate(prompts, own_seeds(params, len(prompts)), use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
+
+
+def stats_of(llm: LLM) -> SpeculationStats:
+    stats = llm.engine.core.stats().speculation
+    assert stats is not None
+    return stats
+
+
+def requests_of(prompts: Sequence[list[int]], params: SamplingParams) -> list[EngineRequest]:
+    own = own_seeds(params, len(prompts))
+    return [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling=each, seed=each.seed or 0)
+        for i, (prompt, each) in enumerate(zip(prompts, own, strict=True))
+    ]
+
+
+def check_both_backends(
+    engines: Engines, prompts: Sequence[list[int]], *, num_blocks: int = 64, captured: bool = True, depth: int = 2
+) -> EngineStats:
+    """Serve prompts by steps of a CPU and by those of a GPU, on a CPU: answers and what was guessed are the same."""
+
+    def serve(backend: Backend) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
+        runner = engines.runner(backend, num_blocks)
+        if captured:
+            runner.capture()
+        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
+        core = engines.core(runner, num_blocks, depth, drafting)
+        outputs = answers_of(core, requests_of(prompts, HOT))
+        return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
+
+    there = CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32 if captured else 0), torch.float32)
+    (stats, found), (plain, expected) = serve(there), serve(CpuBackend(CpuShapes(LIMITS)))
+    assert found.keys() == expected.keys()
+    for name, (tokens, values) in found.items():
+        assert tokens == expected[name][0]
+        assert values == pytest.approx(expected[name][1], abs=1e-4)
+    assert stats.speculation == plain.speculation
+    assert stats.speculation is not None
+    assert stats.speculation.num_draft_tokens > 100
+    return stats
