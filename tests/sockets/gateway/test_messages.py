@@ -323,8 +323,8 @@ async def test_a_stream_goes_on_at_another_gateway_without_a_gap_or_a_repetition
         answer = await ask(service, headers={name.replace("_", "-"): value for name, value in headers.items()}, **asked)
         assert answer.status_code == 200, answer.text
         found = []
-        for block in answer.text.split("\n\n")[:-1]:
-            lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        for part in answer.text.split("\n\n")[:-1]:
+            lines = dict(line.split(": ", 1) for line in part.split("\n"))
             event = json.loads(lines["data"])
             assert lines["event"] == event["type"]
             event.pop("usage", None)  # engines have different prefixes cached
