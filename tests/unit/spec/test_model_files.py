@@ -164,7 +164,7 @@ def test_an_address_of_an_object_store_is_refused_with_what_to_do(tmp_path: Path
     file = tmp_path / "app.yaml"
     file.write_text(f"model: {address}\nfleets: {{unified: {{}}}}\n")
     for words in (["serve", address], ["serve", "--config", str(file)], ["plan", str(file)]):
-        done = CliRunner().invoke(app, words)
+        done = baton(*words)
         assert done.exit_code != 0
         assert f"{address!r} is an address" in done.output
         assert "mount the bucket, or copy the model to a folder" in done.output
