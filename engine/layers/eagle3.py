@@ -99,7 +99,9 @@ class Eagle3Head(Layer):
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
     ) -> DraftStates:
-        """As `CausalLM.draft`: hidden [T, ...] are those of several of the model's layers, or what was given before."""
+        """Give what `CausalLM.draft` does. `hidden` [T, ...] is what the head reads of the model: the inputs of several
+        layers side by side, or the states that it gave for the guess before.
+        """
         assert self._cos_sin is not None, "allocate() comes before the first step"
         (cache,) = caches
         assert isinstance(cache, GroupCache), "attention keeps keys and values"

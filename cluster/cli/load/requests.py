@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,11 +48,7 @@ async def load_requests(load: ServeLoad, tokens: TextTokens) -> list[LoadRequest
     num_requests = load.num_prompts
     match load.dataset_name:
         case DataSet.RANDOM:
-            plain = await tokens.encode(ALPHABET)
-            found = _random(load, rng, plain)
-            if load.backend is Backend.OPENAI_CHAT:
-                found = [LoadRequest(await tokens.decode(_ids(each)), each.output_tokens) for each in found]
-            return found
+            return await _as_sent(load, _random(load, rng, await tokens.encode(ALPHABET)), tokens)
         case DataSet.SHAREGPT:
             found = await _sharegpt(load, rng, tokens)
         case DataSet.CUSTOM:
@@ -60,17 +56,19 @@ async def load_requests(load: ServeLoad, tokens: TextTokens) -> list[LoadRequest
             rng.shuffle(found)
         case DataSet.TIMED_TRACE:
             found = _traced(load, await tokens.encode(ALPHABET))[:num_requests]
-            if load.backend is Backend.OPENAI_CHAT:
-                found = [LoadRequest(await tokens.decode(_ids(each)), each.output_tokens, each.at_s) for each in found]
+            found = await _as_sent(load, found, tokens)
             return found[:1] * load.num_warmups + found
     if len(found) < num_requests and not load.no_oversample:
         found += rng.choices(found, k=num_requests - len(found))
     return rng.choices(found, k=load.num_warmups) + found[:num_requests]
 
 
-def _ids(request: LoadRequest) -> list[int]:
-    assert isinstance(request.prompt, list)
-    return request.prompt
+async def _as_sent(load: ServeLoad, requests: list[LoadRequest], tokens: TextTokens) -> list[LoadRequest]:
+    """Return requests whose prompts are token ids as the load's backend takes them: chats are texts."""
+    if load.backend is not Backend.OPENAI_CHAT:
+        return requests
+    texts = [await tokens.decode(each.prompt) for each in requests if isinstance(each.prompt, list)]
+    return [replace(each, prompt=text) for each, text in zip(requests, texts, strict=True)]
 
 
 def _random(load: ServeLoad, rng: random.Random, plain: Sequence[int]) -> list[LoadRequest]:

@@ -126,8 +126,7 @@ class DraftLengths:
         if self._promised != self._step:
             if not self._may_try(num_requests, plain_s, self._step):
                 return 0
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._last_drafts = self._step
+            self._begin_try(self._step)
         self._reviewed_for = (0, False)
         self._threshold = 0.0
         self._is_measured = True
@@ -135,10 +134,15 @@ class DraftLengths:
 
     def _may_try(self, num_requests: int, plain_s: float, step: int) -> bool:
         """Return whether the last drafts are long ago at a step, and a draft of each request is paid for."""
+        if step - self._last_drafts < self._pause or self._account_s is None:
+            return False
         cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
-        cost_s += self._cost.guess_s(num_requests)
-        is_due = step - self._last_drafts >= self._pause
-        return is_due and self._account_s is not None and self._account_s >= cost_s
+        return self._account_s >= cost_s + self._cost.guess_s(num_requests)
+
+    def _begin_try(self, step: int) -> None:
+        """Try drafts in a step, and wait twice as long until the next try."""
+        self._last_drafts = step
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
         """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
@@ -189,8 +193,8 @@ class DraftLengths:
             plain_s = self._cost.plain_s(len(request_ids))
             if plain_s is None or not self._may_try(len(request_ids), plain_s, self._step + 1):
                 return 0
-            self._last_drafts = self._promised = self._step + 1
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._promised = self._step + 1
+            self._begin_try(self._promised)
             return 1
         return max(self.expected(request_id, self._most) for request_id in request_ids)
 

@@ -31,7 +31,29 @@ from ..tables import RowTables, TableWrites
 Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `DeviceStep.run` returns, if it is kept
 
 
-class Model(Protocol):
+class GuessingHead(Protocol):
+    """The part of a draft head that the runner calls: of the model's own, or of one that was loaded beside it."""
+
+    def draft(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        caches: Sequence[GroupCache | StateCache],
+        wanted: Tensor | None = None,
+    ) -> DraftStates:
+        """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
+
+        `hidden` [T, ...] is what the head reads of all tokens, `token_ids` [T] the tokens that follow them. Called
+        only where this guesses.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[R, hidden_size] -> [R, vocab_size]`, float32 on a CPU; written to `out`, of the model's dtype, if given."""
+        ...
+
+
+class Model(GuessingHead, Protocol):
     """The part of a model that the runner calls."""
 
     def forward(
@@ -53,41 +75,9 @@ class Model(Protocol):
         """Return the hidden states of all tokens, as `forward` does, and what a draft head reads of them [T, ...]."""
         ...
 
-    def draft(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        caches: Sequence[GroupCache | StateCache],
-        wanted: Tensor | None = None,
-    ) -> DraftStates:
-        """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
-
-        `hidden` [T, ...] is what the head reads of all tokens, `token_ids` [T] the tokens that follow them. Called
-        only where `StepLimits.guesses_on_device`, and no draft model is another one.
-        """
-        ...
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[R, hidden_size] -> [R, vocab_size]`, float32 on a CPU; written to `out`, of the model's dtype, if given."""
-        ...
-
     def shortened(self) -> AbstractContextManager[None]:
         """Within, a step runs each of the model's kernels, but not for every layer."""
         ...
-
-
-class GuessingHead(Protocol):
-    """The part of a draft head that the runner calls: of the model's own, or of one that was loaded beside it."""
-
-    def draft(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        caches: Sequence[GroupCache | StateCache],
-        wanted: Tensor | None = None,
-    ) -> DraftStates: ...
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class DraftModel(NamedTuple):

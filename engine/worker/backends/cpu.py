@@ -34,7 +34,7 @@ from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites, Values
 from . import DeviceStep, Graph, StepParts
-from .guesses import ModelGuesser, make_guesser
+from .guesses import make_guesser
 
 logger = logging.getLogger(__name__)
 
@@ -182,14 +182,11 @@ class CpuStep:
         return hidden if inputs.wanted is None else rows_at(hidden, inputs.wanted)
 
     def guess(self, shape: StepShape, num_guesses: int) -> None:
-        """Let the drafter read the step. A draft model reads it later, unless it guesses or there are prompts."""
+        """Let the drafter read the step now where it guesses, or where prompts may be handed over or found again."""
         batch, guesser = self._parts.current.batch, self._guesser
+        assert guesser is not None, "only steps that guess have a guesser"
         exact = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded
-        if not isinstance(guesser, ModelGuesser):
-            assert guesser is not None, "only steps that guess have a guesser"
-            guesser.read(exact, self._hidden)
-        elif num_guesses or batch.has_prompts:
-            guesser.catch_up(exact.num_seqs)
+        guesser.read_late(exact, self._hidden, is_needed=num_guesses > 0 or batch.has_prompts)
         if num_guesses:
             guesser.guess(exact.num_seqs, num_guesses)
 

@@ -66,6 +66,10 @@ class Guesser(abc.ABC):
         `hidden` [T, ...] is what a draft head reads of them, where that is asked for.
         """
 
+    def read_late(self, shape: StepShape, hidden: Tensor | None, *, is_needed: bool) -> None:
+        """Do what `read` does, on a device that may be waited for. It may be left for later where it is not needed."""
+        self.read(shape, hidden)
+
     @abc.abstractmethod
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
@@ -73,6 +77,11 @@ class Guesser(abc.ABC):
         Keys and values of guessed tokens are written where their row has a block for them; the next step writes over
         them.
         """
+
+    def _owners(self, query_start: Tensor, num_tokens: int) -> Tensor:
+        """Return the sequence [T] of each token; `query_start` [S + 1]. Tokens behind the last have that."""
+        tokens = self._numbers[:num_tokens]
+        return torch.searchsorted(query_start[1:].contiguous(), tokens, right=True).clamp(max=len(query_start) - 2)
 
     def _begin(self, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Return the row [S] of each sequence, -1 for padding, and the position [S] of its first guess. Notes them."""
@@ -151,8 +160,7 @@ class HeadGuesser(Guesser):
         batch, positions = tables.batch(num_seqs), inputs.positions[:num_tokens]
         ends = self._numbers[: num_seqs + 1] if shape.is_decode else batch.query_start
         firsts, rows = ends[:-1], batch.rows.clamp(min=0).long()
-        owners = torch.searchsorted(ends[1:].contiguous(), self._numbers[:num_tokens], right=True)
-        owners = owners.clamp(max=num_seqs - 1)
+        owners = self._owners(ends, num_tokens)
         longest = tables.tokens.tensor.shape[1] - 1
         following = tables.tokens.tensor[rows[owners], (positions + 1).clamp(max=longest)]
         # The last token of each sequence that is kept: behind it lie drafts that were wrong.
@@ -196,10 +204,12 @@ class ModelGuesser(Guesser):
         """Read the step's tokens that are kept. The step before it was read, too."""
         self._read(self._parts.tables.rows.tensor[0, : shape.num_seqs], shape.num_tokens)
 
-    def catch_up(self, num_seqs: int) -> None:
-        """Read all tokens of a step's sequences that are not read yet. It waits for the device."""
+    def read_late(self, shape: StepShape, hidden: Tensor | None, *, is_needed: bool) -> None:
+        """Read all tokens of the step's sequences that are not read yet, where it is needed."""
+        if not is_needed:
+            return
         tables, most = self._parts.tables, self._parts.limits.max_num_batched_tokens
-        rows = tables.rows.tensor[0, :num_seqs]
+        rows = tables.rows.tensor[0, : shape.num_seqs]
         while num_unread := int((tables.computed.tensor[0, rows.long()] - tables.read.tensor[0, rows.long()]).sum()):
             self._read(rows, min(num_unread, most))
 
@@ -210,8 +220,7 @@ class ModelGuesser(Guesser):
         lens = torch.where(rows >= 0, tables.computed.tensor[0, some_rows] - starts, 0)
         query_start = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).clamp(max=num_tokens).int()
         lens = query_start.diff()
-        tokens = self._numbers[:num_tokens]
-        owners = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True).clamp(max=len(rows) - 1)
+        tokens, owners = self._numbers[:num_tokens], self._owners(query_start, num_tokens)
         is_real = tokens < query_start[-1]
         positions = torch.where(is_real, starts[owners] + tokens - query_start[owners], 0).long()
         token_ids = tables.tokens.tensor[some_rows[owners], positions]

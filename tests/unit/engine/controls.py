@@ -26,6 +26,15 @@ EVERYTHING = SamplingParams(
     logprobs=3,
 )
 
+WAYS: dict[str, dict[str, object]] = {  # of serving a batch: arguments of its engine
+    "batched": {},
+    "chunked": {"max_num_batched_tokens": 16},
+    "two in flight": {"async_scheduling": True},
+    "preempted": {"num_gpu_blocks_override": 16},
+    "preempted, two in flight": {"num_gpu_blocks_override": 16, "async_scheduling": True},
+    "one by one": {"enable_prefix_caching": False, "max_num_seqs": 1},
+}
+
 
 def prompts_of(*lengths: int) -> list[list[int]]:
     rng = random.Random(0)

@@ -54,6 +54,25 @@ def stats_of(llm: LLM) -> SpeculationStats:
     return stats
 
 
+def check_answers(
+    drafting: LLM,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    expected: Sequence[Any],
+    *,
+    preempts: bool = False,
+) -> SpeculationStats:
+    """Check that an engine with drafts answers as `expected`, and gives all blocks back; return its statistics."""
+    for _ in range(2):  # the second time, prompts are cached
+        assert answers(drafting, prompts, params) == expected
+    core, stats = drafting.engine.core, stats_of(drafting)
+    assert stats.num_draft_tokens > 100
+    if preempts:
+        assert core.stats().num_preemptions > 0
+    assert core.stats().num_blocks_free == core.stats().num_blocks
+    return stats
+
+
 def requests_of(prompts: Sequence[list[int]], params: SamplingParams) -> list[EngineRequest]:
     own = own_seeds(params, len(prompts))
     return [

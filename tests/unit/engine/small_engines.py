@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.engine.core.engine import EngineCore
+from baton.engine.core.config import CacheGroupConfig
+from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.worker.backends import Backend
@@ -29,6 +31,25 @@ def backend_of(kind: str, *, captured_tokens: int) -> Backend:
     if kind == "cpu":
         return CpuBackend(CpuShapes(LIMITS))
     return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=captured_tokens), torch.float32)
+
+
+def hybrid_config(
+    model: ModelConfig, limits: StepLimits, num_blocks: int, num_slots: int, checkpoint_tokens: int, **changes: Any
+) -> EngineCoreConfig:
+    """Describe the engine of a model with one group of keys and values, and one of states."""
+    return EngineCoreConfig(
+        num_blocks=num_blocks + num_slots,
+        cache_groups=[
+            CacheGroupConfig(num_blocks=num_blocks),
+            CacheGroupConfig(num_blocks=num_slots, checkpoint_tokens=checkpoint_tokens),
+        ],
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=[2],
+        **changes,
+    )
 
 
 def warmed_up_arenas(config: ModelConfig, kind: str, *, captured_tokens: int) -> list[Tensor]:

@@ -21,10 +21,20 @@ from baton.engine.worker.warmup import ProfileRun
 
 from ...helpers.draft_layers import DraftReference, expected_accepted, num_layers_of, with_draft_layer
 from ...helpers.inline_stream import InlineStream
-from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .controls import EVERYTHING, GREEDY, WAYS, own_seeds, prompts_of
 from .copy_connector import Room
 from .cores import Engines
-from .guessing import HOT, LIMITS, MOST, answers, check_both_backends, draft_always, requests_of, stats_of
+from .guessing import (
+    HOT,
+    LIMITS,
+    MOST,
+    answers,
+    check_answers,
+    check_both_backends,
+    draft_always,
+    requests_of,
+    stats_of,
+)
 from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
@@ -61,40 +71,19 @@ def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
     make: Callable[..., LLM], hybrid: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
     expected = answers(make(hybrid), PROMPTS, params)
-    drafting = make(hybrid, speculative_config=MTP, **args)
-    for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, PROMPTS, params) == expected
-    stats = stats_of(drafting)
-    assert stats.num_draft_tokens > 100
+    stats = check_answers(make(hybrid, speculative_config=MTP, **args), PROMPTS, params, expected)
     assert stats.num_accepted_tokens > 10 or params is not HOT
 
 
 @pytest.mark.exhaustive
 @KINDS
-@pytest.mark.parametrize(
-    "args",
-    [
-        {},
-        {"max_num_batched_tokens": 16},
-        {"async_scheduling": True},
-        {"num_gpu_blocks_override": 16},
-        {"num_gpu_blocks_override": 16, "async_scheduling": True},
-        {"enable_prefix_caching": False, "max_num_seqs": 1},
-    ],
-    ids=["batched", "chunked", "two in flight", "preempted", "preempted, two in flight", "one by one"],
-)
+@pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
 def test_answers_are_those_without_a_draft_layer(
     make: Callable[..., LLM], params: SamplingParams, args: dict[str, Any]
 ) -> None:
     expected = answers(make(), PROMPTS, params)
     drafting = make(speculative_config=MTP, **args)
-    for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, PROMPTS, params) == expected
-    assert stats_of(drafting).num_draft_tokens > 100
-    core = drafting.engine.core
-    if "num_gpu_blocks_override" in args:
-        assert core.stats().num_preemptions > 0
-    assert core.stats().num_blocks_free == core.stats().num_blocks
+    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
 
 
 @pytest.mark.slow

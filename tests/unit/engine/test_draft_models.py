@@ -13,10 +13,20 @@ from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams,
 from baton.engine.startup.model_config import read_model_config
 
 from ...helpers.checkpoints import write_checkpoint
-from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .controls import EVERYTHING, GREEDY, WAYS, own_seeds, prompts_of
 from .copy_connector import Room
 from .cores import Engines
-from .guessing import HOT, LIMITS, MOST, answers, check_both_backends, draft_always, requests_of, stats_of
+from .guessing import (
+    HOT,
+    LIMITS,
+    MOST,
+    answers,
+    check_answers,
+    check_both_backends,
+    draft_always,
+    requests_of,
+    stats_of,
+)
 from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)  # behind which a block has room for guesses
@@ -42,29 +52,13 @@ def guessing(model: Path) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 @KINDS
-@pytest.mark.parametrize(
-    "args",
-    [
-        {},
-        {"max_num_batched_tokens": 16},
-        {"async_scheduling": True},
-        {"num_gpu_blocks_override": 16, "async_scheduling": True},
-        {"enable_prefix_caching": False, "max_num_seqs": 1},
-    ],
-    ids=["batched", "chunked", "two in flight", "preempted, two in flight", "one by one"],
-)
+@pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
 def test_answers_are_those_without_a_draft_model(
     llm: LLM, make: Callable[..., LLM], other: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
     expected = answers(llm, PROMPTS, params)
     drafting = make(speculative_config=guessing(other), **args)
-    for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, PROMPTS, params) == expected
-    assert stats_of(drafting).num_draft_tokens > 100
-    core = drafting.engine.core
-    if "num_gpu_blocks_override" in args:
-        assert core.stats().num_preemptions > 0
-    assert core.stats().num_blocks_free == core.stats().num_blocks
+    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build
 
-from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .controls import EVERYTHING, GREEDY, WAYS, own_seeds, prompts_of
 from .copy_connector import Room
 from .handing_off import hand_off, run
 
@@ -74,18 +74,7 @@ def check(stats: SpeculationStats | None, errors: float) -> None:
 
 @pytest.mark.exhaustive
 @KINDS
-@pytest.mark.parametrize(
-    "args",
-    [
-        {},
-        {"max_num_batched_tokens": 16},
-        {"async_scheduling": True},
-        {"num_gpu_blocks_override": 16},
-        {"num_gpu_blocks_override": 16, "async_scheduling": True},
-        {"enable_prefix_caching": False, "max_num_seqs": 1},
-    ],
-    ids=["batched", "chunked", "two in flight", "preempted", "preempted, two in flight", "one by one"],
-)
+@pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
 def test_answers_are_those_without_drafts(
     llm: LLM, make_llm: Callable[..., LLM], drafts: Any, errors: float, params: SamplingParams, args: dict[str, Any]
 ) -> None:

@@ -23,7 +23,7 @@ from ...helpers.draft_layers import expected_accepted
 from ...helpers.eagle3 import Eagle3Reference, write_eagle3
 from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
 from .cores import Engines
-from .guessing import HOT, LIMITS, MOST, answers, check_both_backends, draft_always, stats_of
+from .guessing import HOT, LIMITS, MOST, answers, check_answers, check_both_backends, draft_always, stats_of
 
 PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)
 
@@ -55,9 +55,7 @@ def test_answers_are_those_without_a_head(
 ) -> None:
     expected = answers(llm, PROMPTS, params)
     drafting = make(speculative_config=guessing(head), **args)
-    for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, PROMPTS, params) == expected
-    assert stats_of(drafting).num_draft_tokens > 100
+    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
 
 
 @pytest.mark.slow

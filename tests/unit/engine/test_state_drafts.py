@@ -17,8 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from baton.engine.core.config import CacheGroupConfig
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import draft_places
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.sampling import SamplingParams
@@ -45,6 +44,7 @@ from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens
 from .narrow_grammars import NarrowGrammars, with_grammars
 from .random_workload import live, random_requests
+from .small_engines import hybrid_config
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
 CHECKPOINTS = 32  # tokens apart
@@ -93,19 +93,7 @@ class Engines:
         )
         if captured_tokens:
             runner.capture()
-        core_config = EngineCoreConfig(
-            num_blocks=num_blocks + num_slots,
-            cache_groups=[
-                CacheGroupConfig(num_blocks=num_blocks),
-                CacheGroupConfig(num_blocks=num_slots, checkpoint_tokens=CHECKPOINTS),
-            ],
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            vocab_size=config.vocab_size,
-            eos_token_ids=[2],
-            depth=depth,
-        )
+        core_config = hybrid_config(config, limits, num_blocks, num_slots, CHECKPOINTS, depth=depth)
         core = EngineCore(core_config, runner, drafting=drafting, grammars=NarrowGrammars())
         make_masks_at_once(core)
         return core

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig, InvalidEngineConfig
-from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.kv.cache_groups import FIRST_CHECKPOINT_TOKENS
 from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS, STATE_ALIGNMENT, CacheKind, StateLayout
@@ -27,7 +26,7 @@ from baton.kernels.state_batch import LEAST_CUT
 from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
 from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens, reference_greedy
-from .small_engines import LIMITS, answers, backend_of, warmed_up_arenas
+from .small_engines import LIMITS, answers, backend_of, hybrid_config, warmed_up_arenas
 
 pytestmark = pytest.mark.exhaustive
 
@@ -71,19 +70,7 @@ def engine_of(
     )
     if captured:
         runner.capture()
-    core_config = EngineCoreConfig(
-        num_blocks=num_blocks + num_slots,
-        cache_groups=[
-            CacheGroupConfig(num_blocks=num_blocks),
-            CacheGroupConfig(num_blocks=num_slots, checkpoint_tokens=CHECKPOINTS),
-        ],
-        max_num_seqs=LIMITS.max_num_seqs,
-        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
-        max_model_len=LIMITS.max_model_len,
-        vocab_size=config.vocab_size,
-        eos_token_ids=[2],
-        enable_prefix_caching=caching,
-    )
+    core_config = hybrid_config(config, LIMITS, num_blocks, num_slots, CHECKPOINTS, enable_prefix_caching=caching)
     return EngineCore(core_config, runner)
 
 
