@@ -70,9 +70,8 @@ class Drafting:
     ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
-        `only_plain`: there are drafts in steps without prompts only, and for requests whose draws follow from the
-        numbers in their row. That is what steps on a GPU are captured for. `with_grammars`: so do requests whose output
-        must fit one. `on_device`: guesses are made there.
+        `only_plain`: requests have drafts whose draws follow from the numbers in their row. `with_grammars`: so do
+        requests whose output must fit one. `on_device`: guesses are made there.
         """
         self.most = most
         self.drafter = drafter
@@ -90,13 +89,8 @@ class Drafting:
         """The number of tokens behind those of a step whose keys and values are written in it, too."""
         return self.most if self._on_device else 0
 
-    def begin_step(self, num_decodes: int, num_prompt_tokens: int, *, may_start: bool) -> bool:
-        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts.
-
-        `may_start`: requests wait that could start in it.
-        """
-        if self._only_plain and (num_prompt_tokens or may_start):
-            return False
+    def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
+        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts."""
         if self._lengths is None:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0

@@ -88,11 +88,11 @@ class RunningRequests:
 
     # -------------------------------------------------------------------------------- shares of a step
 
-    def decode(self, draft: StepDraft, *, may_start: bool = False) -> list[Request]:
+    def decode(self, draft: StepDraft, *, num_waiting: int = 0) -> list[Request]:
         """Plan one token for each request that has one left to compute. Returns the others, which have more.
 
-        The budget suffices, since it is never less than the number of rows. `may_start`: requests wait that could start
-        in this step.
+        The budget suffices, since it is never less than the number of rows. `num_waiting`: requests that may start in
+        this step as far as there are rows for them.
         """
         self.lacks_blocks = False
         prefills = []
@@ -115,18 +115,20 @@ class RunningRequests:
         draft.budget -= len(chunks)
         if self._drafting is not None:
             unread = sum(request.num_tokens - request.num_computed for request in prefills)
-            if self._drafting.begin_step(len(chunks), min(unread, draft.budget), may_start=may_start):
-                self._add_drafts(self._drafting, draft)
+            if self._drafting.begin_step(len(chunks), min(unread, draft.budget)):
+                num_others = len(prefills) + min(num_waiting, self._rows.num_free)
+                self._add_drafts(self._drafting, draft, num_others)
         self._reading = prefills.copy()
         return prefills
 
-    def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
+    def _add_drafts(self, drafting: Drafting, draft: StepDraft, num_others: int) -> None:
         """Let decodes have drafts, as far as budget, blocks, checkpoints and the requests' lengths go.
 
-        A block is taken for them, and for guesses that are made behind them, only where one is free.
+        A block is taken for them, and for guesses that are made behind them, only where one is free. `num_others`: the
+        most other requests of the step, for whose draws there must be memory, too.
         """
         decodes = draft.take_decodes()
-        spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes))
+        spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
         for chunk, request in decodes:
             num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)

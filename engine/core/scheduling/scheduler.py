@@ -151,8 +151,7 @@ class Scheduler:
         self.requests.take_masks()
         draft = self.steps.draft()
         self.admission.preempt_for_head()
-        may_start = bool(self.waiting or self.loading.ready) and self.running.has_room
-        prefills = self.running.decode(draft, may_start=may_start)
+        prefills = self.running.decode(draft, num_waiting=len(self.waiting) + len(self.loading.ready))
         self.admission.admit_ready(draft)
         short = self.admission.choose_short(prefills, draft)
         self.running.read_on(prefills, draft, kept=sum(request.num_tokens for request in short))

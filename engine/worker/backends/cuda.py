@@ -76,17 +76,17 @@ class CudaBackend:
 class CudaStep:
     """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn behind it.
 
-    In a step with drafts that is so for all tokens.
+    In a step with drafts that is so for the token before each draft, too (`DrawPlaces`).
     """
 
     def __init__(self, parts: StepParts, stream: Stream, logits_dtype: torch.dtype) -> None:
         self._parts = parts
         self._stream = stream
         shape = (parts.limits.max_num_draws, parts.vocab_size)
-        # Of each sequence of the step; with drafts, of each token.
+        # Of each sequence of the step; with drafts, of each entry of `DrawPlaces`.
         self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)
         num_drawn = parts.limits.max_num_draws if parts.limits.max_drafts else 0
-        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # of each token, with drafts
+        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # with drafts: of each entry, too
         self._has_drafts = False  # the newest step
         self._guesser = make_guesser(parts)
         self._guess_graphs: dict[int, Callable[[], object]] = {}  # by sequences
@@ -127,15 +127,16 @@ class CudaStep:
 
     def _run_drafts(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         parts, tables = self._parts, self._parts.tables
-        batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_tokens)
+        assert shape.num_draws is not None, "there are drafts"
+        batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_draws)
         place_drafts(tables.step, self._guesses, batch, places)
         chunk_inputs(tables.step, batch, self._buffers(shape))
         parts.inputs.fill_states(shape)
         inputs = parts.inputs.of(shape)
-        hidden, read = self._forward(inputs, None, ranks)
-        logits = self.logits[: shape.num_tokens]
-        parts.model.logits(hidden, out=logits)
-        drawn = self._drawn[: shape.num_tokens]
+        hidden, read = self._forward(inputs, None if shape.num_wanted is None else places.tokens, ranks)
+        logits = self.logits[: shape.num_draws]
+        parts.model.logits(hidden if len(hidden) == shape.num_draws else hidden[places.tokens], out=logits)
+        drawn = self._drawn[: shape.num_draws]
         drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
         if self._guesser is not None:

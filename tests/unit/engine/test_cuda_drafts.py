@@ -6,6 +6,7 @@ Drafts are made by one who knows the answers, and errs in a share of them.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafted_sizes
-from baton.engine.worker.warmup import ProfileRun, padding_steps
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape, drafted_sizes
+from baton.engine.worker.warmup import ProfileRun, drafted_mix, padding_steps
 from baton.kernels import step
 
 from ...helpers.inline_stream import InlineStream
@@ -47,7 +49,13 @@ def cuda_backend(max_tokens: int) -> CudaBackend:
 @pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
 def test_answers_are_those_of_an_engine_without_drafts(
-    engines: Engines, have_grammars: bool, errors: float, num_blocks: int, captured: bool, depth: int
+    engines: Engines,
+    have_grammars: bool,
+    errors: float,
+    num_blocks: int,
+    captured: bool,
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = random_requests(random.Random(5), 14)
     if have_grammars:
@@ -60,9 +68,10 @@ def test_answers_are_those_of_an_engine_without_drafts(
     }
     drafter = InformedDrafter(lambda request_id, _: whole[request_id], 1 - errors, engines.config.vocab_size)
     drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=True)
-    runner = engines.runner(cuda_backend(32 if captured else 0), num_blocks)
+    runner = engines.runner(cuda_backend(64 if captured else 0), num_blocks)
     if captured:
         runner.capture()
+    run = shapes_run(runner, monkeypatch)
     core = engines.core(runner, num_blocks, depth, drafting)
     answers = answers_of(core, requests)
     if have_grammars and errors < 1:  # of wrong guesses nearly none fits
@@ -82,6 +91,21 @@ def test_answers_are_those_of_an_engine_without_drafts(
     assert stats.num_preemptions > 0 or num_blocks == 64
     if captured:
         assert runner.captured.num_replays > runner.captured.num_eager
+    beside_prompts = [shape for shape in run if shape.max_drafts and not shape.is_drafted]
+    assert len(beside_prompts) > (5 if num_blocks == 64 else 0)
+
+
+def shapes_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
+    """Return a list that gets the shape of each step that the runner runs from now on."""
+    shapes: list[StepShape] = []
+    run = runner.captured.run
+
+    def note(shape: StepShape, *others: Any) -> torch.Tensor | None:
+        shapes.append(shape)
+        return run(shape, *others)
+
+    monkeypatch.setattr(runner.captured, "run", note)
+    return shapes
 
 
 def test_sequences_have_up_to_two_or_four_tokens_or_as_many_as_they_may() -> None:
@@ -122,3 +146,24 @@ def test_sizes_with_drafts_are_warmed_up_with_padding_and_draws_from_edited_logi
     memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), drafted, lambda work: work() or 0, LIMITS).run()
     assert memory.num_captured == len(drafted)
     assert accepted_again == [0]
+
+
+def test_the_memory_of_the_largest_step_of_prompts_and_drafts_is_measured(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (largest,) = drafted_mix(LIMITS, 32)
+    assert (largest.num_tokens, largest.wanted_rows, largest.num_draws) == (64, 40, 40)
+    assert not drafted_mix(LIMITS, 64), "it is captured, and the captured sizes are measured"
+    assert not drafted_mix(replace(LIMITS, max_drafts=0), 32)
+    measured: list[StepShape] = []
+
+    def peak(work: Callable[[], object]) -> int:
+        monkeypatch.setattr(cuda.CudaStep, "run", lambda step, shape, *_: measured.append(shape) or run(step, shape))
+        work()
+        monkeypatch.setattr(cuda.CudaStep, "run", run)
+        return 100 if largest in measured[-1:] else 1
+
+    run = cuda.CudaStep.run
+    memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), [], peak, LIMITS).run()
+    assert largest in measured
+    assert memory.step_bytes == 100

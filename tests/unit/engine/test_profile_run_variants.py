@@ -26,6 +26,7 @@ SCRIPT = (
     + """
 import random
 import sys
+from dataclasses import replace
 
 from tests.helpers.inline_stream import InlineStream
 
@@ -53,7 +54,7 @@ outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a 
 config = load_config(sys.argv[1], dtype="bfloat16", load_format="dummy")
 layout = config.caches.only.blocks
 most_tokens = int(sys.argv[2])
-limits = StepLimits(40, most_tokens, 2048)
+limits = StepLimits(40, most_tokens, 2048, max_drafts=int(sys.argv[3]))
 sizes = CudaShapes(limits, max_tokens=128)
 linear_gpu.UNTUNED_MANY = {**linear_gpu.NOTHING, **TILES}  # as tuned, other kernels serve other numbers of tokens
 
@@ -64,7 +65,11 @@ def any_step():
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
     num_kv_tokens, num_wanted = rng.choice([tokens, 5000, 100_000]), rng.choice([None, seqs, seqs])
-    return StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
+    shape = StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
+    draws = min(tokens - 1, seqs + rng.randint(1, 4) * (seqs - 1))
+    if not limits.max_drafts or draws <= seqs or rng.random() < 0.3:
+        return shape
+    return replace(shape, num_wanted=num_wanted and draws, max_drafts=rng.randint(1, 4), num_draws=draws)
 
 def any_request():
     def maybe(*values): return rng.choice([None, *values])
@@ -92,7 +97,22 @@ def any_plans(step):
     for further in range(2):
         some = rng.sample(chunks, rng.randint(1, len(chunks)))
         yield StepPlan(step, [], [], [Chunk(c.row, c.start + c.num_tokens + further, 1, True, []) for c in some])
+    if limits.max_drafts:
+        # Decodes with drafts, beside prompts of others or not.
+        some = rng.sample(chunks, rng.randint(1, 9) % len(rows) + 1)
+        drafted = [with_drafts(chunk.row, chunk.start + chunk.num_tokens + 2) for chunk in some]
+        yield StepPlan(step, [], [], drafted)
+        others = [row for row in range(40) if row not in rows][: rng.randint(0, 3)]
+        coming = [RowStart(row, str(row), [0] * 30, [], any_request(), 1, [2], [[0] * 3]) for row in others]
+        prompts = [Chunk(start.row, 0, 30, True, [], start.sampling.prompt_logprobs is not None) for start in coming]
+        again = [with_drafts(chunk.row, chunk.start + chunk.num_tokens) for chunk in drafted]
+        yield StepPlan(step, [], coming, again + prompts)
+        rows = rows + others
     yield StepPlan(step, rows, [], [])
+
+def with_drafts(row, start):
+    count = rng.randint(1, limits.max_drafts)
+    return Chunk(row, start, 1 + count, True, [], num_drafts=count, drafts=(3,) * count)
 
 def mm(a, b, out_dtype=None, *, out=None, mm=torch.mm):
     product = mm(a, b, out=out)
@@ -147,6 +167,12 @@ def test_nor_does_one_where_all_but_scored_prompts_are_captured(kind: str, tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+@pytest.mark.parametrize(("kind", "most_tokens"), [("qwen3", 1024), ("qwen3", 128), ("deepseek_v2", 1024)])
+def test_nor_does_one_with_drafts(kind: str, most_tokens: int, tmp_path: Path) -> None:
+    check(write_checkpoint(tmp_path, kind), max_num_batched_tokens=most_tokens, max_drafts=4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
 def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "head_dim": 64}
     folder = write_checkpoint(tmp_path, "qwen3_moe", **sizes)
@@ -154,11 +180,11 @@ def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
     check(folder)
 
 
-def check(folder: Path, *, max_num_batched_tokens: int = 1024) -> None:
+def check(folder: Path, *, max_num_batched_tokens: int = 1024, max_drafts: int = 0) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens)],
+        [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens), str(max_drafts)],
         env=environment,
         cwd=ROOT,
         capture_output=True,
