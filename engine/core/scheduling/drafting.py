@@ -12,6 +12,10 @@ there a draft is a number, and the plan says how many guesses are to be made for
 
 A request with a grammar draws nothing while a step of its own is in flight. Its guesses are made when that step is
 settled, so that its grammar, which makes the next mask in a thread, looks at them there as well.
+
+On a GPU, the host edits the logits of some requests by position (penalties, biases, stop tokens that are shut), and
+knows the position once all drafts before it are settled. Such a request sits out steps while a step of its own with
+drafts is in flight, and has drafts only where they are worth a step.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
     return Drafting(
         make_drafter(config),
         config.num_speculative_tokens,
-        only_plain=on_gpu,
+        edits_on_host=on_gpu,
         with_grammars=not on_gpu,
         on_device=config.guesses_on_device,
     )
@@ -64,18 +68,18 @@ class Drafting:
         most: int,
         *,
         adapts: bool = True,
-        only_plain: bool = False,
+        edits_on_host: bool = False,
         with_grammars: bool = True,
         on_device: bool = False,
     ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
-        `only_plain`: requests have drafts whose draws follow from the numbers in their row. `with_grammars`: so do
-        requests whose output must fit one. `on_device`: guesses are made there.
+        `edits_on_host`: where logits are edited by position, the host must know it when a step is planned.
+        `with_grammars`: requests have drafts whose output must fit one. `on_device`: guesses are made there.
         """
         self.most = most
         self.drafter = drafter
-        self._only_plain = only_plain
+        self._edits_on_host = edits_on_host
         self._with_grammars = with_grammars
         self._on_device = on_device
         self._lengths = DraftLengths(most) if adapts else None
@@ -97,19 +101,29 @@ class Drafting:
 
     def may_draft(self, request: Request) -> bool:
         """Return whether a request's draws can be checked against drafts."""
-        if request.is_constrained and not self._with_grammars:
-            return False
-        return not self._only_plain or request.message.sampling.is_plain
+        return self._with_grammars or not request.is_constrained
 
-    def propose(self, request: Request, room: int) -> Drafts:
-        """Return up to `room` drafts of a request, behind its tokens that are on their way."""
+    def must_settle(self, request: Request) -> bool:
+        """Return whether a request's drafts must be settled before it is in a step again.
+
+        One with a grammar waits for all of its tokens in any case.
+        """
+        return self._edits_on_host and not request.is_constrained and not request.message.sampling.is_plain
+
+    def propose(self, request: Request, room: int, *, sits_out: bool = False) -> Drafts:
+        """Return up to `room` drafts of a request, behind its tokens that are on their way.
+
+        `sits_out`: with drafts it misses the next step.
+        """
+        if not self.may_draft(request):
+            return NO_DRAFTS
         num_drafts = min(room, self.most)
         if request.is_constrained:
             num_drafts = min(num_drafts, len(request.guesses))
         elif self._on_device:
             num_drafts = min(num_drafts, request.num_guesses)
         if self._lengths is not None:
-            num_drafts = self._lengths.of(request.request_id, num_drafts)
+            num_drafts = self._lengths.of(request.request_id, num_drafts, sits_out=sits_out)
         if not num_drafts:
             return NO_DRAFTS
         if request.is_constrained:

@@ -36,7 +36,10 @@ class RunningRequests:
         transfers: Transfers,
         waiting: WaitingQueue,
         drafting: Drafting | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
+        """`overlaps`: steps are planned while others are in flight."""
         self.num_preemptions = 0
         self.lacks_blocks = False  # a running request does in this step, so no waiting one gets any
         self._rows = rows
@@ -45,6 +48,7 @@ class RunningRequests:
         self._transfers = transfers
         self._waiting = waiting
         self._drafting = drafting
+        self._overlaps = overlaps
         self._by_rank: list[Request] = []
         self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts left
 
@@ -102,7 +106,7 @@ class RunningRequests:
             if request.num_tokens - start != 1:
                 prefills.append(request)
                 continue
-            if start + 1 >= request.horizon:  # its last token is on the way, or one that its grammar must see first
+            if start + 1 >= request.horizon:  # its last token is on the way, or one that must be known first
                 continue
             new_blocks = NO_BLOCKS
             if start >= request.capacity:
@@ -134,7 +138,8 @@ class RunningRequests:
             room = min(spare, request.limit - 1 - num_computed)
             if self._memory.has_states:
                 room = min(room, self._memory.room_for_drafts(request))
-            drafts = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else NO_DRAFTS
+            sits_out = self._overlaps and drafting.must_settle(request)
+            drafts = drafting.propose(request, room, sits_out=sits_out) if room > 0 else NO_DRAFTS
             num_drafts = drafts.num_drafts
             if num_drafts and num_computed + num_drafts + drafting.num_behind > request.capacity:
                 new_blocks = self._memory.grow(request)
@@ -142,6 +147,8 @@ class RunningRequests:
             if num_drafts > 0:
                 spare -= num_drafts
                 draft.add_drafts(chunk, request, num_drafts, drafts.guesses, new_blocks)
+                if sits_out:
+                    request.sit_out()
             else:
                 draft.put_back(chunk, request)
 

@@ -83,7 +83,15 @@ class Scheduler:
             self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
         )
         self.drafting = drafting
-        self.running = RunningRequests(self.rows, self.memory, self.fence, self.transfers, self.waiting, self.drafting)
+        self.running = RunningRequests(
+            self.rows,
+            self.memory,
+            self.fence,
+            self.transfers,
+            self.waiting,
+            self.drafting,
+            overlaps=config.depth > 1,
+        )
         self.admission = Admission(self.waiting, self.loading, self.running, self.memory, self.fence, self.tier_copies)
         self.requests = RequestTable(
             config,

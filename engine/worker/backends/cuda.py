@@ -1,7 +1,8 @@
 """Steps on a GPU, which works through its stream while the CPU is elsewhere.
 
     graph of a shape     inputs ─> model ─> logits ─> draws by temperature, top-k, top-p, min-p ─> rows, page of tokens
-    behind it            rows with penalties, biases, masks or shut stop tokens are drawn again from the same logits
+    behind it            rows with penalties, biases, masks or shut stop tokens are drawn again from the same logits,
+                         and their drafts are compared again
 
 Nothing here waits for the device. Tables, inputs and logits stay at their addresses, so that graphs find them.
 """
@@ -31,7 +32,7 @@ from baton.kernels.step import (
 
 from ...core.step import Chunk
 from ...layers.base import RankRows
-from ..batch import Batch
+from ..batch import Batch, Draws
 from ..inputs import StepInputs
 from ..outputs import Event
 from ..shapes import Shapes, StepShape
@@ -175,14 +176,35 @@ class CudaStep:
         edited = draws.pick(numbers)
         entries = self.indices(edited.entries)
         tables, ring = self._parts.tables, self._parts.outputs.ring
-        drawn = sample(self.logits[entries], processors.of_draws(edited))
+        edits = processors.of_draws(edited)
+        if self._has_drafts and edits.history is not None:
+            self._restore_drafts(batch, edited)
+        drawn = sample(self.logits[entries], edits)
         batch_rows, buffers = tables.batch(shape.num_seqs), self._buffers(shape)
         if self._has_drafts:
             self._drawn[entries] = drawn
             index = self.indices(list(dict.fromkeys(edited.chunks)))
             accept_again(self._drawn, index, tables.step, self._guesses, batch_rows, buffers, ring, shape.max_drafts)
+            if self._guesser is not None:
+                self._guesser.drawn_again(batch_rows.rows[index].long())
         else:
             replace_tokens(drawn, self.indices(edited.chunks), entries, tables.step, batch_rows, buffers, ring)
+
+    def _restore_drafts(self, batch: Batch, edited: Draws) -> None:
+        """Make drafts tokens of their rows again, before draws that depend on the tokens before them.
+
+        A draw that is edited comes behind the drafts before it, as the logits do, whatever `accept_tokens` kept there.
+        The positions are known: of a request whose draws are edited, no draft is unsettled when a step is planned.
+        """
+        last = batch.ends
+        drafts = [i for i, chunk in enumerate(edited.chunks) if edited.positions[i] < last[chunk]]
+        if not drafts:
+            return
+        _, _, rows, positions = map(self.indices, edited.pick(drafts))
+        numbers, width = positions - self._guesses.first[rows], self._guesses.token_ids.shape[1]
+        guessed = self._guesses.token_ids[rows, numbers.clamp(0, width - 1)]
+        is_known = (numbers >= 0) & (numbers < width)
+        self._parts.tables.tokens.tensor[rows, positions] = torch.where(is_known, guessed, 0)
 
     def logits_of(self, numbers: list[int]) -> Tensor:
         return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).entries)]

@@ -70,6 +70,9 @@ class Guesser(abc.ABC):
         """Do what `read` does, on a device that may be waited for. It may be left for later where it is not needed."""
         self.read(shape, hidden)
 
+    def drawn_again(self, rows: Tensor) -> None:
+        """Called behind `read` where other tokens of rows [J] int64 were kept than those that it has read."""
+
     @abc.abstractmethod
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
@@ -228,6 +231,11 @@ class ModelGuesser(Guesser):
         # One token goes on behind the last attention: ranks that divide the product there wait for each other.
         self._model.forward(token_ids, self._caches_of(placed, num_decodes=0), self._numbers[:1].long())
         tables.read.tensor[0, some_rows] = torch.where(rows >= 0, starts + lens, tables.read.tensor[0, some_rows])
+
+    def drawn_again(self, rows: Tensor) -> None:
+        """Count no more tokens as read than are computed. Those before are the drafts that were read."""
+        tables = self._parts.tables
+        tables.read.tensor[0, rows] = torch.minimum(tables.read.tensor[0, rows], tables.computed.tensor[0, rows])
 
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         rows, first = self._begin(num_seqs)

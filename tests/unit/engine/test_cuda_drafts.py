@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from baton.engine.core.messages import EngineRequest
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.models import load_config
 from baton.engine.offline.bench_drafts import InformedDrafter
@@ -26,7 +28,9 @@ from baton.engine.worker.warmup import ProfileRun, drafted_mix, padding_steps
 from baton.kernels import step
 
 from ...helpers.inline_stream import InlineStream
+from .controls import EVERYTHING, prompts_of
 from .cores import Engines, answers_of, tokens_and_logprobs
+from .guessing import requests_of
 from .narrow_grammars import with_grammars
 from .random_workload import random_requests
 
@@ -45,21 +49,19 @@ def cuda_backend(max_tokens: int) -> CudaBackend:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("num_blocks", [64, 16])
+@pytest.mark.parametrize("num_blocks", [64, 14])
 @pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
+@pytest.mark.parametrize("kind", ["free", "grammars", "everything"])
 def test_answers_are_those_of_an_engine_without_drafts(
     engines: Engines,
-    have_grammars: bool,
+    kind: str,
     errors: float,
     num_blocks: int,
     captured: bool,
     depth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    requests = random_requests(random.Random(5), 14)
-    if have_grammars:
-        requests = with_grammars(requests)
+    requests = requests_of_kind(kind)
     plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), num_blocks), num_blocks, depth=1)
     expected = answers_of(plain, requests)
     whole = {
@@ -67,14 +69,14 @@ def test_answers_are_those_of_an_engine_without_drafts(
         for request in requests
     }
     drafter = InformedDrafter(lambda request_id, _: whole[request_id], 1 - errors, engines.config.vocab_size)
-    drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=True)
+    drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, edits_on_host=True)
     runner = engines.runner(cuda_backend(64 if captured else 0), num_blocks)
     if captured:
         runner.capture()
     run = shapes_run(runner, monkeypatch)
     core = engines.core(runner, num_blocks, depth, drafting)
     answers = answers_of(core, requests)
-    if have_grammars and errors < 1:  # of wrong guesses nearly none fits
+    if kind == "grammars" and errors < 1:  # of wrong guesses nearly none fits
         of_grammars = [output for number in range(1, 14, 2) for output in answers[str(number)]]
         assert any(output.drafts and output.drafts.num_accepted_tokens for output in of_grammars)
     for request_id, outputs in answers.items():
@@ -93,6 +95,14 @@ def test_answers_are_those_of_an_engine_without_drafts(
         assert runner.captured.num_replays > runner.captured.num_eager
     beside_prompts = [shape for shape in run if shape.max_drafts and not shape.is_drafted]
     assert len(beside_prompts) > (5 if num_blocks == 64 else 0)
+
+
+def requests_of_kind(kind: str) -> list[EngineRequest]:
+    """Return requests of all sorts, of which every second has a grammar or none, or requests with every control."""
+    if kind == "everything":
+        return requests_of(prompts_of(*range(1, 90, 7)), msgspec.structs.replace(EVERYTHING, max_tokens=40))
+    requests = random_requests(random.Random(5), 14)
+    return with_grammars(requests) if kind == "grammars" else requests
 
 
 def shapes_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
