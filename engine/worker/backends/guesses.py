@@ -70,8 +70,9 @@ class Guesser(abc.ABC):
         """Do what `read` does, on a device that may be waited for. It may be left for later where it is not needed."""
         self.read(shape, hidden)
 
+    @abc.abstractmethod
     def drawn_again(self, rows: Tensor) -> None:
-        """Called behind `read` where other tokens of rows [J] int64 were kept than those that it has read."""
+        """Note that other tokens of rows [J] int64 were kept than those that `read` found there."""
 
     @abc.abstractmethod
     def guess(self, num_seqs: int, num_guesses: int) -> None:
@@ -178,6 +179,9 @@ class HeadGuesser(Guesser):
             )
         self._normed[:num_seqs].copy_(states.normed)
         self._hidden[:num_seqs].copy_(states.hidden)
+
+    def drawn_again(self, rows: Tensor) -> None:
+        """Leave it at a guess that may be worse: nothing is kept that counts tokens."""
 
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         assert self._normed is not None, "the step was read"
