@@ -35,12 +35,10 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
     """Return the drafting of an engine with these settings on a kind of device; None: tokens are not guessed ahead."""
     if config is None:
         return None
-    on_gpu = device == "cuda"
     return Drafting(
         make_drafter(config),
         config.num_speculative_tokens,
-        only_plain=on_gpu,
-        with_grammars=not on_gpu,
+        only_plain=device == "cuda",
         on_device=config.guesses_on_device,
     )
 
@@ -65,19 +63,17 @@ class Drafting:
         *,
         adapts: bool = True,
         only_plain: bool = False,
-        with_grammars: bool = True,
         on_device: bool = False,
     ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
         `only_plain`: there are drafts in steps without prompts only, and for requests whose draws follow from the
-        numbers in their row. That is what steps on a GPU are captured for. `with_grammars`: so do requests whose output
-        must fit one. `on_device`: guesses are made there.
+        numbers in their row and their grammar. That is what steps on a GPU are captured for. `on_device`: guesses are
+        made there.
         """
         self.most = most
         self.drafter = drafter
         self._only_plain = only_plain
-        self._with_grammars = with_grammars
         self._on_device = on_device
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
@@ -103,8 +99,6 @@ class Drafting:
 
     def may_draft(self, request: Request) -> bool:
         """Return whether a request's draws can be checked against drafts."""
-        if request.is_constrained and not self._with_grammars:
-            return False
         return not self._only_plain or request.message.sampling.is_plain
 
     def propose(self, request: Request, room: int) -> Drafts:

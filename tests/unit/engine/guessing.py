@@ -23,6 +23,7 @@ from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 from ...helpers.inline_stream import InlineStream
 from .controls import own_seeds
 from .cores import Engines, answers_of, tokens_and_logprobs
+from .narrow_grammars import with_grammars
 
 MOST = 3
 HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -37,7 +38,13 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         if config is None:
             return None
-        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
+        return Drafting(
+            make_drafter(config),
+            config.num_speculative_tokens,
+            adapts=False,
+            only_plain=device == "cuda",
+            on_device=config.guesses_on_device,
+        )
 
     monkeypatch.setattr(build, "make_drafting", drafting)
 
@@ -82,9 +89,21 @@ def requests_of(prompts: Sequence[list[int]], params: SamplingParams) -> list[En
 
 
 def check_both_backends(
-    engines: Engines, prompts: Sequence[list[int]], *, num_blocks: int = 64, captured: bool = True, depth: int = 2
+    engines: Engines,
+    prompts: Sequence[list[int]],
+    *,
+    num_blocks: int = 64,
+    captured: bool = True,
+    depth: int = 2,
+    have_grammars: bool = False,
 ) -> EngineStats:
-    """Serve prompts by steps of a CPU and by those of a GPU, on a CPU: answers and what was guessed are the same."""
+    """Serve prompts by steps of a CPU and by those of a GPU, on a CPU: answers and what was guessed are the same.
+
+    Every other request has a grammar, if asked for: the host guesses for these.
+    """
+    requests = requests_of(prompts, HOT)
+    if have_grammars:
+        requests = with_grammars(requests)
 
     def serve(backend: Backend) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
         runner = engines.runner(backend, num_blocks)
@@ -92,7 +111,7 @@ def check_both_backends(
             runner.capture()
         drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
         core = engines.core(runner, num_blocks, depth, drafting)
-        outputs = answers_of(core, requests_of(prompts, HOT))
+        outputs = answers_of(core, requests)
         return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
 
     there = CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32 if captured else 0), torch.float32)
