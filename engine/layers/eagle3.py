@@ -84,6 +84,8 @@ class Eagle3Head(Layer):
         config = self.config
         table = cos_sin_table(config.rope, config.rotary_dim, config.max_model_len, device)
         self._cos_sin = CosSin(table, table)
+        if self.d2t is not None:
+            self.d2t.data.zero_()  # numbers of tokens, also where no checkpoint fills it
 
     def finish(self) -> None:
         super().finish()

@@ -143,3 +143,16 @@ def stub_model(config: ModelConfig, *, device: torch.device | str, groups: Paral
     model.divide(groups)
     allocate_unfilled(model, device=device)
     return model
+
+
+def stub_eagle3(
+    config: ModelConfig, model: CausalLM, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE
+) -> Eagle3Head:
+    """Return a head for a stub of its model, as `stub_model` does."""
+    from baton.engine.layers.eagle3 import Eagle3Head
+    from baton.engine.weights.loader import allocate_unfilled
+
+    head = Eagle3Head(config, model.model.embed_tokens)
+    head.divide(groups)
+    allocate_unfilled(head, device=device)
+    return head

@@ -168,7 +168,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
             from .load import load_member
 
             device = device_for(config, member)
-            check_speculation(model_config, config, device.type)
+            check_speculation(config, device.type)
         membership = RankGroup(
             member,
             config.expert_spread,

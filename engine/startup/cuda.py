@@ -24,13 +24,14 @@ from ..layers.decoder import CausalLM
 from ..models import load_model, stub_model
 from ..parallel import ParallelGroups
 from ..weights import loading_bar
-from ..worker.backends import Model
+from ..worker.backends import DraftModel, Model
 from ..worker.backends.cuda import CudaBackend
 from ..worker.backends.cuda_stream import CudaStream
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
-from .device import DeviceContext, step_limits
+from .arenas import engine_caches
+from .device import DeviceContext, load_draft_model, step_limits, stub_draft_model
 from .kv_cache import allocate_arenas, allocate_drafts, gpu_budget, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
@@ -58,6 +59,7 @@ class CudaStartup:
         self._compiler = compiler
         torch.cuda.set_device(context.device)
         self._stream = CudaStream(context.device)
+        self._draft_model: DraftModel | None = None
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Set the number of CPU threads, and record the kernels of every step, which other processes compile while the
@@ -70,13 +72,17 @@ class CudaStartup:
                 with recording(self._compiler.submit):
                     for groups in self._groups.stubs():
                         model = stub_model(model_config, device=self._stream.device, groups=groups)
-                        self._profile(model, groups, model_config, caches)
-                        del model
+                        draft_model = stub_draft_model(model_config, model, groups)
+                        self._profile(model, draft_model, groups, model_config, caches)
+                        del model, draft_model
                 torch.cuda.empty_cache()
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
+        groups = self._groups
         with loading_bar() as progress:
-            return load_model(model_config, device=self._stream.device, progress=progress, groups=self._groups)
+            model = load_model(model_config, device=self._stream.device, progress=progress, groups=groups)
+            self._draft_model = load_draft_model(model_config, model, progress=progress, groups=groups)
+        return model
 
     def size_kv_cache(
         self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
@@ -88,7 +94,7 @@ class CudaStartup:
                 self._compiler.close()
         self._groups.widest.agree([0])  # the kernels that one rank compiles for all are there
         with self._phases("profile"), model.shortened():
-            memory = self._profile(model, self._groups, model_config, caches)
+            memory = self._profile(model, self._draft_model, self._groups, model_config, caches)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._stream.device)
         budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
@@ -101,7 +107,8 @@ class CudaStartup:
     def make_runner(
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> ModelRunner:
-        runner = self._runner(model, arenas, model_config, self._limits(core_config.max_model_len))
+        limits = self._limits(core_config.max_model_len)
+        runner = self._runner(model, self._draft_model, arenas, model_config, limits)
         if not self._config.enforce_eager:
             with self._phases("capture"):
                 runner.capture()
@@ -118,7 +125,12 @@ class CudaStartup:
         self._stream.release()
 
     def _profile(
-        self, model: CausalLM, groups: ParallelGroups, model_config: ModelConfig, caches: CacheLayout
+        self,
+        model: CausalLM,
+        draft_model: DraftModel | None,
+        groups: ParallelGroups,
+        model_config: ModelConfig,
+        caches: CacheLayout,
     ) -> StepMemory:
         """Run all that will be launched, over a single block of each cache group."""
         with self._stream.current():
@@ -129,7 +141,7 @@ class CudaStartup:
         eager = self._config.enforce_eager
         arenas = allocate_arenas(self.allocate, caches, [1] * len(caches.groups))
         return ProfileRun(
-            lambda: self._runner(model, arenas, model_config, limits),
+            lambda: self._runner(model, draft_model, arenas, model_config, limits),
             [] if eager else sizes,
             functools.partial(peak_bytes, device=self._stream.device),
             limits,
@@ -137,13 +149,27 @@ class CudaStartup:
         ).run()
 
     def _runner(
-        self, model: Model, arenas: Sequence[torch.Tensor], model_config: ModelConfig, limits: StepLimits
+        self,
+        model: Model,
+        draft_model: DraftModel | None,
+        arenas: Sequence[torch.Tensor],
+        model_config: ModelConfig,
+        limits: StepLimits,
     ) -> ModelRunner:
         shapes = self._shapes(limits)
         backend = CudaBackend(self._stream, shapes, getattr(torch, model_config.dtype))
         tp = self._groups.tp
         drafts = allocate_drafts(self.allocate, model_config, limits, tp.rank, tp.size)
-        return ModelRunner(model, arenas, backend, limits, model_config.vocab_size, drafts=drafts)
+        return ModelRunner(
+            model,
+            arenas,
+            backend,
+            limits,
+            model_config.vocab_size,
+            groups=engine_caches(model_config).of_model,
+            drafts=drafts,
+            draft_model=draft_model,
+        )
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return step_limits(self._config, self._steps, max_model_len)

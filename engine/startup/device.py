@@ -16,7 +16,7 @@ from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
-from ..models import load_eagle3, load_model
+from ..models import load_eagle3, load_model, stub_eagle3, stub_model
 from ..parallel.groups import ALL_ALONE, ParallelGroups
 from ..parallel.member import ALONE_MEMBER, Member
 from ..weights import Progress
@@ -110,6 +110,17 @@ def load_draft_model(
         head = load_eagle3(config, model, device=device, progress=progress, groups=groups)
         return DraftModel(caches, head=head)
     return DraftModel(caches, model=load_model(config, device=device, progress=progress, groups=groups))
+
+
+def stub_draft_model(model_config: ModelConfig, model: CausalLM, groups: ParallelGroups) -> DraftModel | None:
+    """Return what launches the same kernels as `load_draft_model`, for a stub of the model."""
+    config, device = model_config.draft_model, model.device
+    if config is None:
+        return None
+    caches = engine_caches(model_config).of_draft_model
+    if config.eagle3 is not None:
+        return DraftModel(caches, head=stub_eagle3(config, model, device=device, groups=groups))
+    return DraftModel(caches, model=stub_model(config, device=device, groups=groups))
 
 
 def step_limits(config: EngineConfig, steps: StepSizes, max_model_len: int) -> StepLimits:

@@ -88,7 +88,8 @@ class RowTables:
     that the plans name are leftovers that nothing reads. Where there are drafts, states are behind the first
     `applied[g][row]` tokens: fewer than are computed where drafts were accepted (`kernels.state_batch.Replay`). Where
     guesses are made on the device, `room[row]` is the number of tokens that the row's blocks hold, and `read[row]` of
-    those that a draft model has read.
+    those that a draft model has read. `guesses[row]` are of the row's tokens from index `first_guess[row]` on, made by
+    the host or by the device.
     """
 
     def __init__(
@@ -218,7 +219,8 @@ def _table_shapes(
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
     on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2
-    drafts = [(seqs, limits.max_guesses), (1, seqs), (num_state_groups, seqs), *on_device]
+    lines = seqs + limits.guesses_on_device  # padding of a step that guesses has the last one
+    drafts = [(lines, limits.max_guesses), (1, lines), (num_state_groups, seqs), *on_device]
     return [*by_row, *[(1, seqs)] * 3, *[(1, seqs + 1)] * 2, *states * num_state_groups, *drafts]
 
 

@@ -35,7 +35,7 @@ def with_draft_layer(folder: Path, architecture: str, **config: Any) -> Path:
     tensors = {
         (layer + name.removeprefix(last) if name.startswith(last) else name): tensor for name, tensor in tensors.items()
     }
-    size = SHAPE["hidden_size"]
+    size = config.get("hidden_size", SHAPE["hidden_size"])
     generator = torch.Generator().manual_seed(11)
     for name in names:
         is_norm = name not in ("eh_proj", "fc")

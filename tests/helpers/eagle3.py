@@ -18,7 +18,7 @@ EPS, THETA = 1e-5, 500.0
 def write_eagle3(folder: Path, *, seed: int = 4, **changes: Any) -> Path:
     """Write a head for a model of the tests' shape, which knows every second token or so; return `folder`."""
     folder.mkdir(parents=True)
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": SIZE,
         "intermediate_size": WIDTH,
@@ -40,23 +40,25 @@ def write_eagle3(folder: Path, *, seed: int = 4, **changes: Any) -> Path:
     def random(*shape: int) -> Tensor:
         return 0.1 * torch.randn(shape, generator=generator) + (len(shape) == 1)
 
-    known = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+    size, width, head_dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    q, kv = (config[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
+    known = torch.randperm(config["vocab_size"], generator=generator)[: config["draft_vocab_size"]].sort().values
     tensors = {
-        "d2t": known - torch.arange(DRAFT_VOCAB),
-        "t2d": torch.isin(torch.arange(VOCAB), known),
-        "fc.weight": random(SIZE, 3 * SIZE),
-        "midlayer.input_layernorm.weight": random(SIZE),
-        "midlayer.hidden_norm.weight": random(SIZE),
-        "midlayer.post_attention_layernorm.weight": random(SIZE),
-        "midlayer.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, 2 * SIZE),
-        "midlayer.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, 2 * SIZE),
-        "midlayer.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, 2 * SIZE),
-        "midlayer.self_attn.o_proj.weight": random(SIZE, HEADS * HEAD_DIM),
-        "midlayer.mlp.gate_proj.weight": random(WIDTH, SIZE),
-        "midlayer.mlp.up_proj.weight": random(WIDTH, SIZE),
-        "midlayer.mlp.down_proj.weight": random(SIZE, WIDTH),
-        "norm.weight": random(SIZE),
-        "lm_head.weight": random(DRAFT_VOCAB, SIZE),
+        "d2t": known - torch.arange(len(known)),
+        "t2d": torch.isin(torch.arange(config["vocab_size"]), known),
+        "fc.weight": random(size, 3 * size),
+        "midlayer.input_layernorm.weight": random(size),
+        "midlayer.hidden_norm.weight": random(size),
+        "midlayer.post_attention_layernorm.weight": random(size),
+        "midlayer.self_attn.q_proj.weight": random(q, 2 * size),
+        "midlayer.self_attn.k_proj.weight": random(kv, 2 * size),
+        "midlayer.self_attn.v_proj.weight": random(kv, 2 * size),
+        "midlayer.self_attn.o_proj.weight": random(size, q),
+        "midlayer.mlp.gate_proj.weight": random(width, size),
+        "midlayer.mlp.up_proj.weight": random(width, size),
+        "midlayer.mlp.down_proj.weight": random(size, width),
+        "norm.weight": random(size),
+        "lm_head.weight": random(len(known), size),
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -39,12 +39,10 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
     """Return the drafting of an engine with these settings on a kind of device; None: tokens are not guessed ahead."""
     if config is None:
         return None
-    on_gpu = device == "cuda"
     return Drafting(
         make_drafter(config),
         config.num_speculative_tokens,
-        edits_on_host=on_gpu,
-        with_grammars=not on_gpu,
+        edits_on_host=device == "cuda",
         on_device=config.guesses_on_device,
     )
 
@@ -69,18 +67,16 @@ class Drafting:
         *,
         adapts: bool = True,
         edits_on_host: bool = False,
-        with_grammars: bool = True,
         on_device: bool = False,
     ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
-        `edits_on_host`: where logits are edited by position, the host must know it when a step is planned.
-        `with_grammars`: requests have drafts whose output must fit one. `on_device`: guesses are made there.
+        `edits_on_host`: where logits are edited by position, the host must know it when a step is planned. `on_device`:
+        guesses are made there.
         """
         self.most = most
         self.drafter = drafter
         self._edits_on_host = edits_on_host
-        self._with_grammars = with_grammars
         self._on_device = on_device
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
@@ -99,10 +95,6 @@ class Drafting:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
 
-    def may_draft(self, request: Request) -> bool:
-        """Return whether a request's draws can be checked against drafts."""
-        return self._with_grammars or not request.is_constrained
-
     def must_settle(self, request: Request) -> bool:
         """Return whether a request's drafts must be settled before it is in a step again.
 
@@ -115,8 +107,6 @@ class Drafting:
 
         `sits_out`: with drafts it misses the next step.
         """
-        if not self.may_draft(request):
-            return NO_DRAFTS
         num_drafts = min(room, self.most)
         if request.is_constrained:
             num_drafts = min(num_drafts, len(request.guesses))
@@ -156,7 +146,7 @@ class Drafting:
 
         It is called when all of its tokens are known; `propose` takes the drafts from what its grammar lets follow.
         """
-        num_drafts = min(self.most, request.limit - 1 - len(request.token_ids)) if self.may_draft(request) else 0
+        num_drafts = min(self.most, request.limit - 1 - len(request.token_ids))
         if self._lengths is not None:
             num_drafts = self._lengths.expected(request.request_id, num_drafts)
         if num_drafts <= 0:

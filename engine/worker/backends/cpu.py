@@ -224,7 +224,7 @@ class CpuStep:
         row, end, num_drafts = batch.rows[guesses.chunk], batch.ends[guesses.chunk], guesses.num_drafts
         if not guesses.token_ids:
             assert self._guesser is not None, "only a drafter on the device leaves guesses in rows"
-            self._tokens[row, end - num_drafts : end] = self._guesser.guesses.token_ids[row, :num_drafts]
+            self._tokens[row, end - num_drafts : end] = self._parts.tables.guesses.tensor[row, :num_drafts]
             return
         first = end - num_drafts - guesses.first
         self._tokens[row, end - num_drafts : end] = guesses.token_ids[first : first + num_drafts]

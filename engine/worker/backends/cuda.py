@@ -92,8 +92,6 @@ class CudaStep:
         self._guesser = make_guesser(parts)
         self._guess_graphs: dict[int, Callable[[], object]] = {}  # by sequences
         self._guesses = Guesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
-        if self._guesser is not None:
-            self._guesses = self._guesser.guesses
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         return None

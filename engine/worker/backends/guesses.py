@@ -20,7 +20,6 @@ from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
 from baton.kernels.sampling import sample_rows
-from baton.kernels.step import Guesses
 
 from ...core.layout import BLOCK_SIZE
 from ...layers.attention import GroupCache, StateCache
@@ -40,10 +39,7 @@ def make_guesser(parts: StepParts) -> Guesser | None:
 
 
 class Guesser(abc.ABC):
-    """Keeps guesses by row. What it reads and writes stays at its addresses.
-
-    `guesses` are those of each row, from the index `guesses.first` in the row on; the last line of both is of padding.
-    """
+    """Leaves guesses in the tables of rows. What it reads and writes stays at its addresses."""
 
     reads_hidden: bool  # whether `read` needs the hidden states of all tokens
 
@@ -51,13 +47,8 @@ class Guesser(abc.ABC):
         """`groups`: the cache groups of what guesses."""
         self._parts = parts
         self._groups = groups
-        limits, device = parts.limits, parts.tables.memory.device
-        num_rows = limits.max_num_seqs
-        self.guesses = Guesses(
-            torch.zeros(num_rows + 1, limits.max_drafts, dtype=torch.int32, device=device),
-            torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
-        )
-        self._numbers = torch.arange(max(num_rows, limits.max_num_batched_tokens) + 1, device=device).int()
+        most = max(parts.limits.max_num_seqs, parts.limits.max_num_batched_tokens)
+        self._numbers = torch.arange(most + 1, device=parts.tables.memory.device).int()
 
     @abc.abstractmethod
     def read(self, shape: StepShape, hidden: Tensor | None) -> None:
@@ -91,14 +82,14 @@ class Guesser(abc.ABC):
         """Return the row [S] of each sequence, -1 for padding, and the position [S] of its first guess. Notes them."""
         rows = self._parts.tables.rows.tensor[0, :num_seqs]
         first = self._parts.tables.computed.tensor[0, rows.clamp(min=0).long()] + 1
-        self.guesses.first[rows.long()] = first  # -1 is the last line
+        self._parts.tables.first_guess.tensor[0, rows.long()] = first  # -1 is the last line
         return rows, first
 
     def _keep(self, logits: Tensor, rows: Tensor, first: Tensor, number: int) -> Tensor:
         """Draw guess `number` of each row from logits [S, V], keep it and return it, [S] int32."""
         drawn = sample_rows(logits, self._parts.tables.sampling.tensor, rows, first + number)
         guessed = drawn.clamp(min=0).int()  # where nothing can be drawn, the guess is wrong
-        self.guesses.token_ids[rows.long(), number] = guessed
+        self._parts.tables.guesses.tensor[rows.long(), number] = guessed
         return guessed
 
     def _caches_at(self, rows: Tensor, positions: Tensor) -> tuple[GroupCache | StateCache, ...]:
@@ -114,17 +105,17 @@ class Guesser(abc.ABC):
     def _caches_of(self, placed: _Placed, num_decodes: int) -> tuple[GroupCache | StateCache, ...]:
         tables, limits = self._parts.tables, self._parts.limits
         num_seqs, num_tokens = len(placed.rows), len(placed.positions)
-        blocks = tables.blocks[:, placed.token_rows, placed.positions // BLOCK_SIZE].long()
-        slots = torch.where(placed.is_real, blocks * BLOCK_SIZE + placed.positions % BLOCK_SIZE, -1)
         longest = 1 if num_decodes else min(num_tokens, limits.max_model_len)
 
         def batch(shape: StepShape, group: int) -> AttentionBatch:
+            blocks = tables.blocks[group, placed.token_rows, placed.positions // BLOCK_SIZE].long()
+            slots = torch.where(placed.is_real, blocks * BLOCK_SIZE + placed.positions % BLOCK_SIZE, -1)
             return AttentionBatch(
                 query_start=placed.query_start,
                 seq_lens=placed.seq_lens.int(),
                 block_tables=tables.blocks[group],
                 positions=placed.positions,
-                slots=slots[group],
+                slots=slots,
                 max_query_len=longest,
                 max_seq_len=limits.max_model_len,
                 num_decodes=num_decodes,

@@ -1,4 +1,4 @@
-"""Requests for comparisons of answers: prompts of random tokens, greedy and with every control of sampling."""
+"""Comparisons of answers: prompts of random tokens, requests that are greedy or have every control of sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from baton.engine import SamplingParams
+from baton.engine import CompletionOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
 EVERYTHING = SamplingParams(
@@ -46,3 +46,25 @@ def own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
     if params.seed is None:
         return [params] * count
     return [msgspec.structs.replace(params, seed=params.seed + i) for i in range(count)]
+
+
+ROUNDING = 0.05  # of a logprob, in bfloat16
+
+
+def differences(one: CompletionOutput, other: CompletionOutput) -> list[float]:
+    """Return how far the logprobs of two answers are apart, as far as their tokens are the same."""
+    assert one.logprobs is not None
+    assert other.logprobs is not None
+    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
+    count = next((i for i, (a, b) in pairs if a != b), len(one.token_ids))
+    same = zip(one.token_ids[:count], one.logprobs, other.logprobs, strict=False)
+    return [abs(a[token].logprob - b[token].logprob) for token, a, b in same]
+
+
+def agreed(one: CompletionOutput, other: CompletionOutput) -> int:
+    """Return how many tokens of two answers are the same from the first one on; as far as that, so are their
+    logprobs.
+    """
+    apart = differences(one, other)
+    assert max(apart, default=0.0) <= ROUNDING
+    return len(apart)

@@ -24,6 +24,7 @@ from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, own_seeds
 from .cores import Engines, answers_of, tokens_and_logprobs
+from .narrow_grammars import with_grammars
 
 MOST = 3
 HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -38,7 +39,13 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         if config is None:
             return None
-        return Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False, on_device=True)
+        return Drafting(
+            make_drafter(config),
+            config.num_speculative_tokens,
+            adapts=False,
+            edits_on_host=device == "cuda",
+            on_device=config.guesses_on_device,
+        )
 
     monkeypatch.setattr(build, "make_drafting", drafting)
 
@@ -83,9 +90,21 @@ def requests_of(prompts: Sequence[list[int]], params: SamplingParams) -> list[En
 
 
 def check_both_backends(
-    engines: Engines, prompts: Sequence[list[int]], *, num_blocks: int = 64, captured: bool = True, depth: int = 2
+    engines: Engines,
+    prompts: Sequence[list[int]],
+    *,
+    num_blocks: int = 64,
+    captured: bool = True,
+    depth: int = 2,
+    have_grammars: bool = False,
 ) -> EngineStats:
-    """Serve prompts by steps of a CPU and by those of a GPU, on a CPU: answers and what was guessed are the same."""
+    """Serve prompts by steps of a CPU and by those of a GPU, on a CPU: answers and what was guessed are the same.
+
+    Every other request has a grammar, if asked for: the host guesses for these.
+    """
+    requests = requests_of(prompts, HOT)
+    if have_grammars:
+        requests = with_grammars(requests)
 
     def serve(backend: Backend) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
         runner = engines.runner(backend, num_blocks)
@@ -93,7 +112,7 @@ def check_both_backends(
             runner.capture()
         drafting = Drafting(DeviceDrafter(), MOST, adapts=False, edits_on_host=True, on_device=True)
         core = engines.core(runner, num_blocks, depth, drafting)
-        outputs = answers_of(core, requests_of(prompts, HOT))
+        outputs = answers_of(core, requests)
         return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
 
     there = CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32 if captured else 0), torch.float32)

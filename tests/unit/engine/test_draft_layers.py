@@ -159,8 +159,13 @@ def engines(folder: Path) -> Engines:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("num_blocks", [64, 20])
-def test_steps_as_a_gpu_runs_them_guess_the_same(engines: Engines, num_blocks: int, captured: bool, depth: int) -> None:
-    stats = check_both_backends(engines, PROMPTS, num_blocks=num_blocks, captured=captured, depth=depth)
+@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
+def test_steps_as_a_gpu_runs_them_guess_the_same(
+    engines: Engines, have_grammars: bool, num_blocks: int, captured: bool, depth: int
+) -> None:
+    stats = check_both_backends(
+        engines, PROMPTS, num_blocks=num_blocks, captured=captured, depth=depth, have_grammars=have_grammars
+    )
     assert stats.speculation is not None
     assert stats.speculation.num_accepted_tokens > 30
     assert stats.num_preemptions > 0 or num_blocks == 64

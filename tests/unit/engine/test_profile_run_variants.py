@@ -5,6 +5,7 @@ Launches are noted and skipped, so this runs anywhere. Options of kernels are th
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 
 from ... import ROOT
 from ...helpers.checkpoints import edit_config, write_checkpoint
+from ...helpers.draft_layers import with_draft_layer
+from ...helpers.eagle3 import write_eagle3
 from ...helpers.fake_gpu import FAKE_GPU
 from ...helpers.tiny_shapes import wide_shape
 
@@ -24,16 +27,22 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 SCRIPT = (
     FAKE_GPU
     + """
+import json
 import random
 import sys
 from dataclasses import replace
 
 from tests.helpers.inline_stream import InlineStream
 
+from baton.engine.config import EngineConfig
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
 from baton.engine.layers import embedding, method
-from baton.engine.models import load_config, load_model, stub_model
+from baton.engine.models import load_model, stub_model
+from baton.engine.parallel.groups import ALL_ALONE
+from baton.engine.startup.arenas import engine_caches
+from baton.engine.startup.device import load_draft_model, stub_draft_model
+from baton.engine.startup.model_config import read_model_config
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
@@ -51,10 +60,13 @@ TILES = {
 fp8.has_gpu_kernels = lambda device: True
 method.pack = embedding.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
-config = load_config(sys.argv[1], dtype="bfloat16", load_format="dummy")
-layout = config.caches.only.blocks
-most_tokens = int(sys.argv[2])
-limits = StepLimits(40, most_tokens, 2048, max_drafts=int(sys.argv[3]))
+speculation, most_tokens = json.loads(sys.argv[3]), int(sys.argv[2])
+engine_args = {"model": sys.argv[1], "dtype": "bfloat16", "load_format": "dummy"}
+engine_config = EngineConfig.from_args({**engine_args, "speculative_config": speculation})
+config = read_model_config(engine_config)
+caches = engine_caches(config)
+most_drafts = 0 if speculation is None else speculation["num_speculative_tokens"]
+limits = StepLimits(40, most_tokens, 2048, most_drafts, guesses_on_device=engine_config.guesses_on_device)
 sizes = CudaShapes(limits, max_tokens=128)
 linear_gpu.UNTUNED_MANY = {**linear_gpu.NOTHING, **TILES}  # as tuned, other kernels serve other numbers of tokens
 
@@ -90,29 +102,31 @@ def any_plans(step):
         length = rng.choice([1, 2, rng.randint(1, longest), longest])
         cached = rng.choice([0, 0, 16 * rng.randint(0, 30)])
         request, total = any_request(), cached + length
-        starts.append(RowStart(row, str(row), [0] * total, [], request, 1, [2], [[0] * (total // 16 + 1)]))
+        tables = [[0] * (total // 16 + 1)] * len(caches.layout.groups)
+        starts.append(RowStart(row, str(row), [0] * total, [], request, 1, [2], tables))
         chunks.append(Chunk(row, cached, length, True, [], request.prompt_logprobs is not None))
     chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-    yield StepPlan(step, [], starts, chunks)
+    yield StepPlan(step, [], starts, chunks, num_guesses=most_drafts)
     for further in range(2):
         some = rng.sample(chunks, rng.randint(1, len(chunks)))
-        yield StepPlan(step, [], [], [Chunk(c.row, c.start + c.num_tokens + further, 1, True, []) for c in some])
-    if limits.max_drafts:
-        # Decodes with drafts, beside prompts of others or not.
-        some = rng.sample(chunks, rng.randint(1, 9) % len(rows) + 1)
-        drafted = [with_drafts(chunk.row, chunk.start + chunk.num_tokens + 2) for chunk in some]
-        yield StepPlan(step, [], [], drafted)
+        more = rng.randint(0, most_drafts)
+        drafted = [with_drafts(chunk, further, more) for chunk in some]
+        yield StepPlan(step, [], [], drafted, num_guesses=rng.choice([0, most_drafts]))
+    if most_drafts:
+        # Decodes with drafts beside prompts of others.
         others = [row for row in range(40) if row not in rows][: rng.randint(0, 3)]
-        coming = [RowStart(row, str(row), [0] * 30, [], any_request(), 1, [2], [[0] * 3]) for row in others]
+        tables = [[0] * 3] * len(caches.layout.groups)
+        coming = [RowStart(row, str(row), [0] * 30, [], any_request(), 1, [2], tables) for row in others]
         prompts = [Chunk(start.row, 0, 30, True, [], start.sampling.prompt_logprobs is not None) for start in coming]
-        again = [with_drafts(chunk.row, chunk.start + chunk.num_tokens) for chunk in drafted]
-        yield StepPlan(step, [], coming, again + prompts)
+        drafted = [with_drafts(chunk, 9, rng.randint(1, most_drafts)) for chunk in some[:9]]
+        yield StepPlan(step, [], coming, drafted + prompts, num_guesses=most_drafts)
         rows = rows + others
     yield StepPlan(step, rows, [], [])
 
-def with_drafts(row, start):
-    count = rng.randint(1, limits.max_drafts)
-    return Chunk(row, start, 1 + count, True, [], num_drafts=count, drafts=(3,) * count)
+def with_drafts(chunk, further, count):
+    guesses = () if limits.guesses_on_device else (3,) * count
+    start = chunk.start + chunk.num_tokens + further
+    return Chunk(chunk.row, start, 1 + count, True, [], num_drafts=count, drafts=guesses)
 
 def mm(a, b, out_dtype=None, *, out=None, mm=torch.mm):
     product = mm(a, b, out=out)
@@ -120,11 +134,23 @@ def mm(a, b, out_dtype=None, *, out=None, mm=torch.mm):
 
 torch.mm = mm  # another type for the result is there on a GPU only
 models = [load_model(config), stub_model(config, device="cpu")]
+draft_models = [
+    load_draft_model(config, models[0], progress=lambda *_: None, groups=ALL_ALONE),
+    stub_draft_model(config, models[1], ALL_ALONE),
+]
 torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
-kv = torch.zeros(layout.shape(1), dtype=torch.bfloat16)
+arenas = [torch.zeros(group.blocks.shape(1), dtype=torch.bfloat16) for group in caches.layout.groups]
 whole, stub = (
-    ModelRunner(model, [kv], CudaBackend(InlineStream(), sizes, torch.bfloat16), limits, config.vocab_size)
-    for model in models
+    ModelRunner(
+        model,
+        arenas,
+        CudaBackend(InlineStream(), sizes, torch.bfloat16),
+        limits,
+        config.vocab_size,
+        groups=caches.of_model,
+        draft_model=draft_model,
+    )
+    for model, draft_model in zip(models, draft_models)
 )
 with recording() as variants:
     ProfileRun(lambda: stub, list(sizes.in_capture_order()), lambda work: work() or 0, limits).run()
@@ -141,6 +167,7 @@ assert not variants[profiled:], variants[profiled:]
 )
 
 
+SUFFIX: dict[str, object] = {"method": "suffix", "num_speculative_tokens": 4}
 WITH_KERNELS_OF_THEIR_OWN = (
     "qwen3",
     "qwen3_moe",
@@ -169,7 +196,7 @@ def test_nor_does_one_where_all_but_scored_prompts_are_captured(kind: str, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
 @pytest.mark.parametrize(("kind", "most_tokens"), [("qwen3", 1024), ("qwen3", 128), ("deepseek_v2", 1024)])
 def test_nor_does_one_with_drafts(kind: str, most_tokens: int, tmp_path: Path) -> None:
-    check(write_checkpoint(tmp_path, kind), max_num_batched_tokens=most_tokens, max_drafts=4)
+    check(write_checkpoint(tmp_path, kind), max_num_batched_tokens=most_tokens, speculation=SUFFIX)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
@@ -180,11 +207,27 @@ def test_nor_does_one_of_weights_in_8_bits(tmp_path: Path) -> None:
     check(folder)
 
 
-def check(folder: Path, *, max_num_batched_tokens: int = 1024, max_drafts: int = 0) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+@pytest.mark.parametrize("drafter", ["draft layer", "head", "model"])
+def test_nor_does_one_with_guesses(drafter: str, tmp_path: Path) -> None:
+    speculation: dict[str, object] = {"num_speculative_tokens": 3}
+    if drafter == "draft layer":
+        folder = with_draft_layer(tmp_path / "model", "deepseek_v3")
+        speculation["method"] = "mtp"
+    else:
+        folder = write_checkpoint(tmp_path / "model", "qwen3")
+        if drafter == "head":
+            speculation |= {"method": "eagle3", "model": str(write_eagle3(tmp_path / "other"))}
+        else:
+            speculation["model"] = str(write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1))
+    check(folder, speculation=speculation)
+
+
+def check(folder: Path, *, max_num_batched_tokens: int = 1024, speculation: dict[str, object] | None = None) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens), str(max_drafts)],
+        [sys.executable, "-c", SCRIPT, str(folder), str(max_num_batched_tokens), json.dumps(speculation)],
         env=environment,
         cwd=ROOT,
         capture_output=True,

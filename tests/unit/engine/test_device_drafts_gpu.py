@@ -1,0 +1,139 @@
+"""Draft layers, a head, a second model on a GPU: answers are those without it, and guesses are right as often as those
+that a CPU makes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from baton.engine import LLM, SamplingParams
+
+from ...helpers.checkpoints import MISROUTED, write_checkpoint
+from ...helpers.draft_layers import with_draft_layer
+from ...helpers.eagle3 import write_eagle3
+from ...helpers.tiny_shapes import wide_shape
+from .controls import GREEDY, ROUNDING, differences, own_seeds, prompts_of
+from .guessing import HOT, MOST, draft_always, stats_of
+
+pytestmark = pytest.mark.gpu
+PROMPTS = prompts_of(1, 15, 16, 17, 33, 40, 48, 56, 64, 90, 100, 120)
+WIDE_HEAD = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "draft_vocab_size": 192,
+}
+# Random numbers decide most draws, so about half of the guesses are right.
+HOTTER = msgspec.structs.replace(HOT, temperature=4.0)
+TRUNCATED = msgspec.structs.replace(HOTTER, top_k=200, top_p=0.98, min_p=0.001)
+
+
+def _draft_layer(architecture: str) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+    def write(folder: Path) -> tuple[Path, dict[str, Any]]:
+        path = with_draft_layer(folder / "model", architecture, dtype="bfloat16", **wide_shape(architecture))
+        return path, {"method": "mtp"}
+
+    return write
+
+
+def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
+    head = write_eagle3(folder / "head", **WIDE_HEAD)
+    return _qwen3(folder / "model"), {"method": "eagle3", "model": str(head)}
+
+
+def _draft_model(folder: Path) -> tuple[Path, dict[str, Any]]:
+    shape = {**wide_shape("llama"), "num_hidden_layers": 1, "num_attention_heads": 2}
+    other = write_checkpoint(folder / "other", "llama", dtype="bfloat16", seed=3, **shape)
+    return _qwen3(folder / "model"), {"model": str(other)}
+
+
+def _itself(folder: Path) -> tuple[Path, dict[str, Any]]:
+    model = _qwen3(folder / "model")
+    return model, {"model": str(model)}
+
+
+def _qwen3(folder: Path) -> Path:
+    return write_checkpoint(folder, "qwen3", dtype="bfloat16", **wide_shape("qwen3"))
+
+
+DRAFTERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
+    "mtp": _draft_layer("deepseek_v3"),
+    "mtp beside states": _draft_layer("qwen3_next"),
+    "eagle3": _eagle3,
+    "draft model": _draft_model,
+    "draft model that is the model": _itself,
+}
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Engines, each gone when the next one comes."""
+    draft_always(monkeypatch)
+    made: list[LLM] = []
+
+    def build(folder: Path, **args: Any) -> LLM:
+        made.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        small = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 512}
+        made.append(LLM(str(folder), **{**small, "max_num_seqs": 16, "dtype": "bfloat16", **args}))
+        return made[0]
+
+    yield build
+    made.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    return [each.outputs[0] for each in llm.generate(prompts, own_seeds(params, len(prompts)), use_tqdm=False)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_answers_are_those_without_and_guesses_are_those_of_a_cpu(
+    make: Callable[..., LLM], tmp_path: Path, drafter: str
+) -> None:
+    model, config = DRAFTERS[drafter](tmp_path)
+    config = {**config, "num_speculative_tokens": MOST}
+    kinds = {"greedy": GREEDY, "hot": HOTTER, "truncated": TRUNCATED}
+    plain = make(model)
+    expected = {name: _answers(plain, PROMPTS, params) for name, params in kinds.items()}
+    llm = make(model, speculative_config=config)
+    runner: Any = llm.engine.core.runner
+    rates = {}
+    for name, params in kinds.items():
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):  # the last time from the prefix cache
+            eager, before = runner.captured.num_eager, stats_of(llm)
+            found = _answers(llm, prompts, params)
+            assert runner.captured.num_eager - eager <= 4, "decodes are captured steps"
+            apart = [d for a, b in zip(found, expected[name], strict=False) for d in differences(a, b)]
+            off = sum(difference > ROUNDING for difference in apart) / len(apart)
+            print(f"{drafter}, {name}: {len(apart)} tokens are the same, {off:.3f} of their logprobs are not")
+            assert len(apart) > 0.6 * sum(len(answer.token_ids) for answer in found)
+            assert off <= (MISROUTED if "mtp" in drafter else 0.0), "these are mixtures"
+        after = stats_of(llm)
+        rates[name] = (after.num_accepted_tokens - before.num_accepted_tokens) / (
+            after.num_draft_tokens - before.num_draft_tokens
+        )
+    stats = llm.engine.core.stats()
+    assert stats.num_late_compilations == 0
+    assert stats.num_blocks_free == stats.num_blocks
+    there = make(model, speculative_config=config, device="cpu")
+    for name, params in kinds.items():
+        before = stats_of(there)
+        _answers(there, PROMPTS, params)
+        after = stats_of(there)
+        rate = (after.num_accepted_tokens - before.num_accepted_tokens) / (
+            after.num_draft_tokens - before.num_draft_tokens
+        )
+        print(f"{drafter}, {name}: {rates[name]:.3f} of the drafts right, {rate:.3f} on a CPU")
+        assert abs(rates[name] - rate) < 0.1
+        assert rate > 0.2 or name == "greedy"
