@@ -5,6 +5,7 @@ Drafts are made by one who knows the answers, and errs in a share of them.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,12 @@ import msgspec
 import pytest
 import torch
 
+from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan
+from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import cuda
@@ -116,6 +121,55 @@ def shapes_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[Ste
 
     monkeypatch.setattr(runner.captured, "run", note)
     return shapes
+
+
+SAMPLING = SamplingParams(temperature=1.0)
+DRAFTED = Chunk(0, 6, 4, True, [], num_drafts=3, drafts=(5, 6, 7))
+PROMPT = RowStart(1, "prompt", [9] * 30, [], SAMPLING, 1, [], [[3, 4]])
+PLANS = {
+    "idle": StepPlan(EMPTY_STEP, [], [], []),
+    "decodes": StepPlan(1, [], [], [Chunk(0, 6, 1, True, [])]),
+    "drafts": StepPlan(1, [], [], [DRAFTED]),
+    "prompt": StepPlan(1, [], [PROMPT], [Chunk(1, 0, 30, True, [])]),
+    "drafts, prompt": StepPlan(1, [], [PROMPT], [DRAFTED, Chunk(1, 0, 28, False, [])]),
+    "scored": StepPlan(1, [], [PROMPT], [DRAFTED, Chunk(1, 0, 30, True, [], prompt_logprobs=True)]),
+}
+
+
+@pytest.mark.parametrize("max_tokens", [32, 64])
+@pytest.mark.parametrize("kinds", list(itertools.combinations_with_replacement(PLANS, 2)), ids=", ".join)
+def test_ranks_that_run_a_step_together_agree_about_its_rows(
+    engines: Engines, kinds: tuple[str, str], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All replay one size, or each runs its own and knows those of the others. Up to `max_tokens` are captured."""
+    plans = [PLANS[kind] for kind in kinds]
+    if PLANS["scored"] in plans:
+        scored = msgspec.structs.replace(PROMPT, sampling=SamplingParams(prompt_logprobs=1))
+        plans = [msgspec.structs.replace(plan, started_rows=[scored] * len(plan.started_rows)) for plan in plans]
+    group = GroupStep([plan.size if plan.chunks else PADDING for plan in plans])
+    runs: list[tuple[StepShape, RankRows | None]] = []
+    for plan in plans:
+        runner = engines.runner(cuda_backend(max_tokens), 8)
+        runner.capture()
+        start = RowStart(0, "first", [3] * 6, [], SAMPLING, 1, [], [[0, 1]])
+        runner.launch(StepPlan(0, [], [start], [Chunk(0, 0, 6, True, [])])).result()
+        run = runner.captured.run
+        monkeypatch.setattr(runner.captured, "run", lambda *args, run=run: runs.append(args) or run(*args))
+        result = runner.launch(msgspec.structs.replace(plan, group=group)).result()
+        assert [bool(chunk.token_ids) for chunk in result.chunks] == [chunk.samples for chunk in plan.chunks]
+    (one, rows), (other, _) = runs
+    assert {ranks for _, ranks in runs} == {rows}
+    if rows is None:
+        assert (one.num_tokens, one.wanted_rows, one.max_drafts) == (
+            other.num_tokens,
+            other.wanted_rows,
+            other.max_drafts,
+        )
+        assert all(size.num_drafts <= one.max_drafts * one.num_seqs for size in group.sizes)
+    else:
+        assert rows.tokens == (one.num_tokens, other.num_tokens)
+        assert rows.wanted == (one.wanted_rows, other.wanted_rows)
+        assert "scored" in kinds or max_tokens == 32
 
 
 def test_sequences_have_up_to_two_or_four_tokens_or_as_many_as_they_may() -> None:
