@@ -139,7 +139,8 @@ def test_what_can_be_combined_is_taken(device: str) -> None:
 def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Path) -> None:
     read(tmp_path, "qwen3", "Qwen3ForCausalLM")
     args: dict[str, Any] = {"model": str(tmp_path), "fleets": UNIFIED}
-    args["engine"] = {"speculative_config": MTP, "data_parallel_size": 2, "device": "cuda"}
+    draft_model = {"model": str(tmp_path), "num_speculative_tokens": 2}
+    args["engine"] = {"speculative_config": draft_model, "data_parallel_size": 2, "device": "cuda"}
     with pytest.raises(InvalidSpec, match=r"unified: speculative_config: must be left out: data_parallel_size is 2"):
         check_model(load_spec(args))
     args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2, "device": "cuda"}
