@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from baton.kernels.step import OutputRing, StepBatch, StepBuffers, StepTables
+from baton.kernels.step import DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
 
 ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
 PAGES, GROUPS = 3, 2
@@ -83,3 +83,23 @@ def make_step(
 
 
 BATCHES = [([1], 1, 1), ([1, 1, 1], 4, 4), ([5, 1, 30, 2], 4, 38), ([3, 7], 9, 40), ([90], 3, 96), ([], 2, 16)]
+
+
+def make_drafts(
+    step: Step, device: torch.device, *, width: int, lag: int, num_draws: int | None = None
+) -> tuple[Guesses, DrawPlaces]:
+    """Guesses of each row's tokens from `lag` before the token behind those that are computed; poisoned places."""
+    computed = step.tables.computed
+    guesses = torch.arange(ROWS * width, dtype=torch.int32, device=device).view(ROWS, width) + 5000
+    size = len(step.inputs.token_ids) if num_draws is None else num_draws
+    places = (torch.full((size,), -77, dtype=dtype, device=device) for dtype in (torch.int32, torch.int32, torch.int64))
+    return Guesses(guesses, computed + 1 - lag), DrawPlaces(*places)
+
+
+WITH_DRAFTS = [  # tokens and draws of each sequence, sequences, draws: with padding and without
+    ([1], [1], 1, 4),
+    ([3, 1, 6], [3, 1, 6], 5, 16),
+    ([4] * 3, [4] * 3, 3, 12),
+    ([1, 3, 20, 2, 30], [1, 3, 1, 1, 1], 6, 9),  # the last three read prompts
+    ([5, 4, 7], [5, 1, 2], 3, 8),
+]

@@ -14,8 +14,6 @@ from baton.kernels.state_batch import Replay, StateBatch
 from baton.kernels.step import (
     PIECE,
     REJECTED,
-    DrawPlaces,
-    Guesses,
     OutputRing,
     StepBatch,
     StepBuffers,
@@ -23,7 +21,7 @@ from baton.kernels.step import (
     reference,
 )
 
-from .step_cases import BATCHES, BLOCK_SIZE, GROUPS, PAGES, ROWS, Step, make_step
+from .step_cases import BATCHES, BLOCK_SIZE, GROUPS, PAGES, ROWS, WITH_DRAFTS, make_drafts, make_step
 
 pytestmark = pytest.mark.exhaustive
 
@@ -197,26 +195,6 @@ def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
     where = step.batch.rows.long(), step.inputs.seq_lens.long()
     assert step.tables.tokens[where].tolist() == [7, 0, 0]
     assert step.mailbox.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
-
-
-def make_drafts(
-    step: Step, device: torch.device, *, width: int, lag: int, num_draws: int | None = None
-) -> tuple[Guesses, DrawPlaces]:
-    """Guesses of each row's tokens from `lag` before the token behind those that are computed; poisoned places."""
-    computed = step.tables.computed
-    guesses = torch.arange(ROWS * width, dtype=torch.int32, device=device).view(ROWS, width) + 5000
-    size = len(step.inputs.token_ids) if num_draws is None else num_draws
-    places = (torch.full((size,), -77, dtype=dtype, device=device) for dtype in (torch.int32, torch.int32, torch.int64))
-    return Guesses(guesses, computed + 1 - lag), DrawPlaces(*places)
-
-
-WITH_DRAFTS = [  # tokens and draws of each sequence, sequences, draws: with padding and without
-    ([1], [1], 1, 4),
-    ([3, 1, 6], [3, 1, 6], 5, 16),
-    ([4] * 3, [4] * 3, 3, 12),
-    ([1, 3, 20, 2, 30], [1, 3, 1, 1, 1], 6, 9),  # the last three read prompts
-    ([5, 4, 7], [5, 1, 2], 3, 8),
-]
 
 
 @pytest.mark.parametrize(("lens", "draws", "num_seqs", "num_draws"), WITH_DRAFTS)
