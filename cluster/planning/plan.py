@@ -189,7 +189,7 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
 def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
     config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
-    check_speculation(config, device)
+    check_speculation(config)
     weights = weight_bytes_of_rank(model, config, device)
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)

@@ -114,5 +114,5 @@ class Lockstep:
 
 
 def _size(values: Sequence[int]) -> StepSize:
-    num_tokens, num_seqs, num_wanted, all_hidden = values
-    return StepSize(num_tokens, num_seqs, num_wanted, bool(all_hidden))
+    num_tokens, num_seqs, num_wanted, all_hidden, *drafts = values
+    return StepSize(num_tokens, num_seqs, num_wanted, bool(all_hidden), *drafts)

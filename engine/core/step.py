@@ -89,6 +89,18 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True):
     num_seqs: int
     num_wanted: int  # tokens that go through all of the last layer: to sample, for logprobs of a prompt; at least one
     all_hidden: bool = False  # a chunk asks for logprobs of its prompt
+    num_drafts: int = 0  # of all chunks
+    max_drafts: int = 0  # of one chunk
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens behind which one may be drawn: the last of each chunk, and the one before each draft."""
+        return self.num_seqs + self.num_drafts
+
+    @property
+    def only_decodes(self) -> bool:
+        """True where no chunk is more than one token and its drafts."""
+        return self.num_tokens == self.num_draws
 
 
 PADDING = StepSize(1, 1, 1)  # what a rank runs that has nothing to do: one token that belongs to no request
@@ -133,6 +145,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             num_seqs=len(self.chunks),
             num_wanted=max(1, wanted),
             all_hidden=any(chunk.prompt_logprobs for chunk in self.chunks),
+            num_drafts=sum(chunk.num_drafts for chunk in self.chunks),
+            max_drafts=max((chunk.num_drafts for chunk in self.chunks), default=0),
         )
 
 

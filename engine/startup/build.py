@@ -22,7 +22,6 @@ from ..parallel.member import ALONE_MEMBER, Member
 from .arenas import engine_caches
 from .model_config import read_model_config
 from .phases import Phases
-from .speculation_limits import check_speculation
 from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
@@ -168,7 +167,6 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
             from .load import load_member
 
             device = device_for(config, member)
-            check_speculation(config, device.type)
         membership = RankGroup(
             member,
             config.expert_spread,

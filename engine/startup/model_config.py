@@ -71,7 +71,7 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         drafts=speculation is not None and speculation.method == "mtp",
     )
     check_division(model, config)
-    check_speculation(config, config.device)
+    check_speculation(config)
     if speculation is None or speculation.model is None:
         return model
     try:

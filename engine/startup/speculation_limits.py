@@ -8,27 +8,14 @@ from ..config import EngineConfig, InvalidEngineConfig
 from ..hf_config.model_config import ModelConfig
 
 
-def check_speculation(config: EngineConfig, device: str | None = None) -> None:
-    """Raise `InvalidEngineConfig` where this engine cannot make or check drafts.
-
-    `device`: "cpu" or "cuda", where it is known better than the config says.
-    """
-    if config.speculative_config is None:
-        return
-    reason = _refusal(config, device or config.device)
-    if reason is not None:
-        raise InvalidEngineConfig("speculative_config", f"must be left out: {reason}")
-
-
-def _refusal(config: EngineConfig, device: str) -> str | None:
-    if config.data_parallel_size > 1 and device == "cuda":
-        return f"data_parallel_size is {config.data_parallel_size}, and ranks with GPUs do not agree about drafts yet"
+def check_speculation(config: EngineConfig) -> None:
+    """Raise `InvalidEngineConfig` where this engine cannot make drafts."""
     if config.data_parallel_size > 1 and config.guesses_on_device:
-        return (
-            f"data_parallel_size is {config.data_parallel_size}, and ranks do not wait for each other where they guess;"
-            " 'suffix' and 'ngram' work"
+        raise InvalidEngineConfig(
+            "speculative_config",
+            f"must be left out: data_parallel_size is {config.data_parallel_size}, and ranks do not wait for each other"
+            " where they guess; 'suffix' and 'ngram' work",
         )
-    return None
 
 
 def check_draft_model(model: ModelConfig, draft_model: ModelConfig) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..core.step import PADDING, Chunk, StepSize
 from .shapes import StepShape
-from .tables import RowTables, TableWrites
+from .tables import RowTables, Table, TableWrites
 
 
 class Guesses(NamedTuple):
@@ -110,8 +110,15 @@ class Batch:
         """The size of the step, as `StepPlan.size` gives it; `PADDING` where there are no chunks."""
         if not self.rows:
             return PADDING
-        num_wanted = sum(self.num_wanted)
-        return StepSize(sum(self.lens), len(self.rows), max(1, num_wanted), bool(self.scored))
+        num_wanted, drafts = sum(self.num_wanted), [guesses.num_drafts for guesses in self.guesses]
+        return StepSize(
+            sum(self.lens),
+            len(self.rows),
+            max(1, num_wanted),
+            bool(self.scored),
+            num_drafts=sum(drafts),
+            max_drafts=max(drafts, default=0),
+        )
 
     @cached_property
     def num_decoding(self) -> int:
@@ -129,27 +136,23 @@ class Batch:
         """The length of the step's only sequence; 0 where there are several."""
         return self.ends[0] if len(self.ends) == 1 else 0
 
-    @property
-    def longest(self) -> int:
-        """The most tokens that a sequence has in the step."""
-        return max(self.lens, default=1)
-
     def exact_shape(self, num_wanted: int) -> StepShape:
         """Return the shape of the step without padding, in which so many tokens are wanted."""
-        num_seqs, num_tokens = len(self.lens), self.size.num_tokens
+        num_seqs, size = len(self.lens), self.size
+        num_tokens = size.num_tokens
         num_decodes = num_seqs
         if num_seqs != num_tokens:
             num_decodes = next(i for i, length in enumerate(self.lens) if length != 1)
-        max_drafts = max((guesses.num_drafts for guesses in self.guesses), default=0)
         return StepShape(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             num_decodes=num_decodes,
-            max_query_len=self.longest,
+            max_query_len=max(self.lens),
             max_seq_len=max(self.ends),
             num_kv_tokens=sum(self.ends[num_decodes:]),
             num_wanted=None if num_wanted == num_tokens else num_wanted,
-            max_drafts=max_drafts if self.num_decoding == num_seqs else 0,
+            max_drafts=size.max_drafts,
+            num_draws=size.num_draws if size.num_drafts else None,
         )
 
 
@@ -175,7 +178,13 @@ class CurrentBatch:
             add(tables.rows.address(0), batch.rows + [-1] * (len(last.rows) - len(batch.rows)))
             add(tables.samples.address(0), batch.samples)
         if not shape.is_decode:
-            query_start = list(accumulate(batch.lens, initial=0))
-            query_start += query_start[-1:] * (shape.num_seqs - len(batch.lens))
-            self._writes.add(self._tables.query_start.address(0), query_start)
+            self._write_starts(self._tables.query_start, batch.lens, shape.num_seqs)
+        if shape.max_drafts:
+            num_entries = [max(1, count) for count in batch.num_draws]
+            self._write_starts(self._tables.draw_start, num_entries, shape.num_seqs)
         self.batch = batch
+
+    def _write_starts(self, table: Table, lens: Sequence[int], num_seqs: int) -> None:
+        """Write where each part of these lengths begins, and the end for padding behind them."""
+        starts = list(accumulate(lens, initial=0))
+        self._writes.add(table.address(0), starts + starts[-1:] * (num_seqs - len(lens)))

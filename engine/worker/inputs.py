@@ -123,7 +123,8 @@ class StateInputs:
             checkpoints=self._own.checkpoints.tensor[0, :chunks],
             seq_chunks=self._own.seq_chunks.tensor[0, : seqs + 1],
             least_decodes=shape.num_decodes,
-            most_decodes=shape.num_decodes or seqs,  # a captured mix has any number of them
+            # A captured mix has any number of them; decodes with drafts lie behind those of one token.
+            most_decodes=seqs if shape.max_drafts else shape.num_decodes or seqs,
             replay=replay,
         )
 
@@ -178,11 +179,14 @@ class InputBuffers:
         self.table_rows = zeros(max_num_seqs, dtype=torch.int32)
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=tables.memory.device)
         draws = limits.max_num_draws if limits.max_drafts else 0
-        self._places = DrawPlaces(zeros(draws, dtype=torch.int32), zeros(draws, dtype=torch.int32))
+        self._places = DrawPlaces(
+            zeros(draws, dtype=torch.int32), zeros(draws, dtype=torch.int32), zeros(draws, dtype=torch.int64)
+        )
 
-    def places(self, num_tokens: int) -> DrawPlaces:
+    def places(self, num_draws: int) -> DrawPlaces:
         """Return where the draws of a step with drafts go, which the device fills."""
-        return DrawPlaces(self._places.rows[:num_tokens], self._places.positions[:num_tokens])
+        places = self._places
+        return DrawPlaces(places.rows[:num_draws], places.positions[:num_draws], places.tokens[:num_draws])
 
     def set(self, batch: Batch, shape: StepShape) -> None:
         """Write what the CPU alone knows of a step beside the batch: how chunks of states are cut, and guesses."""

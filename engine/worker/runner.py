@@ -116,12 +116,12 @@ class ModelRunner:
         In the second case each rank runs eagerly, and gets the numbers of rows of the others.
         """
         sizes = [batch.size] if group is None else group.sizes
-        shape = self.captured.fitting(sizes, alone=batch.alone, longest=batch.longest)
+        shape = self.captured.fitting(sizes, alone=batch.alone)
         if shape is not None:
             return shape, None
         if group is None:
             return self._own_shape(batch), None
-        shape = self.captured.fitting([batch.size], alone=batch.alone, longest=batch.longest)
+        shape = self.captured.fitting([batch.size], alone=batch.alone)
         shape = shape or self._own_shape(batch)
         return shape, self.captured.rows_of_ranks(sizes)
 

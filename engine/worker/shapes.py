@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from baton.kernels.attention import SHORT_CONTEXTS
@@ -21,6 +21,7 @@ _SLOW_DECODES = frozenset({192, 224, 240})
 # Between 128 and 256 tokens, the size that suits matrix products best.
 _CHUNK_TOKENS = (16, 32, 64, 128, 208, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is the most frequent mix of a lightly loaded engine
+_DRAFTED_CHUNK_SEQS = (8, 64)  # of mixes with drafts, beside as many as there may be
 _CPU_CHUNK_TOKENS = (64, 128, 256, 512)
 
 
@@ -36,7 +37,7 @@ class StepLimits:
 
     @property
     def max_num_draws(self) -> int:
-        """The most tokens that a step draws."""
+        """The most tokens that a step draws, where a chunk that draws none counts as one."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), MAX_DRAFTED_TOKENS))
 
     @property
@@ -61,7 +62,8 @@ class StepShape:
     max_seq_len: int
     num_kv_tokens: int | None = None  # of all sequences behind the decodes; None: a captured step serves any number
     num_wanted: int | None = None  # tokens that go through all of the last layer; None: all of them
-    max_drafts: int = 0  # of one sequence; where there are any, a token is drawn behind each token
+    max_drafts: int = 0  # of one sequence
+    num_draws: int | None = None  # with drafts: tokens behind which one is drawn, one at least of each sequence
 
     @property
     def is_decode(self) -> bool:
@@ -70,7 +72,12 @@ class StepShape:
     @property
     def is_drafted(self) -> bool:
         """True of decodes with drafts, beside which no prompt is read."""
-        return self.max_drafts > 0 and self.num_wanted is None
+        return self.max_drafts > 0 and self.num_draws == self.num_tokens
+
+    @property
+    def wanted_rows(self) -> int:
+        """The number of tokens that go through all of the last layer."""
+        return self.num_tokens if self.num_wanted is None else self.num_wanted
 
 
 class DraftedSize(NamedTuple):
@@ -79,6 +86,14 @@ class DraftedSize(NamedTuple):
     num_seqs: int
     num_tokens: int
     longest: int  # the most tokens of one sequence
+
+
+class DraftedMix(NamedTuple):
+    """The size of a captured step of chunks of any length, some of them decodes with drafts."""
+
+    num_tokens: int
+    num_draws: int
+    num_seqs: int
 
 
 class Shapes(Protocol):
@@ -93,11 +108,11 @@ class Shapes(Protocol):
         """Yield every captured size once."""
         ...
 
-    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
         """Return the smallest size that serves steps of all these sizes; None if none does.
 
-        `alone`: the length of this rank's sequence if it has only one, else 0. `longest`: the most tokens that one of
-        its sequences has in the step.
+        `alone`: the length of this rank's sequence if it has only one, else 0. It changes nothing that the ranks of a
+        group must agree about.
         """
         ...
 
@@ -107,10 +122,11 @@ class Shapes(Protocol):
 
 
 class CudaShapes:
-    """Decodes of one token each, decodes with drafts, and mixes of chunks of any length.
+    """Decodes of one token each, decodes with drafts, and mixes of chunks of any length, with drafts or without.
 
     In a captured mix the chunk kernels serve every sequence, single tokens included: the number of decodes is not part
-    of its size. The last token of every sequence is wanted, whether or not the sequence samples.
+    of its size. The last token of every sequence is wanted, whether or not the sequence samples, and with drafts so is
+    the token before each of them.
     """
 
     def __init__(self, limits: StepLimits, *, max_tokens: int) -> None:
@@ -123,6 +139,7 @@ class CudaShapes:
         self._seqs = [size for size in _CHUNK_SEQS if size < limits.max_num_seqs] + [limits.max_num_seqs]
         self._max_drafts = limits.max_drafts
         self._drafted = drafted_sizes(self._decodes, limits)
+        self._drafted_mixes = drafted_mixes(self._tokens, limits)
 
     @property
     def padding(self) -> StepShape:
@@ -130,9 +147,9 @@ class CudaShapes:
 
     def in_capture_order(self) -> Iterator[StepShape]:
         """Yield mixes, then decodes, the largest first: all share one pool of memory."""
-        mixes = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
-        for seqs, tokens in sorted(mixes, key=lambda size: (size[1], size[0]), reverse=True):
-            yield self._mix(seqs, tokens)
+        plain = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
+        mixes = [self._mix(*size) for size in plain] + [self._mix_with_drafts(size) for size in self._drafted_mixes]
+        yield from sorted(mixes, key=lambda mix: (mix.num_tokens, mix.wanted_rows, mix.num_seqs), reverse=True)
         for drafted in reversed(self._drafted):
             yield self._with_drafts(drafted)
         for size in reversed(self._decodes):
@@ -143,19 +160,21 @@ class CudaShapes:
                     yield self._with_drafts(drafted, context)
             yield self._one_decode(context)
 
-    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
         if any(size.all_hidden for size in sizes):
             return None
         num_seqs, num_tokens = max(size.num_seqs for size in sizes), max(size.num_tokens for size in sizes)
         if all(size.num_seqs == size.num_tokens for size in sizes):
             return self.decode(num_seqs, alone)
-        if all(size.num_wanted == size.num_tokens for size in sizes):
-            return self.drafted(num_seqs, num_tokens, alone=alone, longest=longest)
+        max_drafts = max(size.max_drafts for size in sizes)
+        if all(size.only_decodes for size in sizes):
+            return self.drafted(num_seqs, num_tokens, alone=alone, longest=1 + max_drafts)
+        if max_drafts:
+            return self.drafted_chunks(num_seqs, num_tokens, max(size.num_draws for size in sizes))
         return self.chunks(num_seqs, num_tokens)
 
     def num_wanted(self, size: StepSize) -> int:
-        has_drafts = size.num_wanted == size.num_tokens
-        return size.num_tokens if size.all_hidden or has_drafts else size.num_seqs
+        return size.num_tokens if size.all_hidden else size.num_draws
 
     def decode(self, num_seqs: int, alone: int) -> StepShape | None:
         """Return the size for one token of each of `num_seqs` sequences. `alone`: see `fitting`."""
@@ -179,6 +198,12 @@ class CudaShapes:
         tokens, seqs = at_least(self._tokens, num_tokens), at_least(self._seqs, num_seqs)
         return None if tokens is None or seqs is None else self._mix(min(seqs, tokens), tokens)
 
+    def drafted_chunks(self, num_seqs: int, num_tokens: int, num_draws: int) -> StepShape | None:
+        """Return the size for any chunks beside decodes with drafts; None if nothing so large is captured."""
+        wanted = DraftedMix(num_tokens, num_draws, num_seqs)
+        size = next((size for size in self._drafted_mixes if all(map(operator.ge, size, wanted))), None)
+        return None if size is None else self._mix_with_drafts(size)
+
     def _one_decode(self, context: int) -> StepShape:
         """Return the size for one short sequence. It is frequent, and has an attention kernel of its own."""
         return StepShape(1, 1, 1, 1, context)
@@ -189,7 +214,13 @@ class CudaShapes:
     def _with_drafts(self, size: DraftedSize, context: int | None = None) -> StepShape:
         """Return the size for drafted sequences; where it is one short sequence, for at most `context` tokens."""
         num_seqs, num_tokens, longest = size
-        return StepShape(num_seqs, num_tokens, 0, longest, context or self._max_model_len, max_drafts=self._max_drafts)
+        context = context or self._max_model_len
+        shape = StepShape(num_seqs, num_tokens, 0, longest, context)
+        return replace(shape, max_drafts=self._max_drafts, num_draws=num_tokens)
+
+    def _mix_with_drafts(self, size: DraftedMix) -> StepShape:
+        mix, num_draws = self._mix(size.num_seqs, size.num_tokens), size.num_draws
+        return replace(mix, num_wanted=num_draws, max_drafts=self._max_drafts, num_draws=num_draws)
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
         longest = min(num_tokens, self._max_model_len)
@@ -222,7 +253,7 @@ class CpuShapes:
         yield from map(self._with_drafts, self._drafted)
         yield from map(self._mix, self._tokens)
 
-    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
         if len(sizes) > 1:
             return None  # ranks that wait for each other within a step capture nothing
         (size,) = sizes
@@ -275,6 +306,23 @@ def drafted_sizes(decodes: Sequence[int], limits: StepLimits) -> list[DraftedSiz
         for average, longest in each
     }
     return sorted(size for size in sizes if size.num_tokens > size.num_seqs and size.longest > 1)
+
+
+def drafted_mixes(tokens: Sequence[int], limits: StepLimits) -> list[DraftedMix]:
+    """Return the captured sizes of mixes with drafts, of these numbers of tokens, ascending.
+
+    Every sequence may have as many drafts as a request gets at most. One token at least is no draft's, nor the one
+    before a draft: else no prompt is read.
+    """
+    if not limits.max_drafts:
+        return []
+    seqs = [count for count in _DRAFTED_CHUNK_SEQS if count < limits.max_num_seqs] + [limits.max_num_seqs]
+    sizes = {
+        DraftedMix(size, min(size - 1, count * (1 + limits.max_drafts), limits.max_num_draws), min(size - 1, count))
+        for size in tokens
+        for count in seqs
+    }
+    return sorted(size for size in sizes if size.num_seqs > 1 and size.num_draws > 2)
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:

@@ -1,8 +1,8 @@
 """State of the rows of a runner, on its device, and how the plan's changes get there.
 
-    memory [N] int32    tokens | blocks | sampling | computed | rows | samples | query_start | states | guesses ... read
-                        one row a running request             | the batch of the step                 | one row each
-                                 one table of blocks for each cache group          cuts of those with states
+    memory [N] int32    tokens | blocks | sampling | computed | rows ... draw_start   | states | guesses ... read
+                        one row a running request             | the batch of the step          | one row each
+                                 one table of blocks for each cache group     cuts of those with states
 
 All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
 changes is the backend's `TableWrites`.
@@ -112,14 +112,15 @@ class RowTables:
         shapes = _table_shapes(limits, num_groups, len(state_groups), checkpoint_tokens)
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
-        self.tokens, self._blocks, self.sampling, self.computed, self.rows, self.samples, self.query_start = tables[:7]
+        self.tokens, self._blocks, self.sampling, self.computed = tables[:4]
+        self.rows, self.samples, self.query_start, self.draw_start = tables[4:8]
         self.guesses, self.first_guess, applied, self.room, self.read = tables[-5:]
         self.applied = dict(zip(state_groups, applied.tensor, strict=True))
         self._applied = applied
         size = len(StateTables._fields)
         self.states = {
             group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(7, len(tables) - 5, size), strict=True)
+            for group, first in zip(state_groups, range(8, len(tables) - 5, size), strict=True)
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
@@ -150,6 +151,7 @@ class RowTables:
             rows=self.rows.tensor[0, :num_seqs],
             query_start=self.query_start.tensor[0, : num_seqs + 1],
             samples=self.samples.tensor[0, :num_seqs],
+            draw_start=self.draw_start.tensor[0, : num_seqs + 1],
         )
 
     def start(self, start: RowStart) -> None:
@@ -219,7 +221,7 @@ def _table_shapes(
     on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2
     lines = seqs + limits.guesses_on_device  # padding of a step that guesses has the last one
     drafts = [(lines, limits.max_guesses), (1, lines), (num_state_groups, seqs), *on_device]
-    return [*by_row, *[(1, seqs)] * 3, (1, seqs + 1), *states * num_state_groups, *drafts]
+    return [*by_row, *[(1, seqs)] * 3, *[(1, seqs + 1)] * 2, *states * num_state_groups, *drafts]
 
 
 def _table_size(rows: int, width: int) -> int:

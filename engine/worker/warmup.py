@@ -7,7 +7,7 @@ ProfileRun     a GPU: every size of step; its peak of memory decides how many KV
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -118,6 +118,7 @@ class ProfileRun:
         step_bytes = max(
             self._peak_bytes(lambda: largest_step(self._make_runner(), limits)),
             self._peak_bytes(lambda: padding_steps(self._make_runner(), eager[:1])),
+            self._peak_bytes(lambda: padding_steps(self._make_runner(), drafted_mix(limits, largest_captured))),
         )
         captured_bytes = self._peak_bytes(lambda: padding_steps(self._make_runner(), self._captured[:1]))
         padding_steps(self._make_runner(), [*eager[1:], *self._captured[1:], *self._eager_decodes])
@@ -156,6 +157,21 @@ def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShap
     while tokens > max(largest_captured, 2):
         yield chunk(tokens, tokens)
         tokens //= 2
+
+
+def drafted_mix(limits: StepLimits, largest_captured: int) -> list[StepShape]:
+    """Return the largest step of a prompt beside decodes with drafts, where there are drafts and it is not captured.
+
+    Its numbers of tokens and of draws have the kernels of other sizes that are run.
+    """
+    largest = limits.max_num_batched_tokens
+    if not limits.max_drafts or largest <= max(largest_captured, 2):
+        return []
+    num_draws = min(limits.max_num_draws, largest - 1)
+    seqs = min(limits.max_num_seqs, num_draws)
+    longest = min(largest, limits.max_model_len)
+    mix = StepShape(seqs, largest, 0, longest, limits.max_model_len, num_wanted=num_draws)
+    return [replace(mix, max_drafts=limits.max_drafts, num_draws=num_draws)]
 
 
 @torch.inference_mode()

@@ -118,7 +118,7 @@ def replace_tokens(
 
 
 def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
-    """Make guesses tokens of their rows: all but the first token of each sequence, as many as `query_start` says.
+    """Make guesses tokens of their rows: the last tokens of each sequence, one less than `draw_start` gives it.
 
     Guesses that the table does not hold are token 0. Also fills `places`. To be called before `chunk_inputs`.
     """
@@ -126,10 +126,11 @@ def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places:
 
 
 def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: OutputRing, max_drafts: int) -> None:
-    """Store draws up to the first that differs from its draft. `drawn` ([T] int64) has one behind each token.
+    """Store draws up to the first that differs from its draft. `drawn` ([D] int64) has those that `draw_start` counts.
 
     The page of the ring gets all of them, with `REJECTED` for those behind the first wrong draft; the rows go on from
-    what was kept. No sequence has more than `max_drafts` drafts. The ring turns to its next page.
+    what was kept, and those that do not sample from their last token. No sequence has more than `max_drafts` drafts.
+    The ring turns to its next page.
     """
     _implementation(drawn).accept_tokens(drawn, tables, batch, ring, max_drafts)
 

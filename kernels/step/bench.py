@@ -67,7 +67,7 @@ def _state(num_seqs: int, chunk: int, device: torch.device) -> tuple[StepTables,
     ones = torch.ones_like(rows[:-1])
     pages = torch.zeros(3, num_seqs, dtype=torch.int32, pin_memory=device.type == "cuda")
     ring = OutputRing(pages, torch.zeros(1, dtype=torch.int32, device=device))
-    return tables, StepBatch(rows[:-1], rows * chunk, ones), ring
+    return tables, StepBatch(rows[:-1], rows * chunk, ones, draw_start=rows), ring
 
 
 def _buffers(num_seqs: int, num_tokens: int, device: torch.device) -> StepBuffers:

@@ -27,6 +27,9 @@ class StepBatch:
     rows: Tensor  # [num_seqs]
     query_start: Tensor  # [num_seqs + 1]  padding sequences begin and end where the real tokens end
     samples: Tensor  # [num_seqs]  not 0 where the step's tokens reach the row's last, so that a token is drawn
+    # [num_seqs + 1]  of steps with drafts: draws draw_start[i] ... draw_start[i + 1] - 1 are behind the sequence's last
+    # tokens. One that draws nothing has one entry, padding has none.
+    draw_start: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Guesses:
 
 @dataclass(frozen=True)
 class DrawPlaces:
-    """The places of the tokens that a step with drafts draws, one behind each of its T tokens. All int32."""
+    """The places of the D tokens that a step with drafts draws. Entries of which nothing is drawn have row -1."""
 
-    rows: Tensor  # [T]  -1 behind padding
-    positions: Tensor  # [T]  tokens of the row that precede it
+    rows: Tensor  # [D] int32
+    positions: Tensor  # [D] int32: tokens of the row that precede it
+    tokens: Tensor  # [D] int64: the token of the step behind which it is drawn; 0 for padding
 
 
 @dataclass(frozen=True)

@@ -63,29 +63,41 @@ def replay_states(
 
 
 def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
-    starts, lens = _starts(tables.computed, batch).tolist(), batch.query_start.diff().tolist()
+    starts, query_start = _starts(tables.computed, batch).tolist(), batch.query_start.tolist()
+    draw_start, samples = batch.draw_start.tolist(), batch.samples.tolist()
     width = guesses.token_ids.shape[1]
     places.rows.fill_(-1)
     places.positions.zero_()
-    token = 0
-    for row, start, length in zip(batch.rows.tolist(), starts, lens, strict=True):
-        places.rows[token : token + length] = row
-        places.positions[token : token + length] = torch.arange(start + 1, start + length + 1)
-        for position in range(start + 1, start + length):
-            number = position - int(guesses.first[row])
-            tables.tokens[row, position] = guesses.token_ids[row, number] if 0 <= number < width else 0
-        token += length
+    places.tokens.zero_()
+    for seq, row in enumerate(batch.rows.tolist()):
+        if row < 0:
+            continue
+        first, end = draw_start[seq], draw_start[seq + 1]
+        token = query_start[seq + 1] - (end - first)
+        position = starts[seq] + token - query_start[seq]
+        places.tokens[first:end] = torch.arange(token, query_start[seq + 1])
+        if samples[seq]:
+            places.rows[first:end] = row
+            places.positions[first:end] = torch.arange(position + 1, position + 1 + end - first)
+        for draft in range(position + 1, position + end - first):
+            number = draft - int(guesses.first[row])
+            tables.tokens[row, draft] = guesses.token_ids[row, number] if 0 <= number < width else 0
 
 
 def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: OutputRing, max_drafts: int) -> None:
     page = ring.pages[int(ring.turn)]
-    starts, query_start = _starts(tables.computed, batch).tolist(), batch.query_start.tolist()
+    starts, lens = _starts(tables.computed, batch).tolist(), batch.query_start.diff().tolist()
+    draw_start, samples = batch.draw_start.tolist(), batch.samples.tolist()
     for seq, row in enumerate(batch.rows.tolist()):
         if row < 0:
             continue
-        first, end = query_start[seq], query_start[seq + 1]
-        position = starts[seq] + 1
-        drafts = tables.tokens[row, position : position + end - first - 1].tolist()
+        first, end = draw_start[seq], draw_start[seq + 1]
+        num_drafts = end - first - 1
+        position = starts[seq] + lens[seq] - num_drafts
+        if not samples[seq]:
+            tables.computed[row] = position
+            continue
+        drafts = tables.tokens[row, position : position + num_drafts].tolist()
         _accept(drawn[first:end].tolist(), drafts, tables, row, position, page[first:end])
     ring.turn.copy_((ring.turn + 1) % len(ring.pages))
 
@@ -100,10 +112,10 @@ def accept_again(
     ring: OutputRing,
     max_drafts: int,
 ) -> None:
-    page, query_start = ring.pages[int(ring.turn) - 1], batch.query_start.tolist()
+    page, draw_start = ring.pages[int(ring.turn) - 1], batch.draw_start.tolist()
     width = guesses.token_ids.shape[1]
     for seq in index.tolist():
-        row, first, end = int(batch.rows[seq]), query_start[seq], query_start[seq + 1]
+        row, first, end = int(batch.rows[seq]), draw_start[seq], draw_start[seq + 1]
         num_drafts = end - first - 1
         position = int(inputs.seq_lens[seq]) - num_drafts
         numbers = range(position - int(guesses.first[row]), position - int(guesses.first[row]) + num_drafts)

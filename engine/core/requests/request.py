@@ -158,7 +158,7 @@ class Request:
         self.num_accepted_drafts = 0  # of the newest settled step with drafts: a state may be so many tokens behind
         self.drafts: DraftCounts | None = None  # of the step that is being settled, until its output is made
         self.is_constrained = message.sampling.structured_outputs is not None
-        # Decodes may reach one token less. A grammar must know a token before the next is drawn.
+        # Decodes may reach one token less. A grammar must know a token before the next is drawn; see `sit_out`, too.
         self.horizon = self.num_tokens if self.is_constrained else self.limit
         self.grammar: Grammar | None = None  # has taken in all tokens of the output, once it is there
         self.masks: list[bytes] = []  # of the next token, and behind each of `guesses`; gone with the step that draws
@@ -256,9 +256,15 @@ class Request:
         self.num_tokens += num_drafts
         self.num_unsettled_drafts += num_drafts
 
+    def sit_out(self) -> None:
+        """Be in no step until the drafts of the newest one are settled."""
+        self.horizon = 0
+
     def settle_drafts(self, num_drafts: int, num_accepted: int, *, are_predicted: bool) -> None:
         """Take back the drafts of a step that were not accepted. Its row, if it still has one, has done so already."""
         self.num_unsettled_drafts -= num_drafts
+        if not self.is_constrained:
+            self.horizon = self.limit
         self.num_accepted_drafts = num_accepted
         self.num_tokens -= num_drafts - num_accepted
         if self.row != NO_ROW:

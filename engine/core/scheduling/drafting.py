@@ -12,6 +12,10 @@ there a draft is a number, and the plan says how many guesses are to be made for
 
 A request with a grammar draws nothing while a step of its own is in flight. Its guesses are made when that step is
 settled, so that its grammar, which makes the next mask in a thread, looks at them there as well.
+
+On a GPU, the host edits the logits of some requests by position (penalties, biases, stop tokens that are shut), and
+knows the position once all drafts before it are settled. Such a request sits out steps while a step of its own with
+drafts is in flight, and has drafts only where they are worth a step.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
     return Drafting(
         make_drafter(config),
         config.num_speculative_tokens,
-        only_plain=device == "cuda",
+        edits_on_host=device == "cuda",
         on_device=config.guesses_on_device,
     )
 
@@ -62,18 +66,17 @@ class Drafting:
         most: int,
         *,
         adapts: bool = True,
-        only_plain: bool = False,
+        edits_on_host: bool = False,
         on_device: bool = False,
     ) -> None:
         """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
 
-        `only_plain`: there are drafts in steps without prompts only, and for requests whose draws follow from the
-        numbers in their row and their grammar. That is what steps on a GPU are captured for. `on_device`: guesses are
-        made there.
+        `edits_on_host`: where logits are edited by position, the host must know it when a step is planned. `on_device`:
+        guesses are made there.
         """
         self.most = most
         self.drafter = drafter
-        self._only_plain = only_plain
+        self._edits_on_host = edits_on_host
         self._on_device = on_device
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
@@ -86,30 +89,31 @@ class Drafting:
         """The number of tokens behind those of a step whose keys and values are written in it, too."""
         return self.most if self._on_device else 0
 
-    def begin_step(self, num_decodes: int, num_prompt_tokens: int, *, may_start: bool) -> bool:
-        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts.
-
-        `may_start`: requests wait that could start in it.
-        """
-        if self._only_plain and (num_prompt_tokens or may_start):
-            return False
+    def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
+        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts."""
         if self._lengths is None:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
 
-    def may_draft(self, request: Request) -> bool:
-        """Return whether a request's draws can be checked against drafts."""
-        return not self._only_plain or request.message.sampling.is_plain
+    def must_settle(self, request: Request) -> bool:
+        """Return whether a request's drafts must be settled before it is in a step again.
 
-    def propose(self, request: Request, room: int) -> Drafts:
-        """Return up to `room` drafts of a request, behind its tokens that are on their way."""
+        One with a grammar waits for all of its tokens in any case.
+        """
+        return self._edits_on_host and not request.is_constrained and not request.message.sampling.is_plain
+
+    def propose(self, request: Request, room: int, *, sits_out: bool = False) -> Drafts:
+        """Return up to `room` drafts of a request, behind its tokens that are on their way.
+
+        `sits_out`: with drafts it misses the next step.
+        """
         num_drafts = min(room, self.most)
         if request.is_constrained:
             num_drafts = min(num_drafts, len(request.guesses))
         elif self._on_device:
             num_drafts = min(num_drafts, request.num_guesses)
         if self._lengths is not None:
-            num_drafts = self._lengths.of(request.request_id, num_drafts)
+            num_drafts = self._lengths.of(request.request_id, num_drafts, sits_out=sits_out)
         if not num_drafts:
             return NO_DRAFTS
         if request.is_constrained:
@@ -142,7 +146,7 @@ class Drafting:
 
         It is called when all of its tokens are known; `propose` takes the drafts from what its grammar lets follow.
         """
-        num_drafts = min(self.most, request.limit - 1 - len(request.token_ids)) if self.may_draft(request) else 0
+        num_drafts = min(self.most, request.limit - 1 - len(request.token_ids))
         if self._lengths is not None:
             num_drafts = self._lengths.expected(request.request_id, num_drafts)
         if num_drafts <= 0:

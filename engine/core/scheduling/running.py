@@ -36,7 +36,10 @@ class RunningRequests:
         transfers: Transfers,
         waiting: WaitingQueue,
         drafting: Drafting | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
+        """`overlaps`: steps are planned while others are in flight."""
         self.num_preemptions = 0
         self.lacks_blocks = False  # a running request does in this step, so no waiting one gets any
         self._rows = rows
@@ -45,6 +48,7 @@ class RunningRequests:
         self._transfers = transfers
         self._waiting = waiting
         self._drafting = drafting
+        self._overlaps = overlaps
         self._by_rank: list[Request] = []
         self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts left
 
@@ -88,11 +92,11 @@ class RunningRequests:
 
     # -------------------------------------------------------------------------------- shares of a step
 
-    def decode(self, draft: StepDraft, *, may_start: bool = False) -> list[Request]:
+    def decode(self, draft: StepDraft, *, num_waiting: int = 0) -> list[Request]:
         """Plan one token for each request that has one left to compute. Returns the others, which have more.
 
-        The budget suffices, since it is never less than the number of rows. `may_start`: requests wait that could start
-        in this step.
+        The budget suffices, since it is never less than the number of rows. `num_waiting`: requests that may start in
+        this step as far as there are rows for them.
         """
         self.lacks_blocks = False
         prefills = []
@@ -102,7 +106,7 @@ class RunningRequests:
             if request.num_tokens - start != 1:
                 prefills.append(request)
                 continue
-            if start + 1 >= request.horizon:  # its last token is on the way, or one that its grammar must see first
+            if start + 1 >= request.horizon:  # its last token is on the way, or one that must be known first
                 continue
             new_blocks = NO_BLOCKS
             if start >= request.capacity:
@@ -115,24 +119,27 @@ class RunningRequests:
         draft.budget -= len(chunks)
         if self._drafting is not None:
             unread = sum(request.num_tokens - request.num_computed for request in prefills)
-            if self._drafting.begin_step(len(chunks), min(unread, draft.budget), may_start=may_start):
-                self._add_drafts(self._drafting, draft)
+            if self._drafting.begin_step(len(chunks), min(unread, draft.budget)):
+                num_others = len(prefills) + min(num_waiting, self._rows.num_free)
+                self._add_drafts(self._drafting, draft, num_others)
         self._reading = prefills.copy()
         return prefills
 
-    def _add_drafts(self, drafting: Drafting, draft: StepDraft) -> None:
+    def _add_drafts(self, drafting: Drafting, draft: StepDraft, num_others: int) -> None:
         """Let decodes have drafts, as far as budget, blocks, checkpoints and the requests' lengths go.
 
-        A block is taken for them, and for guesses that are made behind them, only where one is free.
+        A block is taken for them, and for guesses that are made behind them, only where one is free. `num_others`: the
+        most other requests of the step, for whose draws there must be memory, too.
         """
         decodes = draft.take_decodes()
-        spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes))
+        spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
         for chunk, request in decodes:
             num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
             if self._memory.has_states:
                 room = min(room, self._memory.room_for_drafts(request))
-            drafts = drafting.propose(request, room) if room > 0 and drafting.may_draft(request) else NO_DRAFTS
+            sits_out = self._overlaps and drafting.must_settle(request)
+            drafts = drafting.propose(request, room, sits_out=sits_out) if room > 0 else NO_DRAFTS
             num_drafts = drafts.num_drafts
             if num_drafts and num_computed + num_drafts + drafting.num_behind > request.capacity:
                 new_blocks = self._memory.grow(request)
@@ -140,6 +147,8 @@ class RunningRequests:
             if num_drafts > 0:
                 spare -= num_drafts
                 draft.add_drafts(chunk, request, num_drafts, drafts.guesses, new_blocks)
+                if sits_out:
+                    request.sit_out()
             else:
                 draft.put_back(chunk, request)
 

@@ -83,7 +83,15 @@ class Scheduler:
             self.transfers, self.tier_copies, self.memory, self.fence, self.waiting, config.max_num_seqs
         )
         self.drafting = drafting
-        self.running = RunningRequests(self.rows, self.memory, self.fence, self.transfers, self.waiting, self.drafting)
+        self.running = RunningRequests(
+            self.rows,
+            self.memory,
+            self.fence,
+            self.transfers,
+            self.waiting,
+            self.drafting,
+            overlaps=config.depth > 1,
+        )
         self.admission = Admission(self.waiting, self.loading, self.running, self.memory, self.fence, self.tier_copies)
         self.requests = RequestTable(
             config,
@@ -151,8 +159,7 @@ class Scheduler:
         self.requests.take_masks()
         draft = self.steps.draft()
         self.admission.preempt_for_head()
-        may_start = bool(self.waiting or self.loading.ready) and self.running.has_room
-        prefills = self.running.decode(draft, may_start=may_start)
+        prefills = self.running.decode(draft, num_waiting=len(self.waiting) + len(self.loading.ready))
         self.admission.admit_ready(draft)
         short = self.admission.choose_short(prefills, draft)
         self.running.read_on(prefills, draft, kept=sum(request.num_tokens for request in short))

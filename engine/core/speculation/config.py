@@ -14,7 +14,7 @@ from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 MAX_DRAFTS = 15  # of one request in a step
-MAX_DRAFTED_TOKENS = 512  # of all requests that decode in a step with drafts: the logits of each have their memory
+MAX_DRAFTED_TOKENS = 512  # drafts and others, of a step with drafts: the logits of each draw have their memory
 METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle3")
 _LOADED = ("draft_model", "eagle3")  # from a checkpoint of their own
 _LOOKUP_TOKENS = 5  # vLLM's

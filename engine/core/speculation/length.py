@@ -20,6 +20,9 @@ It holds `LOAN_STEPS` steps at first and at most. While it is overdrawn there ar
 are worth, speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After
 `MOST_IN_A_ROW` steps with drafts one has none, which keeps the time of such steps known.
 
+A request that misses a step for its drafts loses the token of that step, which the account is debited with. It has
+drafts where more than one of them is expected to be accepted.
+
 In a step that reads prompts, too, a draft takes the place of a prompt token, and is taken to cost as much (t). The
 account does not see such steps, as their time says nothing about their drafts.
 
@@ -52,13 +55,14 @@ _REVIEWED = 8  # steps between two looks at the threshold of a batch of one size
 class _Tried:
     """The drafts of one request."""
 
-    __slots__ = ("acceptance", "chances", "step", "wait")
+    __slots__ = ("acceptance", "chances", "misses_step", "step", "wait")
 
     def __init__(self, most: int, step: int, chances: list[float]) -> None:
         self.acceptance = Acceptance(most, _KEPT, _WEIGHT)
         self.chances = chances
         self.step = step  # in which it last had drafts
         self.wait = _FIRST_WAIT
+        self.misses_step = False  # for its newest drafts
 
 
 class DraftLengths:
@@ -84,6 +88,7 @@ class DraftLengths:
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
         self._promised = 0  # the step for which guesses were made to try drafts in it
+        self._num_missed = 0  # steps of requests that had drafts in the step that is being settled
         self._is_measured = False  # whether no guesses are made in the step, so that the time of the rest is known
 
     @property
@@ -162,12 +167,17 @@ class DraftLengths:
                 best, added_s = rate, each_s
         return max(_LEAST_CHANCE, _MARGIN * added_s * best)
 
-    def of(self, request_id: str, most: int) -> int:
-        """Return the number of drafts for a request that can take up to `most` in this step."""
+    def of(self, request_id: str, most: int, *, sits_out: bool = False) -> int:
+        """Return the number of drafts for a request that can take up to `most` in this step.
+
+        `sits_out`: with drafts it misses the next step.
+        """
         tried = self._tried.get(request_id)
         if tried is None:
             tried = self._tried[request_id] = _Tried(self._most, self._step, chances(self._shares))
-        return self._worth(tried, min(most, self._limit), self._step)
+        num_drafts = self._worth(tried, min(most, self._limit), self._step, sits_out=sits_out)
+        tried.misses_step = sits_out and num_drafts > 0
+        return num_drafts
 
     def expected(self, request_id: str, most: int) -> int:
         """Return the number of drafts that a request may get in the next step, for which `begin_step` was not called.
@@ -198,13 +208,15 @@ class DraftLengths:
             return 1
         return max(self.expected(request_id, self._most) for request_id in request_ids)
 
-    def _worth(self, tried: _Tried, most: int, step: int) -> int:
+    def _worth(self, tried: _Tried, most: int, step: int, *, sits_out: bool = False) -> int:
         """Return the number of a request's drafts, up to `most`, that are worth their time or are due to be tried."""
         threshold, num_drafts = self._threshold, 0
         for chance in tried.chances[:most]:
             if chance < threshold:
                 break
             num_drafts += 1
+        if sits_out and sum(tried.chances[:num_drafts]) < _MARGIN:
+            num_drafts = 0
         if not num_drafts and step - tried.step >= tried.wait:
             return min(1, most)
         return num_drafts
@@ -218,6 +230,7 @@ class DraftLengths:
         self._by_all.note(num_drafts, num_accepted)
         tried = self._tried.get(request_id)
         if tried is not None:
+            self._num_missed += tried.misses_step
             tried.acceptance.note(num_drafts, num_accepted)
             tried.chances = chances(tried.acceptance.shares(self._shares))
             tried.step = self._step
@@ -232,6 +245,7 @@ class DraftLengths:
         each request were made in it for the next step, which is part of what drafts cost.
         """
         num_requests = num_tokens - num_drafts
+        num_missed, self._num_missed = self._num_missed, 0
         if num_requests <= 0 or seconds <= 0:
             return
         if not num_drafts and not num_guesses:
@@ -251,11 +265,12 @@ class DraftLengths:
             guesses_s = num_guesses * self._cost.guess_s(num_requests)
             seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s) + guesses_s)
             self._cost.note_drafts(num_requests, num_drafts, max(plain_s, seconds - guesses_s), plain_s)
-            lost_s = seconds - plain_s * (num_requests + num_accepted) / num_requests
+            lost_s = seconds - plain_s * (num_requests + num_accepted - num_missed) / num_requests
         self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
 
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step of so many tokens, most of them of prompts."""
+        self._num_missed = 0
         self._prompt_s = _KEPT * self._prompt_s + seconds
         self._prompt_tokens = _KEPT * self._prompt_tokens + num_tokens
 

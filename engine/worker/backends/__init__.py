@@ -179,24 +179,23 @@ class CapturedSteps:
             if (graph := self._step.capture(shape)) is not None:
                 self._graphs[shape] = graph
 
-    def fitting(self, sizes: Sequence[StepSize], *, alone: int, longest: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
         """Return the smallest captured shape that serves the steps of all ranks; None if none does.
 
-        `alone`, `longest`: see `Shapes.fitting`.
+        `alone`: see `Shapes.fitting`.
         """
-        shape = self._shapes.fitting(sizes, alone=alone, longest=longest)
+        shape = self._shapes.fitting(sizes, alone=alone)
         return shape if shape in self._graphs else None
 
     def rows_of_ranks(self, sizes: Sequence[StepSize]) -> RankRows:
         """Return the rows of each rank in a step that all run eagerly: padded where a captured size would serve one."""
         rows = []
         for size in sizes:
-            # Sequences of any length have as many rows.
-            shape = self.fitting([size], alone=0, longest=size.num_tokens - size.num_seqs + 1)
+            shape = self.fitting([size], alone=0)
             if shape is None:
                 rows.append((size.num_tokens, self._shapes.num_wanted(size)))
             else:
-                rows.append((shape.num_tokens, shape.num_seqs))
+                rows.append((shape.num_tokens, shape.wanted_rows))
         tokens, wanted = zip(*rows, strict=True)
         return RankRows(tokens, wanted)
 

@@ -1,7 +1,8 @@
 """Steps on a GPU, which works through its stream while the CPU is elsewhere.
 
     graph of a shape     inputs ─> model ─> logits ─> draws by temperature, top-k, top-p, min-p ─> rows, page of tokens
-    behind it            rows with penalties, biases, masks or shut stop tokens are drawn again from the same logits
+    behind it            rows with penalties, biases, masks or shut stop tokens are drawn again from the same logits,
+                         and their drafts are compared again
 
 Nothing here waits for the device. Tables, inputs and logits stay at their addresses, so that graphs find them.
 """
@@ -31,7 +32,7 @@ from baton.kernels.step import (
 
 from ...core.step import Chunk
 from ...layers.base import RankRows
-from ..batch import Batch
+from ..batch import Batch, Draws
 from ..inputs import StepInputs
 from ..outputs import Event
 from ..shapes import Shapes, StepShape
@@ -76,17 +77,17 @@ class CudaBackend:
 class CudaStep:
     """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn behind it.
 
-    In a step with drafts that is so for all tokens.
+    In a step with drafts that is so for the token before each draft, too (`DrawPlaces`).
     """
 
     def __init__(self, parts: StepParts, stream: Stream, logits_dtype: torch.dtype) -> None:
         self._parts = parts
         self._stream = stream
         shape = (parts.limits.max_num_draws, parts.vocab_size)
-        # Of each sequence of the step; with drafts, of each token.
+        # Of each sequence of the step; with drafts, of each entry of `DrawPlaces`.
         self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)
         num_drawn = parts.limits.max_num_draws if parts.limits.max_drafts else 0
-        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # of each token, with drafts
+        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # with drafts: of each entry, too
         self._has_drafts = False  # the newest step
         self._guesser = make_guesser(parts)
         self._guess_graphs: dict[int, Callable[[], object]] = {}  # by sequences
@@ -125,15 +126,16 @@ class CudaStep:
 
     def _run_drafts(self, shape: StepShape, ranks: RankRows | None) -> Tensor:
         parts, tables = self._parts, self._parts.tables
-        batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_tokens)
+        assert shape.num_draws is not None, "there are drafts"
+        batch, places = tables.batch(shape.num_seqs), parts.inputs.places(shape.num_draws)
         place_drafts(tables.step, self._guesses, batch, places)
         chunk_inputs(tables.step, batch, self._buffers(shape))
         parts.inputs.fill_states(shape)
         inputs = parts.inputs.of(shape)
-        hidden, read = self._forward(inputs, None, ranks)
-        logits = self.logits[: shape.num_tokens]
-        parts.model.logits(hidden, out=logits)
-        drawn = self._drawn[: shape.num_tokens]
+        hidden, read = self._forward(inputs, None if shape.num_wanted is None else places.tokens, ranks)
+        logits = self.logits[: shape.num_draws]
+        parts.model.logits(hidden if len(hidden) == shape.num_draws else hidden[places.tokens], out=logits)
+        drawn = self._drawn[: shape.num_draws]
         drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
         if self._guesser is not None:
@@ -172,14 +174,35 @@ class CudaStep:
         edited = draws.pick(numbers)
         entries = self.indices(edited.entries)
         tables, ring = self._parts.tables, self._parts.outputs.ring
-        drawn = sample(self.logits[entries], processors.of_draws(edited))
+        edits = processors.of_draws(edited)
+        if self._has_drafts and edits.history is not None:
+            self._restore_drafts(batch, edited)
+        drawn = sample(self.logits[entries], edits)
         batch_rows, buffers = tables.batch(shape.num_seqs), self._buffers(shape)
         if self._has_drafts:
             self._drawn[entries] = drawn
             index = self.indices(list(dict.fromkeys(edited.chunks)))
             accept_again(self._drawn, index, tables.step, self._guesses, batch_rows, buffers, ring, shape.max_drafts)
+            if self._guesser is not None:
+                self._guesser.drawn_again(batch_rows.rows[index].long())
         else:
             replace_tokens(drawn, self.indices(edited.chunks), entries, tables.step, batch_rows, buffers, ring)
+
+    def _restore_drafts(self, batch: Batch, edited: Draws) -> None:
+        """Make drafts tokens of their rows again, before draws that depend on the tokens before them.
+
+        A draw that is edited comes behind the drafts before it, as the logits do, whatever `accept_tokens` kept there.
+        The positions are known: of a request whose draws are edited, no draft is unsettled when a step is planned.
+        """
+        last = batch.ends
+        drafts = [i for i, chunk in enumerate(edited.chunks) if edited.positions[i] < last[chunk]]
+        if not drafts:
+            return
+        _, _, rows, positions = map(self.indices, edited.pick(drafts))
+        numbers, width = positions - self._guesses.first[rows], self._guesses.token_ids.shape[1]
+        guessed = self._guesses.token_ids[rows, numbers.clamp(0, width - 1)]
+        is_known = (numbers >= 0) & (numbers < width)
+        self._parts.tables.tokens.tensor[rows, positions] = torch.where(is_known, guessed, 0)
 
     def logits_of(self, numbers: list[int]) -> Tensor:
         return self.logits[self.indices(self._parts.current.batch.draws.pick(numbers).entries)]

@@ -62,6 +62,10 @@ class Guesser(abc.ABC):
         self.read(shape, hidden)
 
     @abc.abstractmethod
+    def drawn_again(self, rows: Tensor) -> None:
+        """Note that other tokens of rows [J] int64 were kept than those that `read` found there."""
+
+    @abc.abstractmethod
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
 
@@ -167,6 +171,9 @@ class HeadGuesser(Guesser):
         self._normed[:num_seqs].copy_(states.normed)
         self._hidden[:num_seqs].copy_(states.hidden)
 
+    def drawn_again(self, rows: Tensor) -> None:
+        """Leave it at a guess that may be worse: nothing is kept that counts tokens."""
+
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         assert self._normed is not None, "the step was read"
         assert self._hidden is not None, "the step was read"
@@ -219,6 +226,11 @@ class ModelGuesser(Guesser):
         # One token goes on behind the last attention: ranks that divide the product there wait for each other.
         self._model.forward(token_ids, self._caches_of(placed, num_decodes=0), self._numbers[:1].long())
         tables.read.tensor[0, some_rows] = torch.where(rows >= 0, starts + lens, tables.read.tensor[0, some_rows])
+
+    def drawn_again(self, rows: Tensor) -> None:
+        """Count no more tokens as read than are computed. Those before are the drafts that were read."""
+        tables = self._parts.tables
+        tables.read.tensor[0, rows] = torch.minimum(tables.read.tensor[0, rows], tables.computed.tensor[0, rows])
 
     def guess(self, num_seqs: int, num_guesses: int) -> None:
         rows, first = self._begin(num_seqs)

@@ -11,17 +11,20 @@ from .inputs import BLOCK, owners
 
 
 def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
-    num_tokens = len(places.rows)
-    _place_drafts[(triton.cdiv(num_tokens, BLOCK),)](
+    num_draws = len(places.rows)
+    _place_drafts[(triton.cdiv(num_draws, BLOCK),)](
         tables.tokens,
         tables.computed,
         guesses.token_ids,
         guesses.first,
         batch.rows,
         batch.query_start,
+        batch.samples,
+        batch.draw_start,
         places.rows,
         places.positions,
-        num_tokens,
+        places.tokens,
+        num_draws,
         len(batch.rows),
         tables.tokens.stride(0),
         guesses.token_ids.shape[1],
@@ -37,6 +40,8 @@ def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: Out
         tables.computed,
         batch.rows,
         batch.query_start,
+        batch.samples,
+        batch.draw_start,
         ring.pages,
         ring.turn,
         len(batch.rows),
@@ -68,7 +73,7 @@ def accept_again(
         guesses.token_ids,
         guesses.first,
         batch.rows,
-        batch.query_start,
+        batch.draw_start,
         inputs.seq_lens,
         ring.pages,
         ring.turn,
@@ -132,7 +137,7 @@ def _store(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_draws", "num_seqs"])
 def _place_drafts(
     tokens,
     computed,
@@ -140,28 +145,34 @@ def _place_drafts(
     first_guess,
     rows,
     query_start,
+    samples,
+    draw_start,
     draw_rows,
     draw_positions,
-    num_tokens,
+    draw_tokens,
+    num_draws,
     num_seqs,
     tokens_stride,
     width,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < num_tokens
-    seq = owners(token, query_start, num_seqs, BLOCK)
+    draw = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = draw < num_draws
+    seq = owners(draw, draw_start, num_seqs, BLOCK)
     row = tl.load(rows + seq)
-    real = mask & (row >= 0) & (token < tl.load(query_start + num_seqs))
+    real = mask & (row >= 0) & (draw < tl.load(draw_start + num_seqs))
     some_row = tl.maximum(row, 0).to(tl.int64)
-    behind = token - tl.load(query_start + seq)  # the sequence's first token
-    position = tl.load(computed + some_row, mask=real, other=0) + behind
+    behind = draw - tl.load(draw_start + seq)  # the sequence's first draw
+    token = tl.load(query_start + seq + 1) - tl.load(draw_start + seq + 1) + draw  # both end with the sequence
+    position = tl.load(computed + some_row, mask=real, other=0) + token - tl.load(query_start + seq)
     number = position - tl.load(first_guess + some_row, mask=real, other=0)
     known = real & (number >= 0) & (number < width)
     guess = tl.load(guesses + some_row * width + number, mask=known, other=0)
     tl.store(tokens + some_row * tokens_stride + position, guess, mask=real & (behind > 0))
-    tl.store(draw_rows + token, tl.where(real, row, -1), mask=mask)
-    tl.store(draw_positions + token, tl.where(real, position + 1, 0), mask=mask)
+    sampled = real & (tl.load(samples + seq) != 0)
+    tl.store(draw_rows + draw, tl.where(sampled, row, -1), mask=mask)
+    tl.store(draw_positions + draw, tl.where(sampled, position + 1, 0), mask=mask)
+    tl.store(draw_tokens + draw, tl.where(real, token, 0).to(tl.int64), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_drafts"])
@@ -171,6 +182,8 @@ def _accept_tokens(
     computed,
     rows,
     query_start,
+    samples,
+    draw_start,
     pages,
     turn,
     num_seqs,
@@ -189,14 +202,16 @@ def _accept_tokens(
         mask = seq < num_seqs
         row = tl.load(rows + seq, mask=mask, other=-1)
         real = mask & (row >= 0)
-        first = tl.load(query_start + seq, mask=mask, other=0)
-        num_drafts = tl.load(query_start + seq + 1, mask=mask, other=0) - first - 1
+        first = tl.load(draw_start + seq, mask=mask, other=0)
+        num_drafts = tl.load(draw_start + seq + 1, mask=mask, other=0) - first - 1
+        num_tokens = tl.load(query_start + seq + 1, mask=mask, other=0) - tl.load(query_start + seq, mask=mask, other=0)
         some_row = tl.maximum(row, 0).to(tl.int64)
-        position = tl.load(computed + some_row, mask=real, other=0) + 1
+        position = tl.load(computed + some_row, mask=real, other=0) + num_tokens - num_drafts
+        sampled = real & (tl.load(samples + seq, mask=mask, other=0) != 0)
         own = tokens + some_row * tokens_stride + position
         num_right = tl.zeros([BLOCK], tl.int32)
         for number in range(0, max_drafts + 1):
-            here = real & (number <= num_drafts)
+            here = sampled & (number <= num_drafts)
             token = tl.load(drawn + first + number, mask=here, other=0).to(tl.int32)
             kept = here & (num_right == number)  # all drafts before this draw were right
             tl.store(page + first + number, tl.where(kept, token, NOT_ACCEPTED), mask=here)
@@ -217,7 +232,7 @@ def _accept_again(
     guesses,
     first_guess,
     rows,
-    query_start,
+    draw_start,
     seq_lens,
     pages,
     turn,
@@ -239,8 +254,8 @@ def _accept_again(
         row = tl.load(rows + seq, mask=mask, other=-1)
         real = mask & (row >= 0)
         some_row = tl.maximum(row, 0).to(tl.int64)
-        first = tl.load(query_start + seq, mask=mask, other=0)
-        num_drafts = tl.load(query_start + seq + 1, mask=mask, other=0) - first - 1
+        first = tl.load(draw_start + seq, mask=mask, other=0)
+        num_drafts = tl.load(draw_start + seq + 1, mask=mask, other=0) - first - 1
         position = tl.load(seq_lens + seq, mask=real, other=0) - num_drafts
         first_number = position - tl.load(first_guess + some_row, mask=real, other=0)
         own = tokens + some_row * tokens_stride + position

@@ -123,11 +123,12 @@ class Harness:
         num_drafts: int = 0,
         draft_errors: float = 0.0,
         guesses_on_device: bool = False,
+        edits_on_host: bool = False,
     ) -> None:
         """With tiers where `min_restored_tokens` is given. `fetch`: what lies behind the ticket of another engine.
 
         `num_drafts`: what a request gets in a step at most; a share of `draft_errors` is wrong. `guesses_on_device`:
-        the runner makes them, at the end of a step.
+        the runner makes them, at the end of a step. `edits_on_host`: logits are edited at positions of plans.
         """
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
@@ -137,12 +138,13 @@ class Harness:
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
         self.runner.guess_errors = draft_errors
+        self.runner.edits_on_host = edits_on_host
         self.drafter = InformedDrafter(self._whole, 1 - draft_errors, VOCAB_SIZE)
         drafting = None
         if guesses_on_device:
-            drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, on_device=True)
+            drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, edits_on_host=edits_on_host, on_device=True)
         elif num_drafts:
-            drafting = Drafting(self.drafter, num_drafts, adapts=False)
+            drafting = Drafting(self.drafter, num_drafts, adapts=False, edits_on_host=edits_on_host)
         self.core = EngineCore(
             engine_config,
             self.runner,

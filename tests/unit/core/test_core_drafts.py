@@ -12,7 +12,9 @@ from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import FinishReason
 from baton.engine.core.sampling import StructuredOutputsParams
+from baton.engine.core.scheduling import running
 from baton.engine.core.speculation.stats import NO_DRAFTS
+from baton.engine.core.step import Chunk, StepPlan
 
 from .core_grammars import FakeGrammars
 from .core_harness import VOCAB_SIZE, Harness, config, request
@@ -31,6 +33,7 @@ class DraftingMachine(EngineMachine):
         num_drafts=st.integers(1, 6),
         errors=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
         on_device=st.booleans(),
+        edits_on_host=st.booleans(),
         num_blocks=st.integers(4, 24),
         window=st.sampled_from([None, None, 3, 9]),
         states=st.lists(st.tuples(st.integers(2, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
@@ -46,6 +49,7 @@ class DraftingMachine(EngineMachine):
         num_drafts: int,
         errors: float,
         on_device: bool,
+        edits_on_host: bool,
         num_blocks: int,
         window: int | None,
         states: list[tuple[int, int]],
@@ -66,6 +70,7 @@ class DraftingMachine(EngineMachine):
             num_drafts=num_drafts,
             draft_errors=errors,
             guesses_on_device=on_device,
+            edits_on_host=edits_on_host,
         )
         self.engine.think_late()
 
@@ -126,6 +131,42 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(depth: int, on_device:
     assert right <= alone / 4 + 2
     assert alone / 4 < half < alone
     assert wrong <= alone + depth  # one that is not needed may be in flight
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("errors", [0.0, 0.4, 1.0])
+def test_requests_whose_logits_are_edited_on_the_host_are_in_no_step_before_their_drafts_are_settled(
+    depth: int, errors: float
+) -> None:
+    """The runner checks that; others go on."""
+    engine = Harness(config(depth=depth), num_drafts=3, draft_errors=errors, edits_on_host=True)
+    engine.add(request("edited", 10, max_tokens=40, min_tokens=40), request("plain", 10, max_tokens=40))
+    engine.run_to_the_end()
+    edited, plain = ([_chunk_of(plan, row) for plan in engine.runner.plans[1:]] for row in range(2))
+    assert all(chunk.num_drafts for chunk in edited[: -depth - 1] if chunk is not None), "it has drafts all the same"
+    last = max(number for number, chunk in enumerate(plain) if chunk is not None)
+    assert None not in plain[: last - depth], "the other one is in every step until it ends"
+    assert (None in edited[: last - depth]) == (depth > 1)
+
+
+def _chunk_of(plan: StepPlan, row: int) -> Chunk | None:
+    return next((chunk for chunk in plan.chunks if chunk.row == row), None)
+
+
+@pytest.mark.parametrize("errors", [0.0, 0.4])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_with_drafts_draws_no_more_than_there_is_memory_for(
+    depth: int, errors: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 6
+    monkeypatch.setattr(running, "MAX_DRAFTED_TOKENS", most)
+    engine = Harness(config(depth=depth, max_num_seqs=5), num_drafts=3, draft_errors=errors)
+    engine.add(*crowd())
+    engine.run_to_the_end()
+    sizes = [plan.size for plan in engine.runner.plans]
+    with_drafts = [size for size in sizes if size.num_drafts]
+    assert max(size.num_draws for size in with_drafts) == most
+    assert any(not size.only_decodes for size in with_drafts), "some read prompts, too"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.core.speculation import length
 from baton.engine.core.speculation.length import MOST_IN_A_ROW, Acceptance, DraftLengths, chances
 from baton.engine.core.speculation.step_cost import StepCost
 
@@ -118,12 +119,14 @@ def ready(num_requests: int = 1, seconds: float = 0.01, most: int = 4) -> DraftL
     return policy
 
 
-def run(policy: DraftLengths, *, accepted: float, steps: int, added_s: float = 0.0) -> list[int]:
+def run(
+    policy: DraftLengths, *, accepted: float, steps: int, added_s: float = 0.0, sits_out: bool = False
+) -> list[int]:
     """Let one request run alone, and return its drafts of each step."""
     given = []
     for _ in range(steps):
         limit = policy.begin_step(1)
-        count = policy.of("a", limit) if limit else 0
+        count = policy.of("a", limit, sits_out=sits_out) if limit else 0
         right = round(accepted * count)
         policy.settled("a", count, right)
         policy.observe(1 + count, 0.01 + added_s * count, count, right)
@@ -143,6 +146,31 @@ def test_what_is_never_accepted_is_tried_ever_more_seldom_and_comes_back_when_it
     assert sum(given[100:]) <= 12
     assert sum(given[500:]) >= 1
     assert sum(run(policy, accepted=1.0, steps=300)[-100:]) > 350
+
+
+def test_a_request_that_misses_a_step_for_its_drafts_has_them_where_more_than_one_is_accepted() -> None:
+    def drafts(accepted: float, *, sits_out: bool) -> list[int]:
+        return run(ready(), accepted=accepted, steps=300, sits_out=sits_out)
+
+    for accepted in (1.0, 0.75):
+        few, all_of_them = (sum(drafts(accepted, sits_out=sits_out)[100:]) for sits_out in (True, False))
+        assert few == all_of_them > 350
+    assert 2 * sum(drafts(0.25, sits_out=True)) < 20 < sum(drafts(0.25, sits_out=False))
+
+
+@pytest.mark.parametrize("sits_out", [False, True])
+def test_steps_that_requests_miss_are_paid_for(sits_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts take no time here, and all are wrong."""
+    monkeypatch.setattr(length, "LOAN_STEPS", 1.0)
+    policy, limits = ready(num_requests=4), []
+    for _ in range(60):
+        limits.append(policy.begin_step(4))
+        drafts = [policy.of(request_id, limits[-1], sits_out=sits_out) if limits[-1] else 0 for request_id in "abcd"]
+        for request_id, count in zip("abcd", drafts, strict=True):
+            policy.settled(request_id, count, 0)
+        policy.observe(4 + sum(drafts), 0.01, sum(drafts), 0)
+    assert any(limits)
+    assert (not any(limits[-15:])) == sits_out
 
 
 def test_nothing_is_drafted_before_the_time_without_drafts_is_known() -> None:

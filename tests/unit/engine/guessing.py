@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from baton.engine import LLM, SamplingParams
-from baton.engine.core.messages import EngineRequest, EngineStats
+from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import DeviceDrafter
@@ -21,7 +22,7 @@ from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 
 from ...helpers.inline_stream import InlineStream
-from .controls import own_seeds
+from .controls import EVERYTHING, own_seeds
 from .cores import Engines, answers_of, tokens_and_logprobs
 from .narrow_grammars import with_grammars
 
@@ -42,7 +43,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
             make_drafter(config),
             config.num_speculative_tokens,
             adapts=False,
-            only_plain=device == "cuda",
+            edits_on_host=device == "cuda",
             on_device=config.guesses_on_device,
         )
 
@@ -109,7 +110,7 @@ def check_both_backends(
         runner = engines.runner(backend, num_blocks)
         if captured:
             runner.capture()
-        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, only_plain=True, on_device=True)
+        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, edits_on_host=True, on_device=True)
         core = engines.core(runner, num_blocks, depth, drafting)
         outputs = answers_of(core, requests)
         return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
@@ -123,4 +124,34 @@ def check_both_backends(
     assert stats.speculation == plain.speculation
     assert stats.speculation is not None
     assert stats.speculation.num_draft_tokens > 100
+    return stats
+
+
+def check_edited_draws(engines: Engines, prompts: Sequence[list[int]], depth: int) -> SpeculationStats:
+    """Serve requests whose logits are edited by steps of a GPU, on a CPU: answers are those without drafts.
+
+    What a drafter on the device counts as read is never more than what is computed, whichever draws were kept.
+    """
+    requests = requests_of(prompts, msgspec.structs.replace(EVERYTHING, max_tokens=40))
+    plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), 64), 64, depth=1)
+    expected = answers_of(plain, requests)
+    runner = engines.runner(CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32), torch.float32), 64)
+    runner.capture()
+    drafting = Drafting(DeviceDrafter(), MOST, adapts=False, edits_on_host=True, on_device=True)
+    core = engines.core(runner, 64, depth, drafting)
+    found: dict[str, list[EngineOutput]] = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work():
+        for output in core.step():
+            found.setdefault(output.request_id, []).append(output)
+        assert (runner.tables.read.tensor <= runner.tables.computed.tensor).all()
+    assert found.keys() == expected.keys()
+    for name, outputs in found.items():
+        (tokens, values), (plain_tokens, plain_values) = map(tokens_and_logprobs, (outputs, expected[name]))
+        assert tokens == plain_tokens
+        assert values == pytest.approx(plain_values, abs=1e-4)
+    stats = core.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 100
     return stats

@@ -152,7 +152,7 @@ def test_drafts_change_nothing_but_the_steps(
 
     def drafting(config: SpeculativeConfig, device: str) -> Drafting:
         drafter = InformedDrafter(lambda _, prompt: whole[tuple(prompt)], 1 - errors, VOCAB_SIZE, may_differ=True)
-        return Drafting(drafter, config.num_speculative_tokens, adapts=False, only_plain=device == "cuda")
+        return Drafting(drafter, config.num_speculative_tokens, adapts=False, edits_on_host=device == "cuda")
 
     monkeypatch.setattr(build, "make_drafting", drafting)
     llm = make(tmp_path, speculative_config={"method": "suffix", "num_speculative_tokens": 3})

@@ -5,26 +5,37 @@ Drafts are made by one who knows the answers, and errs in a share of them.
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from baton.engine.core.lockstep import EMPTY_STEP
+from baton.engine.core.messages import EngineRequest
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan
+from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import cuda
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, drafted_sizes
-from baton.engine.worker.warmup import ProfileRun, padding_steps
+from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape, drafted_sizes
+from baton.engine.worker.warmup import ProfileRun, drafted_mix, padding_steps
 from baton.kernels import step
 
 from ...helpers.inline_stream import InlineStream
+from .controls import EVERYTHING, prompts_of
 from .cores import Engines, answers_of, tokens_and_logprobs
+from .guessing import requests_of
 from .narrow_grammars import with_grammars
 from .random_workload import random_requests
 
@@ -43,15 +54,19 @@ def cuda_backend(max_tokens: int) -> CudaBackend:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("num_blocks", [64, 16])
+@pytest.mark.parametrize("num_blocks", [64, 14])
 @pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
+@pytest.mark.parametrize("kind", ["free", "grammars", "everything"])
 def test_answers_are_those_of_an_engine_without_drafts(
-    engines: Engines, have_grammars: bool, errors: float, num_blocks: int, captured: bool, depth: int
+    engines: Engines,
+    kind: str,
+    errors: float,
+    num_blocks: int,
+    captured: bool,
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    requests = random_requests(random.Random(5), 14)
-    if have_grammars:
-        requests = with_grammars(requests)
+    requests = requests_of_kind(kind)
     plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), num_blocks), num_blocks, depth=1)
     expected = answers_of(plain, requests)
     whole = {
@@ -59,13 +74,14 @@ def test_answers_are_those_of_an_engine_without_drafts(
         for request in requests
     }
     drafter = InformedDrafter(lambda request_id, _: whole[request_id], 1 - errors, engines.config.vocab_size)
-    drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=True)
-    runner = engines.runner(cuda_backend(32 if captured else 0), num_blocks)
+    drafting = Drafting(drafter, LIMITS.max_drafts, adapts=False, edits_on_host=True)
+    runner = engines.runner(cuda_backend(64 if captured else 0), num_blocks)
     if captured:
         runner.capture()
+    run = shapes_run(runner, monkeypatch)
     core = engines.core(runner, num_blocks, depth, drafting)
     answers = answers_of(core, requests)
-    if have_grammars and errors < 1:  # of wrong guesses nearly none fits
+    if kind == "grammars" and errors < 1:  # of wrong guesses nearly none fits
         of_grammars = [output for number in range(1, 14, 2) for output in answers[str(number)]]
         assert any(output.drafts and output.drafts.num_accepted_tokens for output in of_grammars)
     for request_id, outputs in answers.items():
@@ -82,6 +98,78 @@ def test_answers_are_those_of_an_engine_without_drafts(
     assert stats.num_preemptions > 0 or num_blocks == 64
     if captured:
         assert runner.captured.num_replays > runner.captured.num_eager
+    beside_prompts = [shape for shape in run if shape.max_drafts and not shape.is_drafted]
+    assert len(beside_prompts) > (5 if num_blocks == 64 else 0)
+
+
+def requests_of_kind(kind: str) -> list[EngineRequest]:
+    """Return requests of all sorts, of which every second has a grammar or none, or requests with every control."""
+    if kind == "everything":
+        return requests_of(prompts_of(*range(1, 90, 7)), msgspec.structs.replace(EVERYTHING, max_tokens=40))
+    requests = random_requests(random.Random(5), 14)
+    return with_grammars(requests) if kind == "grammars" else requests
+
+
+def shapes_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
+    """Return a list that gets the shape of each step that the runner runs from now on."""
+    shapes: list[StepShape] = []
+    run = runner.captured.run
+
+    def note(shape: StepShape, *others: Any) -> torch.Tensor | None:
+        shapes.append(shape)
+        return run(shape, *others)
+
+    monkeypatch.setattr(runner.captured, "run", note)
+    return shapes
+
+
+SAMPLING = SamplingParams(temperature=1.0)
+DRAFTED = Chunk(0, 6, 4, True, [], num_drafts=3, drafts=(5, 6, 7))
+PROMPT = RowStart(1, "prompt", [9] * 30, [], SAMPLING, 1, [], [[3, 4]])
+PLANS = {
+    "idle": StepPlan(EMPTY_STEP, [], [], []),
+    "decodes": StepPlan(1, [], [], [Chunk(0, 6, 1, True, [])]),
+    "drafts": StepPlan(1, [], [], [DRAFTED]),
+    "prompt": StepPlan(1, [], [PROMPT], [Chunk(1, 0, 30, True, [])]),
+    "drafts, prompt": StepPlan(1, [], [PROMPT], [DRAFTED, Chunk(1, 0, 28, False, [])]),
+    "scored": StepPlan(1, [], [PROMPT], [DRAFTED, Chunk(1, 0, 30, True, [], prompt_logprobs=True)]),
+}
+
+
+@pytest.mark.parametrize("max_tokens", [32, 64])
+@pytest.mark.parametrize("kinds", list(itertools.combinations_with_replacement(PLANS, 2)), ids=", ".join)
+def test_ranks_that_run_a_step_together_agree_about_its_rows(
+    engines: Engines, kinds: tuple[str, str], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All replay one size, or each runs its own and knows those of the others. Up to `max_tokens` are captured."""
+    plans = [PLANS[kind] for kind in kinds]
+    if PLANS["scored"] in plans:
+        scored = msgspec.structs.replace(PROMPT, sampling=SamplingParams(prompt_logprobs=1))
+        plans = [msgspec.structs.replace(plan, started_rows=[scored] * len(plan.started_rows)) for plan in plans]
+    group = GroupStep([plan.size if plan.chunks else PADDING for plan in plans])
+    runs: list[tuple[StepShape, RankRows | None]] = []
+    for plan in plans:
+        runner = engines.runner(cuda_backend(max_tokens), 8)
+        runner.capture()
+        start = RowStart(0, "first", [3] * 6, [], SAMPLING, 1, [], [[0, 1]])
+        runner.launch(StepPlan(0, [], [start], [Chunk(0, 0, 6, True, [])])).result()
+        run = runner.captured.run
+        monkeypatch.setattr(runner.captured, "run", lambda *args, run=run: runs.append(args) or run(*args))
+        result = runner.launch(msgspec.structs.replace(plan, group=group)).result()
+        assert [bool(chunk.token_ids) for chunk in result.chunks] == [chunk.samples for chunk in plan.chunks]
+    (one, rows), (other, _) = runs
+    assert {ranks for _, ranks in runs} == {rows}
+    if rows is None:
+        assert (one.num_tokens, one.wanted_rows, one.max_drafts) == (
+            other.num_tokens,
+            other.wanted_rows,
+            other.max_drafts,
+        )
+        assert all(size.num_drafts <= one.max_drafts * one.num_seqs for size in group.sizes)
+    else:
+        assert rows.tokens == (one.num_tokens, other.num_tokens)
+        assert rows.wanted == (one.wanted_rows, other.wanted_rows)
+        assert "scored" in kinds or max_tokens == 32
 
 
 def test_sequences_have_up_to_two_or_four_tokens_or_as_many_as_they_may() -> None:
@@ -122,3 +210,24 @@ def test_sizes_with_drafts_are_warmed_up_with_padding_and_draws_from_edited_logi
     memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), drafted, lambda work: work() or 0, LIMITS).run()
     assert memory.num_captured == len(drafted)
     assert accepted_again == [0]
+
+
+def test_the_memory_of_the_largest_step_of_prompts_and_drafts_is_measured(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (largest,) = drafted_mix(LIMITS, 32)
+    assert (largest.num_tokens, largest.wanted_rows, largest.num_draws) == (64, 40, 40)
+    assert not drafted_mix(LIMITS, 64), "it is captured, and the captured sizes are measured"
+    assert not drafted_mix(replace(LIMITS, max_drafts=0), 32)
+    measured: list[StepShape] = []
+
+    def peak(work: Callable[[], object]) -> int:
+        monkeypatch.setattr(cuda.CudaStep, "run", lambda step, shape, *_: measured.append(shape) or run(step, shape))
+        work()
+        monkeypatch.setattr(cuda.CudaStep, "run", run)
+        return 100 if largest in measured[-1:] else 1
+
+    run = cuda.CudaStep.run
+    memory = ProfileRun(lambda: engines.runner(cuda_backend(32), 4), [], peak, LIMITS).run()
+    assert largest in measured
+    assert memory.step_bytes == 100

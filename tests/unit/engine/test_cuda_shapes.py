@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.core.step import PADDING, StepSize
 from baton.engine.worker.shapes import CudaShapes, StepLimits
 
 
 def shapes_of(
-    *, max_num_seqs: int = 512, max_num_batched_tokens: int = 16384, max_model_len: int = 4096, max_tokens: int = 1024
+    *,
+    max_num_seqs: int = 512,
+    max_num_batched_tokens: int = 16384,
+    max_model_len: int = 4096,
+    max_tokens: int = 1024,
+    max_drafts: int = 0,
 ) -> CudaShapes:
-    return CudaShapes(StepLimits(max_num_seqs, max_num_batched_tokens, max_model_len), max_tokens=max_tokens)
+    limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_drafts)
+    return CudaShapes(limits, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 256, 500])
@@ -56,6 +63,56 @@ def test_the_largest_are_captured_first() -> None:
         sizes = [(shape.num_tokens, shape.num_seqs) for shape in kind]
         assert sizes == sorted(sizes, reverse=True)
     assert len(captured) < 100, "each takes a few milliseconds at start"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 60, 512])
+@pytest.mark.parametrize("max_drafts", [1, 4, 15])
+def test_mixes_with_drafts_are_captured_for_any_number_of_draws(max_num_seqs: int, max_drafts: int) -> None:
+    shapes = shapes_of(max_num_seqs=max_num_seqs, max_drafts=max_drafts)
+    captured = set(shapes.in_capture_order())
+    most_draws = max(max_num_seqs, min(512, max_num_seqs * (1 + max_drafts)))
+    for num_seqs in range(2, max_num_seqs + 1):
+        for num_drafts in {1, max_drafts * (num_seqs - 1)}:
+            for num_prompt_tokens in (2, 100, 500):
+                num_tokens, num_draws = num_seqs - 1 + num_drafts + num_prompt_tokens, num_seqs + num_drafts
+                if num_draws > most_draws:
+                    continue
+                size = StepSize(num_tokens, num_seqs, num_draws - 1, False, num_drafts, min(num_drafts, max_drafts))
+                mix = shapes.fitting([size], alone=0)
+                assert (mix is None) == (num_tokens > 1024)
+                if mix is not None:
+                    assert mix in captured
+                    assert mix.num_seqs >= num_seqs
+                    assert mix.num_tokens >= num_tokens
+                    assert mix.num_tokens > mix.wanted_rows == mix.num_draws >= num_draws
+                    assert not mix.is_drafted
+                    assert mix.max_drafts == max_drafts
+
+
+DECODES, DRAFTED, PROMPT = StepSize(5, 5, 5), StepSize(9, 4, 9, False, 5, 3), StepSize(40, 2, 1)
+SCORED = StepSize(40, 2, 40, True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([DECODES, PADDING], (8, 8, 0)),
+        ([DRAFTED, PADDING], (16, 16, 4)),
+        ([DECODES, DRAFTED], (32, 32, 4)),
+        ([DECODES, PROMPT], (64, 8, 0)),
+        ([DRAFTED, PROMPT], (64, 40, 4)),
+        ([DRAFTED, DECODES, PROMPT], (64, 40, 4)),
+        ([PADDING, SCORED, DRAFTED], None),
+    ],
+)
+def test_ranks_that_run_a_step_together_choose_the_same_size(
+    sizes: list[StepSize], expected: tuple[int, int, int] | None
+) -> None:
+    """Each by what all of them told, whatever its own part is."""
+    shapes = shapes_of(max_num_seqs=32, max_drafts=4, max_model_len=40960)
+    chosen = {shapes.fitting(sizes, alone=alone) for alone in (0, 100, 5000)}
+    found = {shape and (shape.num_tokens, shape.wanted_rows, shape.max_drafts) for shape in chosen}
+    assert found == {expected}
 
 
 def test_a_step_is_never_larger_than_the_batch_may_be() -> None:

@@ -31,6 +31,7 @@ from .guessing import (
     answers,
     check_answers,
     check_both_backends,
+    check_edited_draws,
     draft_always,
     requests_of,
     stats_of,
@@ -168,6 +169,12 @@ def test_steps_as_a_gpu_runs_them_guess_the_same(
     assert stats.speculation is not None
     assert stats.speculation.num_accepted_tokens > 30
     assert stats.num_preemptions > 0 or num_blocks == 64
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("depth", [1, 2])
+def test_edited_draws_of_a_gpu_are_checked_against_drafts(engines: Engines, depth: int) -> None:
+    check_edited_draws(engines, PROMPTS, depth)
 
 
 def test_sizes_of_steps_are_warmed_up_with_guesses(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from .guessing import (
     answers,
     check_answers,
     check_both_backends,
+    check_edited_draws,
     draft_always,
     requests_of,
     stats_of,
@@ -128,6 +129,20 @@ def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, 
     stats = check_both_backends(Engines(config, LIMITS), PROMPTS, depth=depth)
     assert stats.speculation is not None
     assert stats.speculation.num_accepted_tokens > 30
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("knows", [True, False])
+def test_edited_draws_of_a_gpu_are_checked_against_drafts(
+    checkpoint: Path, other: Path, knows: bool, depth: int
+) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
+    config = read_model_config(
+        EngineConfig.from_args({**args, "speculative_config": guessing(checkpoint if knows else other)})
+    )
+    stats = check_edited_draws(Engines(config, LIMITS), PROMPTS, depth)
+    assert stats.num_accepted_tokens > 10 or not knows
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ..
         if config is None:
             return None
         drafter = InformedDrafter(whole, 1 - errors, vocab_size=256)
-        return Drafting(drafter, config.num_speculative_tokens, adapts=False, only_plain=device == "cuda")
+        return Drafting(drafter, config.num_speculative_tokens, adapts=False, edits_on_host=device == "cuda")
 
     monkeypatch.setattr(build, "make_drafting", make)
     return answers

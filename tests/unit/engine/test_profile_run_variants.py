@@ -30,6 +30,7 @@ SCRIPT = (
 import json
 import random
 import sys
+from dataclasses import replace
 
 from tests.helpers.inline_stream import InlineStream
 
@@ -61,10 +62,11 @@ method.pack = embedding.pack = lambda weight: PackedWeight(weight, tuple(weight.
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 speculation, most_tokens = json.loads(sys.argv[3]), int(sys.argv[2])
 engine_args = {"model": sys.argv[1], "dtype": "bfloat16", "load_format": "dummy"}
-config = read_model_config(EngineConfig.from_args({**engine_args, "speculative_config": speculation}))
+engine_config = EngineConfig.from_args({**engine_args, "speculative_config": speculation})
+config = read_model_config(engine_config)
 caches = engine_caches(config)
 most_drafts = 0 if speculation is None else speculation["num_speculative_tokens"]
-limits = StepLimits(40, most_tokens, 2048, most_drafts, guesses_on_device=most_drafts > 0)
+limits = StepLimits(40, most_tokens, 2048, most_drafts, guesses_on_device=engine_config.guesses_on_device)
 sizes = CudaShapes(limits, max_tokens=128)
 linear_gpu.UNTUNED_MANY = {**linear_gpu.NOTHING, **TILES}  # as tuned, other kernels serve other numbers of tokens
 
@@ -75,7 +77,11 @@ def any_step():
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
     num_kv_tokens, num_wanted = rng.choice([tokens, 5000, 100_000]), rng.choice([None, seqs, seqs])
-    return StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
+    shape = StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
+    draws = min(tokens - 1, seqs + rng.randint(1, 4) * (seqs - 1))
+    if not limits.max_drafts or draws <= seqs or rng.random() < 0.3:
+        return shape
+    return replace(shape, num_wanted=num_wanted and draws, max_drafts=rng.randint(1, 4), num_draws=draws)
 
 def any_request():
     def maybe(*values): return rng.choice([None, *values])
@@ -104,9 +110,23 @@ def any_plans(step):
     for further in range(2):
         some = rng.sample(chunks, rng.randint(1, len(chunks)))
         more = rng.randint(0, most_drafts)
-        drafted = [Chunk(c.row, c.start + c.num_tokens + further, 1 + more, True, [], num_drafts=more) for c in some]
+        drafted = [with_drafts(chunk, further, more) for chunk in some]
         yield StepPlan(step, [], [], drafted, num_guesses=rng.choice([0, most_drafts]))
+    if most_drafts:
+        # Decodes with drafts beside prompts of others.
+        others = [row for row in range(40) if row not in rows][: rng.randint(0, 3)]
+        tables = [[0] * 3] * len(caches.layout.groups)
+        coming = [RowStart(row, str(row), [0] * 30, [], any_request(), 1, [2], tables) for row in others]
+        prompts = [Chunk(start.row, 0, 30, True, [], start.sampling.prompt_logprobs is not None) for start in coming]
+        drafted = [with_drafts(chunk, 9, rng.randint(1, most_drafts)) for chunk in some[:9]]
+        yield StepPlan(step, [], coming, drafted + prompts, num_guesses=most_drafts)
+        rows = rows + others
     yield StepPlan(step, rows, [], [])
+
+def with_drafts(chunk, further, count):
+    guesses = () if limits.guesses_on_device else (3,) * count
+    start = chunk.start + chunk.num_tokens + further
+    return Chunk(chunk.row, start, 1 + count, True, [], num_drafts=count, drafts=guesses)
 
 def mm(a, b, out_dtype=None, *, out=None, mm=torch.mm):
     product = mm(a, b, out=out)
@@ -147,6 +167,7 @@ assert not variants[profiled:], variants[profiled:]
 )
 
 
+SUFFIX: dict[str, object] = {"method": "suffix", "num_speculative_tokens": 4}
 WITH_KERNELS_OF_THEIR_OWN = (
     "qwen3",
     "qwen3_moe",
@@ -170,6 +191,12 @@ def test_no_step_launches_what_the_profile_run_did_not(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v2"])
 def test_nor_does_one_where_all_but_scored_prompts_are_captured(kind: str, tmp_path: Path) -> None:
     check(write_checkpoint(tmp_path, kind, **wide_shape(kind)), max_num_batched_tokens=128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+@pytest.mark.parametrize(("kind", "most_tokens"), [("qwen3", 1024), ("qwen3", 128), ("deepseek_v2", 1024)])
+def test_nor_does_one_with_drafts(kind: str, most_tokens: int, tmp_path: Path) -> None:
+    check(write_checkpoint(tmp_path, kind), max_num_batched_tokens=most_tokens, speculation=SUFFIX)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")

@@ -111,7 +111,7 @@ class Engines:
         drafter = InformedDrafter(
             lambda request_id, _: whole[request_id], 1 - errors, self.model.config.vocab_size, may_differ=may_differ
         )
-        return Drafting(drafter, LIMITS.max_drafts, adapts=False, only_plain=kind == "cuda")
+        return Drafting(drafter, LIMITS.max_drafts, adapts=False, edits_on_host=kind == "cuda")
 
 
 @dataclass

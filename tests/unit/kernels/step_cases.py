@@ -31,8 +31,18 @@ class Step:
         }
 
 
-def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: int, seed: int = 0) -> Step:
-    """Random rows with `lens[i]` tokens each, padded to `num_seqs` and `num_tokens`; outputs are poisoned."""
+def make_step(
+    device: torch.device,
+    lens: list[int],
+    num_seqs: int,
+    num_tokens: int,
+    seed: int = 0,
+    draws: list[int] | None = None,
+) -> Step:
+    """Random rows with `lens[i]` tokens each, padded to `num_seqs` and `num_tokens`; outputs are poisoned.
+
+    Each draws `draws[i]` tokens; without them, one behind each of its tokens.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -47,6 +57,7 @@ def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: 
 
     padding = num_seqs - len(lens)
     ends = [sum(lens[:i]) for i in range(len(lens) + 1)]
+    drawn = [sum((draws or lens)[:i]) for i in range(len(lens) + 1)]
     rows, computed = rng.sample(range(ROWS), len(lens)), [rng.randrange(MODEL_LEN) for _ in range(ROWS)]
     for row, length in zip(rows, lens, strict=True):
         computed[row] = rng.randrange(MODEL_LEN - 1 - length)
@@ -57,6 +68,7 @@ def make_step(device: torch.device, lens: list[int], num_seqs: int, num_tokens: 
             rows=int32(rows + [-1] * padding),
             query_start=int32(ends + ends[-1:] * padding),
             samples=int32([rng.randrange(2) for _ in lens] + [1] * padding),
+            draw_start=int32(drawn + drawn[-1:] * padding),
         ),
         StepBuffers(
             token_ids=poison(num_tokens, torch.int32),

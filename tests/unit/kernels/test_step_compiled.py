@@ -31,15 +31,16 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
         "draws._place_drafts",
         {
             **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
-            **dict.fromkeys(("draw_rows", "draw_positions"), "*i32"),
-            **dict.fromkeys(("num_tokens", "num_seqs", "tokens_stride", "width"), "i32"),
+            **dict.fromkeys(("samples", "draw_start", "draw_rows", "draw_positions"), "*i32"),
+            **dict.fromkeys(("num_draws", "num_seqs", "tokens_stride", "width"), "i32"),
+            "draw_tokens": "*i64",
         },
         {"BLOCK": 128},
     ),
     (
         "draws._accept_again",
         {
-            **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "query_start"), "*i32"),
+            **dict.fromkeys(("tokens", "computed", "guesses", "first_guess", "rows", "draw_start"), "*i32"),
             **dict.fromkeys(("seq_lens", "pages", "turn"), "*i32"),
             **dict.fromkeys(("count", "max_drafts", "tokens_stride", "width", "num_pages", "page_stride"), "i32"),
             **dict.fromkeys(("drawn", "index"), "*i64"),
@@ -49,7 +50,8 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
     (
         "draws._accept_tokens",
         {
-            **dict.fromkeys(("tokens", "computed", "rows", "query_start", "pages", "turn"), "*i32"),
+            **dict.fromkeys(("tokens", "computed", "rows", "query_start", "samples", "draw_start"), "*i32"),
+            **dict.fromkeys(("pages", "turn"), "*i32"),
             **dict.fromkeys(("num_seqs", "max_drafts", "tokens_stride", "num_pages", "page_stride"), "i32"),
             "drawn": "*i64",
         },

@@ -85,6 +85,7 @@ def test_states_of_decodes_are_found_in_the_entries_of_the_tokens_before_and_at_
         rows=torch.tensor([*rows, *[-1] * padding], dtype=torch.int32, device=triton_device),
         query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=triton_device),
         samples=torch.ones(num_seqs, dtype=torch.int32, device=triton_device),
+        draw_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=triton_device),
     )
     computed = torch.full((6,), 700, dtype=torch.int32, device=triton_device)
     computed[rows] = torch.tensor(starts, dtype=torch.int32, device=triton_device)
@@ -198,56 +199,85 @@ def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
     assert step.mailbox.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
 
 
-def make_drafts(step: Step, device: torch.device, *, width: int, lag: int) -> tuple[Guesses, DrawPlaces]:
-    """Guesses of each row's tokens from `lag` before the first one that is needed."""
+def make_drafts(
+    step: Step, device: torch.device, *, width: int, lag: int, num_draws: int | None = None
+) -> tuple[Guesses, DrawPlaces]:
+    """Guesses of each row's tokens from `lag` before the token behind those that are computed; poisoned places."""
     computed = step.tables.computed
     guesses = torch.arange(ROWS * width, dtype=torch.int32, device=device).view(ROWS, width) + 5000
-    num_tokens = len(step.inputs.token_ids)
-    places = (torch.full((num_tokens,), -77, dtype=torch.int32, device=device) for _ in range(2))
+    size = len(step.inputs.token_ids) if num_draws is None else num_draws
+    places = (torch.full((size,), -77, dtype=dtype, device=device) for dtype in (torch.int32, torch.int32, torch.int64))
     return Guesses(guesses, computed + 1 - lag), DrawPlaces(*places)
 
 
-@pytest.mark.parametrize(("lens", "num_seqs", "num_tokens"), [([1], 1, 4), ([3, 1, 6], 5, 16), ([4] * 3, 3, 12)])
+WITH_DRAFTS = [  # tokens and draws of each sequence, sequences, draws: with padding and without
+    ([1], [1], 1, 4),
+    ([3, 1, 6], [3, 1, 6], 5, 16),
+    ([4] * 3, [4] * 3, 3, 12),
+    ([1, 3, 20, 2, 30], [1, 3, 1, 1, 1], 6, 9),  # the last three read prompts
+    ([5, 4, 7], [5, 1, 2], 3, 8),
+]
+
+
+@pytest.mark.parametrize(("lens", "draws", "num_seqs", "num_draws"), WITH_DRAFTS)
 @pytest.mark.parametrize("lag", [0, 2])
 def test_guesses_become_tokens_of_their_rows_and_each_draw_has_its_place(
-    kernels: object, triton_device: torch.device, lens: list[int], num_seqs: int, num_tokens: int, lag: int
+    kernels: object,
+    triton_device: torch.device,
+    lens: list[int],
+    draws: list[int],
+    num_seqs: int,
+    num_draws: int,
+    lag: int,
 ) -> None:
-    step = make_step(triton_device, lens, num_seqs, num_tokens)
-    guesses, places = make_drafts(step, triton_device, width=4, lag=lag)
+    step = make_step(triton_device, lens, num_seqs, sum(lens), draws=draws)
+    step.batch.samples.fill_(1)
+    if len(lens) > 3:
+        step.batch.samples[3] = 0
+    guesses, places = make_drafts(step, triton_device, width=4, lag=lag, num_draws=num_draws)
     expected = step.tables.tokens.clone()
-    rows, positions = [], []
-    for row, length in zip(step.batch.rows.tolist(), lens, strict=False):
-        start = int(step.tables.computed[row])
-        rows += [row] * length
-        positions += range(start + 1, start + length + 1)
-        for number in range(length - 1):
-            known = number + lag < 4  # what the table does not hold is token 0
-            expected[row, start + 1 + number] = guesses.token_ids[row, number + lag] if known else 0
+    rows, positions, tokens = [], [], []
+    for seq, (length, count) in enumerate(zip(lens, draws, strict=True)):
+        row = int(step.batch.rows[seq])
+        start, end, samples = int(step.tables.computed[row]), sum(lens[: seq + 1]), int(step.batch.samples[seq])
+        rows += [row if samples else -1] * count
+        positions += [position if samples else 0 for position in range(start + length - count + 1, start + length + 1)]
+        tokens += range(end - count, end)
+        for position in range(start + length - count + 1, start + length):
+            number = position - (start + 1 - lag)
+            # What the table does not hold is token 0.
+            expected[row, position] = guesses.token_ids[row, number] if number < 4 else 0
     kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
     assert torch.equal(step.tables.tokens, expected)
-    padding = num_tokens - len(rows)
+    padding = num_draws - len(rows)
     assert places.rows.tolist() == rows + [-1] * padding
     assert places.positions.tolist() == positions + [0] * padding
+    assert places.tokens.tolist() == tokens + [0] * padding
 
 
 def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, triton_device: torch.device) -> None:
-    lens, right = [4, 1, 3, 3, 2], [3, 0, 1, 0, 0]  # of the drafts, so many are right
-    step = make_step(triton_device, lens, 7, 16)
-    guesses, places = make_drafts(step, triton_device, width=4, lag=0)
+    draws, right = [4, 1, 3, 3, 2, 1, 1], [3, 0, 1, 0, 0, 0, 0]  # of the drafts, so many are right
+    lens = [4, 1, 3, 3, 2, 9, 5]  # the last two read prompts, and only the first of them to its end
+    step = make_step(triton_device, lens, 9, 30, draws=draws)
+    step.batch.samples.fill_(1)
+    step.batch.samples[6] = 0
+    guesses, places = make_drafts(step, triton_device, width=4, lag=0, num_draws=16)
     kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
     drawn = torch.arange(100, 116, device=triton_device)
     tokens, computed = step.tables.tokens.clone(), step.tables.computed.clone()
     page, first = [-77] * 16, 0
-    for row, length, num_right in zip(step.batch.rows.tolist(), lens, right, strict=False):
-        start = int(computed[row])
-        drawn[first : first + num_right] = tokens[row, start + 1 : start + 1 + num_right]
-        if length == 2:
+    for seq, (length, count, num_right) in enumerate(zip(lens, draws, right, strict=True)):
+        row = int(step.batch.rows[seq])
+        position = int(computed[row]) + length - count + 1
+        drawn[first : first + num_right] = tokens[row, position : position + num_right]
+        if count == 2:
             drawn[first] = NO_TOKEN
-        tokens[row, start + 1 + num_right] = max(int(drawn[first + num_right]), 0)
-        computed[row] = start + 1 + num_right
-        kept = drawn[first : first + num_right + 1].tolist()
-        page[first : first + length] = kept + [REJECTED] * (length - len(kept))
-        first += length
+        computed[row] = position + num_right
+        if step.batch.samples[seq]:
+            tokens[row, position + num_right] = max(int(drawn[first + num_right]), 0)
+            kept = drawn[first : first + num_right + 1].tolist()
+            page[first : first + count] = kept + [REJECTED] * (count - len(kept))
+        first += count
     mailbox = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), step.mailbox.turn)
     kernels.accept_tokens(drawn, step.tables, step.batch, mailbox, 5)  # type: ignore[attr-defined]
     assert torch.equal(step.tables.tokens, tokens)
@@ -261,8 +291,10 @@ def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, t
 def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
     kernels: object, triton_device: torch.device, lag: int
 ) -> None:
-    lens, before, after = [4, 1, 3, 3, 2], [3, 0, 1, 0, 1], [1, 0, 1, 2, 0]  # drafts that are right
-    step = make_step(triton_device, lens, 7, 16)
+    lens, draws = [4, 1, 3, 3, 2, 5], [4, 1, 3, 3, 2, 1]  # the last one reads a prompt
+    before, after = [3, 0, 1, 0, 1, 0], [1, 0, 1, 2, 0, 0]  # drafts that are right
+    step = make_step(triton_device, lens, 7, 20, draws=draws)
+    step.batch.samples.fill_(1)
     guesses, places = make_drafts(step, triton_device, width=4 + lag, lag=lag)
     kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
     kernels.chunk_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
@@ -270,12 +302,12 @@ def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
 
     def drawn(right: list[int]) -> torch.Tensor:
         tokens, first = wrong.clone(), 0
-        for row, length, num_right in zip(step.batch.rows.tolist(), lens, right, strict=False):
+        for row, count, num_right in zip(step.batch.rows.tolist(), draws, right, strict=False):
             tokens[first : first + num_right] = guesses.token_ids[row, lag : lag + num_right]
-            first += length
+            first += count
         return tokens
 
-    redrawn = [4, 3, 0, 1]  # of the third sequence nothing is drawn again
+    redrawn = [4, 3, 0, 5, 1]  # of the third sequence nothing is drawn again
     twin = copy.deepcopy(step)
     for each, right in ((step, before), (twin, after)):
         ring = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), each.mailbox.turn)
@@ -328,7 +360,7 @@ def test_more_sequences_than_one_program_takes_are_stored(kernels: object, trito
     rows = torch.arange(count, dtype=torch.int32, device=triton_device)
     ones = torch.ones_like(rows)
     tables = StepTables(zeros.clone(), zeros[None], rows.clone(), BLOCK_SIZE)
-    batch = StepBatch(rows, rows, ones)
+    batch = StepBatch(rows, rows, ones, rows)
     inputs = StepBuffers(rows, rows, rows, ones, rows, rows)
     mailbox = OutputRing(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
     kernels.store_tokens(rows.long() + 5, tables, batch, inputs, mailbox)  # type: ignore[attr-defined]
