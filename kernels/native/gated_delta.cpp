@@ -13,17 +13,7 @@
 
 namespace baton {
 
-constexpr int64_t TILE = 32;        // values of a row of a tile
-constexpr int64_t SPAN_TOKENS = 32;  // tokens whose keys, queries and gates are prepared at once
-
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;  // floats of one register
-#else
-constexpr int WIDTH = 8;
-#endif
-typedef float Register __attribute__((vector_size(4 * WIDTH)));
-
-inline Register everywhere(float x) { return x - Register{}; }
+constexpr int64_t TILE = 32;  // values of a row of a tile
 
 struct DeltaSizes {  // the integers in the order of gated_delta/cpu.py; strides in elements, from token to token or slot to slot
     int64_t heads, key_heads, key_dim, value_dim, per_dim;
@@ -262,10 +252,7 @@ void gated_delta(const DeltaStep& step, int64_t num_tokens, int threads) {
     for (int64_t task = 0; task < tasks; task++) {
         int64_t seq = task / heads, begin = batch.query_start[seq];
         DeltaHead head(step, task % heads);
-        bool alone = batch.query_start[seq + 1] - begin == 1 && begin < num_tokens && batch.targets[seq] >= 0;
-        bool replays = batch.rows != nullptr && seq < *batch.num_decodes && batch.counts[seq] > 0;
-        bool checked = batch.seq_chunks[seq] != batch.seq_chunks[seq + 1];  // a chunk of one token may be kept elsewhere
-        if (alone && !replays && !checked) head.run_in_place(batch.sources[seq], batch.targets[seq], begin);
+        if (batch.goes_in_place(seq, num_tokens)) head.run_in_place(batch.sources[seq], batch.targets[seq], begin);
         else carry_state(batch, seq, num_tokens, head);
     }
 }

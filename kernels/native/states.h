@@ -14,6 +14,14 @@ struct StateBatch {  // the words of `StateBatch.words`, in its order
     const int32_t *rows, *starts, *counts;  // of the replay; null where there is none
     int64_t num_places;                     // of a row
 
+    // Whether a sequence has one token alone, and its state no other way than from its source to its target.
+    bool goes_in_place(int64_t seq, int64_t num_tokens) const {
+        int64_t begin = query_start[seq];
+        bool one = query_start[seq + 1] - begin == 1 && begin < num_tokens && targets[seq] >= 0;
+        bool replays = rows != nullptr && seq < *num_decodes && counts[seq] > 0;
+        return one && !replays && seq_chunks[seq] == seq_chunks[seq + 1];
+    }
+
     int64_t place(int64_t seq, int64_t position) const { return rows[seq] * num_places + position % num_places; }
 };
 
@@ -46,6 +54,19 @@ template <class State> void carry_state(const StateBatch& batch, int64_t seq, in
     }
     if (target >= 0) state.store(target);
 }
+
+// ---- products of a state --------------------------------------------------------------------------------------------
+
+constexpr int64_t SPAN_TOKENS = 32;  // tokens that are brought to floats at once
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;  // floats of one register: compilers keep sums in wider types in memory
+#else
+constexpr int WIDTH = 8;
+#endif
+typedef float Register __attribute__((vector_size(4 * WIDTH)));
+
+inline Register everywhere(float x) { return x - Register{}; }
 
 // ---- rows of any type -----------------------------------------------------------------------------------------------
 
