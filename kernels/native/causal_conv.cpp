@@ -20,7 +20,7 @@ struct ConvStep {
     void *state, *out, *drafts;
 };
 
-// out = bias + sum of taps times inputs, for n channels, a multiple of 16. taps [width][n]; inputs[0] is the oldest row.
+// out = bias + sum of taps times inputs, for n channels, a multiple of 16. taps [width][n]; inputs from the oldest on.
 template <int width, bool silu>
 __attribute__((noinline)) void convolve(const float* taps, const float* const* inputs, const float* bias, int64_t n,
                                         float* out) {

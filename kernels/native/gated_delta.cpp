@@ -1,6 +1,6 @@
 // The gated delta rule, one token after the other. A task is one head of one sequence.
 //
-//     memory  [K][V] of a slot  ->  tiles [V / 32][K][32], each in the first cache while it reads a span of tokens  ->  memory
+//     [K][V] of a slot  ->  tiles [V / 32][K][32], each in the first cache while it reads a span of tokens  ->  a slot
 //
 // Prompts, decodes and drafts go through the same instructions token by token. So the bits of a token depend neither on
 // how a prompt is cut, nor on what is computed with it. What they go through is not inlined: at each place the compiler
@@ -15,7 +15,7 @@ namespace baton {
 
 constexpr int64_t TILE = 32;  // values of a row of a tile
 
-struct DeltaSizes {  // the integers in the order of gated_delta/cpu.py; strides in elements, from token to token or slot to slot
+struct DeltaSizes {  // the integers in the order of gated_delta/cpu.py; strides in elements
     int64_t heads, key_heads, key_dim, value_dim, per_dim;
     int64_t q_stride, k_stride, v_stride, decay_stride, beta_stride, out_stride, state_stride, drafts_stride;
 };
@@ -261,8 +261,8 @@ void gated_delta(const DeltaStep& step, int64_t num_tokens, int threads) {
 
 extern "C" {
 
-// sizes: `DeltaSizes`, key_dim and value_dim multiples of 16. decay and beta are of type gate_dtype, all others of dtype.
-// The places of drafts are null for a batch without a replay.
+// sizes: `DeltaSizes`, key_dim and value_dim multiples of 16. State, log_rate and bias are float32, decay and beta
+// of type gate_dtype, all others of dtype. The places of drafts are null for a batch without a replay.
 void baton_gated_delta(int dtype, int gate_dtype, const void* batch, int64_t num_tokens, const int64_t* sizes,
                        const void* q, const void* k, const void* v, const void* decay, const void* beta,
                        const float* log_rate, const float* bias, float* state, void* out, const void* draft_k,

@@ -104,8 +104,8 @@ auto gated_rms_norm_of(bool sigmoid, bool first) {
 }
 
 template <class T>
-void gated_rms_norm(int weight_dtype, bool sigmoid, bool first, const GatedSizes& sizes, const void* x, const void* gate,
-                    const void* weight, void* out, int64_t tokens, float eps, int threads) {
+void gated_rms_norm(int weight_dtype, bool sigmoid, bool first, const GatedSizes& sizes, const void* x,
+                    const void* gate, const void* weight, void* out, int64_t tokens, float eps, int threads) {
     bool wide = static_cast<DType>(weight_dtype) == DType::F32;
     auto run = wide ? gated_rms_norm_of<T, float>(sigmoid, first) : gated_rms_norm_of<T, T>(sigmoid, first);
     run(sizes, x, gate, weight, out, tokens, eps, threads);
@@ -123,11 +123,12 @@ void baton_rms_norm(int dtype, int weight_dtype, const void* x, int64_t x_stride
 }
 
 // x, gate and out [tokens, heads, dim] with the strides of `GatedSizes`; weight [dim], or [heads, dim], is float32 or of
-// the type of all others. sigmoid: whether the gate is sigmoid(z), not z sigmoid(z). first: whether it comes before the norm.
+// the type of all others. sigmoid: the gate is sigmoid(z), not z sigmoid(z). first: it comes before the norm.
 void baton_gated_rms_norm(int dtype, int weight_dtype, int sigmoid, int first, const int64_t* sizes, const void* x,
                           const void* gate, const void* weight, void* out, int64_t tokens, float eps, int threads) {
     const auto& given = *reinterpret_cast<const baton::GatedSizes*>(sizes);
-    BATON_DISPATCH(dtype, baton::gated_rms_norm, weight_dtype, sigmoid, first, given, x, gate, weight, out, tokens, eps, threads)
+    BATON_DISPATCH(dtype, baton::gated_rms_norm, weight_dtype, sigmoid, first, given, x, gate, weight, out, tokens, eps,
+                   threads)
 }
 
 }

@@ -202,8 +202,8 @@ void ssd(const SSDStep& step, int64_t num_tokens, int threads) {
 
 extern "C" {
 
-// sizes: `SSDSizes`, head_dim a multiple of 4, state_dim one of 16. All but state, rates, bias and skip are of type dtype.
-// The places of drafts are null for a batch without a replay.
+// sizes: `SSDSizes`, head_dim a multiple of 4, state_dim one of 16. State, rates, bias and skip are float32, all
+// others of type dtype. The places of drafts are null for a batch without a replay.
 void baton_ssd(int dtype, const void* batch, int64_t num_tokens, const int64_t* sizes, const void* x, const void* b,
                const void* c, const void* raw, const float* log_rate, const float* bias, const float* skip,
                float* state, void* out, const void* draft_x, const void* draft_b, const void* draft_raw, float least,

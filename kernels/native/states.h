@@ -43,7 +43,7 @@ template <class State> void carry_state(const StateBatch& batch, int64_t seq, in
         state.run(begin, 1);
         if (target >= 0) state.store(target);
         if (end - begin > 1) state.run(begin + 1, end - begin - 1);
-        for (int64_t token = begin + 1; token < end; token++) state.keep(token, batch.place(seq, start + token - begin));
+        for (int64_t i = 1; i < end - begin; i++) state.keep(begin + i, batch.place(seq, start + i));
         return;
     }
     int64_t first = batch.seq_chunks[seq], last = batch.seq_chunks[seq + 1];
@@ -97,7 +97,8 @@ inline void copy_elements(int dtype, const void* from, int64_t first, int64_t n,
 }
 
 // Clears rows of n elements, `stride` apart, of the tokens that belong to no sequence.
-inline void clear_padding(const StateBatch& batch, int64_t num_tokens, int dtype, void* rows, int64_t stride, int64_t n) {
+inline void clear_padding(const StateBatch& batch, int64_t num_tokens, int dtype, void* rows, int64_t stride,
+                          int64_t n) {
     int64_t size = bytes_of(dtype);
     for (int64_t token = batch.query_start[batch.num_seqs]; token < num_tokens; token++)
         std::memset(static_cast<char*>(rows) + token * stride * size, 0, n * size);

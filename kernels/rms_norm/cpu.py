@@ -54,7 +54,9 @@ def gated_rms_norm(
     x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating, gate_first: bool, out: Tensor | None
 ) -> Tensor:
     kernel, number = _gated_kernel(), native.DTYPE_NUMBER.get(x.dtype)
-    same_type = gate.dtype == x.dtype and (out is None or out.dtype == x.dtype) and weight.dtype in (x.dtype, torch.float32)
+    same_type = (
+        gate.dtype == x.dtype and (out is None or out.dtype == x.dtype) and weight.dtype in (x.dtype, torch.float32)
+    )
     if kernel is None or number is None or not same_type:
         return reference.gated_rms_norm(x, weight, gate, eps, gating=gating, gate_first=gate_first, out=out)
     if out is None:

@@ -60,9 +60,7 @@ def ssd(
 _SIZES = ctypes.c_int64 * 11  # `SSDSizes` of native/ssd.cpp
 
 
-def _fits(
-    x: Tensor, b: Tensor, time_steps: TimeSteps, state: Tensor, skip: Tensor | None, out: Tensor | None
-) -> bool:
+def _fits(x: Tensor, b: Tensor, time_steps: TimeSteps, state: Tensor, skip: Tensor | None, out: Tensor | None) -> bool:
     """Return true for shapes and types that the C++ function covers."""
     numbers = [part for part in (time_steps.log_rate, time_steps.bias, skip) if part is not None]
     return (

@@ -82,7 +82,9 @@ def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatev
     assert torch.equal(state[slot], whole_state[slot])
 
 
-@pytest.mark.parametrize(("sizes", "compiled"), [(SMALL, True), (Sizes(2, 1, 18, 32), False), (Sizes(2, 1, 32, 24), False)])
+@pytest.mark.parametrize(
+    ("sizes", "compiled"), [(SMALL, True), (Sizes(2, 1, 18, 32), False), (Sizes(2, 1, 32, 24), False)]
+)
 def test_torch_serves_what_is_not_compiled(sizes: Sizes, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> Tensor:
         raise AssertionError("by chunks")
