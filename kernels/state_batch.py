@@ -28,6 +28,8 @@ applies those that were accepted to the state, and then its own tokens (`Replay`
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,6 +195,17 @@ class StateBatch:
     @property
     def num_seqs(self) -> int:
         return self.sources.shape[0]
+
+    @functools.cached_property
+    def words(self) -> ctypes.Array[ctypes.c_int64]:
+        """What C++ reads of it, `StateBatch` of native/states.h: numbers, and addresses of its lists on a CPU."""
+        lists = (self.query_start, self.sources, self.targets, self.num_decodes)
+        lists += (self.chunk_start, self.checkpoints, self.seq_chunks)
+        replay, of_replay = self.replay, [0] * 4
+        if replay is not None:
+            rows, starts, counts = (part.data_ptr() for part in (replay.rows, replay.starts, replay.counts))
+            of_replay = [rows, starts, counts, replay.num_places]
+        return (ctypes.c_int64 * 12)(self.num_seqs, *(each.data_ptr() for each in lists), *of_replay)
 
     def keep_drafts(self, *kept: tuple[Tensor, Tensor]) -> None:
         """Write rows [T, ...] of what states read to the places [num_places of all rows, ...] of the step's drafts.

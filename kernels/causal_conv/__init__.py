@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.kernels.state_batch import Checkpoint, StateBatch
 
-from . import reference
+from . import cpu, reference
 
 __all__ = ["WIDTHS", "Checkpoint", "StateBatch", "causal_conv"]
 
@@ -54,7 +54,7 @@ def causal_conv(
         raise ValueError("places of drafts are for batches with a replay, and needed there")
     if drafts is not None and (drafts.shape[1:] != (channels,) or drafts.dtype != x.dtype or drafts.stride(1) != 1):
         raise ValueError(f"places {list(drafts.shape)} of {drafts.dtype}: give [places, {channels}] of {x.dtype}")
-    run = reference.causal_conv
+    run = cpu.causal_conv if x.is_cpu else reference.causal_conv
     if x.is_cuda:
         from . import gpu
 

@@ -1,16 +1,27 @@
-"""The gated delta rule chunk by chunk in torch: products of matrices for all heads at once, not a step a token."""
+"""The gated delta rule in C++ (`native/gated_delta.cpp`), token by token.
+
+What that does not cover (no compiler, float64, head dimensions that are no multiple of 16) goes by spans of tokens in
+torch: products of matrices for all heads at once, not a step a token.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.state_batch import StateBatch, carry_states
 
 from .gate import DeltaDrafts, Gate
 from .reference import normed
 
 SPAN = 32  # tokens that are taken at once: decays a dimension take SPAN * SPAN * K values a head
+
+
+GRANULE = 16  # head dimensions are taken in vectors of so many
 
 
 def gated_delta(
@@ -26,7 +37,76 @@ def gated_delta(
     drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.gated_delta.gated_delta`. Computed in float64 where q is, else in float32."""
+    """See `baton.kernels.gated_delta.gated_delta`."""
+    kernel = _kernel()
+    if kernel is None or not _fits(q, k, v, gate, state, out):
+        return by_spans(q, k, v, gate, state, batch, scale=scale, norm_eps=norm_eps, drafts=drafts, out=out)
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype)
+    sizes = _SIZES(
+        *(v.shape[1], q.shape[1], q.shape[2], v.shape[2], gate.per_dim),
+        *(q.stride(0), k.stride(0), v.stride(0), gate.decay.stride(0), gate.beta.stride(0)),
+        *(out.stride(0), state.stride(0), 0 if drafts is None else drafts.k.stride(0)),
+    )
+    kernel(
+        native.DTYPE_NUMBER[q.dtype],
+        native.DTYPE_NUMBER[gate.decay.dtype],
+        batch.words,
+        v.shape[0],
+        sizes,
+        *(part.data_ptr() for part in (q, k, v, gate.decay, gate.beta)),
+        *(0 if part is None else part.data_ptr() for part in (gate.log_rate, gate.bias)),
+        state.data_ptr(),
+        out.data_ptr(),
+        *(0 if part is None else part.data_ptr() for part in drafts or (None,) * 4),
+        scale,
+        -1.0 if norm_eps is None else norm_eps,
+        gate.beta_scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_SIZES = ctypes.c_int64 * 13  # `DeltaSizes` of native/gated_delta.cpp
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor, out: Tensor | None) -> bool:
+    """Return true for shapes and types that the C++ function covers."""
+    of_gate = [part for part in (gate.log_rate, gate.bias) if part is not None]
+    return (
+        q.dtype in native.DTYPE_NUMBER
+        and all(part.dtype == q.dtype for part in (k, v, v if out is None else out))
+        and gate.decay.dtype in native.DTYPE_NUMBER
+        and gate.beta.dtype == gate.decay.dtype
+        and all(part.dtype == torch.float32 and part.is_contiguous() for part in of_gate)
+        and state.dtype == torch.float32
+        and q.shape[2] % GRANULE == 0
+        and v.shape[2] % GRANULE == 0
+    )
+
+
+@functools.cache
+def _kernel() -> native.NativeFunction | None:
+    pointer, integer, numbers = native.POINTER, native.INT, ctypes.POINTER(ctypes.c_int64)
+    step = (integer, integer, numbers, native.ROWS, numbers)
+    floats = (native.F32, native.F32, native.F32)
+    return native.function("baton_gated_delta", *step, *(pointer,) * 13, *floats, integer)
+
+
+def by_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    scale: float,
+    norm_eps: float | None = 1e-6,
+    drafts: DeltaDrafts | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute the rule in torch, in float64 where q is, else in float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
 

@@ -6,12 +6,6 @@ namespace baton {
 
 enum class Activation : int { SILU = 0, GELU_TANH = 1 };  // numbers shared with activation/cpu.py
 
-// x * sigmoid(z). Where z < -88 the factor is smaller than 1e-38: zero, also for z so low that they would outgrow e^88.
-inline f32x16 times_sigmoid(f32x16 x, f32x16 z) {
-    f32x16 result = x / (1.0f + exponential(-z));
-    return choose(greater(splat(-88.0f), z), f32x16{}, result);
-}
-
 template <Activation kind> inline f32x16 activated(f32x16 x) {
     if constexpr (kind == Activation::SILU) return times_sigmoid(x, x);
     // 1/2 (1 + tanh(u)) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)

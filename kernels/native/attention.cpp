@@ -86,19 +86,6 @@ struct AttentionPlan {
     }
 };
 
-// Memory that a thread keeps from call to call.
-inline float* attention_scratch(int64_t floats) {
-    struct Free { void operator()(float* p) const { std::free(p); } };
-    static thread_local std::unique_ptr<float, Free> memory;
-    static thread_local int64_t size = 0;
-    if (size < floats) {
-        int64_t bytes = (floats * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64;
-        memory.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
-        size = floats;
-    }
-    return memory.get();
-}
-
 template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegisters or InTiles
     const AttentionBatch& batch;
     const T *q, *kv;
@@ -134,7 +121,7 @@ template <class Op, class T, class Way> struct AttentionRun {  // Way: InRegiste
     void run_task(const AttentionTask& task, float* parts) const {
         int64_t dim = batch.dim, value_dim = batch.value_dim, group = batch.group(), rows = task.tokens * group;
         int64_t operand = sizeof(typename Op::T), block = KEYS * std::max(dim, value_dim) * operand / sizeof(float);
-        float* scratch = attention_scratch(2 * state_size() + 2 * block + MAX_ROWS * dim);
+        float* scratch = thread_scratch(2 * state_size() + 2 * block + MAX_ROWS * dim);
         float *total = scratch, *part = total + state_size(), *blocks = part + state_size();
         AttentionTile<Op, T> tile{dim, value_dim, rows, group, task.position, Sight{batch.window},
                                   batch.score_unit(), batch.cap_scale(),

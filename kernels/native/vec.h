@@ -4,7 +4,9 @@
 // where the extension cannot say it: conversions here, the bfloat16 dot product in dot_tile.h.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -34,6 +36,7 @@ template <class V> inline void store_bytes(void* p, V v) { std::memcpy(p, &v, si
 #if defined(__AVX512F__)
 inline i32x16 greater(f32x16 a, f32x16 b) { return a > b; }
 inline i32x16 at_least(f32x16 a, f32x16 b) { return a >= b; }
+inline i32x16 not_a_number(f32x16 a) { return a != a; }
 inline f32x16 choose(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
 inline bool any(i32x16 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 #else
@@ -55,6 +58,12 @@ inline i32x16 greater(f32x16 a, f32x16 b) {
 inline i32x16 at_least(f32x16 a, f32x16 b) {
     Halves x(a), y(b);
     i32x8 masks[2] = {x.half[0] >= y.half[0], x.half[1] >= y.half[1]};
+    return load_bytes<i32x16>(masks);
+}
+
+inline i32x16 not_a_number(f32x16 a) {
+    Halves x(a);
+    i32x8 masks[2] = {x.half[0] != x.half[0], x.half[1] != x.half[1]};
     return load_bytes<i32x16>(masks);
 }
 
@@ -98,7 +107,7 @@ inline u16x16 from_float(f32x16 v, bf16) {
 #else  // round to nearest, ties to even; a NaN stays one
     u32x16 bits = reinterpret_cast<u32x16>(v);
     u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    u32x16 nan = reinterpret_cast<u32x16>(v != v);
+    u32x16 nan = reinterpret_cast<u32x16>(not_a_number(v));
     return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), u16x16);
 #endif
 }
@@ -225,6 +234,36 @@ inline f32x16 tanh(f32x16 x) {
     near = near * square - 3.33332819422e-1f;
     near = near * square * x + x;
     return choose(greater(splat(0.625f * 0.625f), square), near, 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f));
+}
+
+// x * sigmoid(z). Where z < -88 the factor is smaller than 1e-38: zero, also for z so low that they would outgrow e^88.
+inline f32x16 times_sigmoid(f32x16 x, f32x16 z) {
+    f32x16 result = x / (1.0f + exponential(-z));
+    return choose(greater(splat(-88.0f), z), f32x16{}, result);
+}
+
+// ln(1 + e^x) within some units in the last place; NaN stays. max(x, 0) + ln(1 + y), y = e^-|x|, which is
+// 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...) with s = y / (2 + y) <= 1 / 3.
+inline f32x16 softplus(f32x16 x) {
+    f32x16 y = exponential(choose(greater(x, f32x16{}), -x, x));
+    f32x16 s = y / (2.0f + y), square = s * s, p = splat(1.0f / 17);
+    for (int odd = 15; odd > 0; odd -= 2) p = p * square + 1.0f / static_cast<float>(odd);
+    return max(f32x16{}, x) + 2.0f * s * p;
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Memory for so many floats, at a cache line's border, that a thread keeps from call to call.
+inline float* thread_scratch(int64_t floats) {
+    struct Free { void operator()(float* p) const { std::free(p); } };
+    static thread_local std::unique_ptr<float, Free> memory;
+    static thread_local int64_t size = 0;
+    if (size < floats) {
+        int64_t bytes = (floats * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64;
+        memory.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
+        size = floats;
+    }
+    return memory.get();
 }
 
 }  // namespace baton

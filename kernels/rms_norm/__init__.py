@@ -52,7 +52,7 @@ def gated_rms_norm(
         )
     if len(x) and not all(view[0].is_contiguous() for view in views):
         raise ValueError("the heads of a token must be contiguous, in x, gate and out")
-    run = reference.gated_rms_norm
+    run = cpu.gated_rms_norm if x.is_cpu else reference.gated_rms_norm
     if x.is_cuda:
         from . import gpu
 

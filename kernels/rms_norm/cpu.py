@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from baton.kernels import native
 
 from . import reference
+from .reference import Gating
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -48,6 +50,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     return out if total is None else (out, total)
 
 
+def gated_rms_norm(
+    x: Tensor, weight: Tensor, gate: Tensor, eps: float, *, gating: Gating, gate_first: bool, out: Tensor | None
+) -> Tensor:
+    kernel, number = _gated_kernel(), native.DTYPE_NUMBER.get(x.dtype)
+    same_type = (
+        gate.dtype == x.dtype and (out is None or out.dtype == x.dtype) and weight.dtype in (x.dtype, torch.float32)
+    )
+    if kernel is None or number is None or not same_type:
+        return reference.gated_rms_norm(x, weight, gate, eps, gating=gating, gate_first=gate_first, out=out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    num_tokens, *heads = x.shape
+    weight_stride = weight.stride(0) if weight.dim() == 2 else 0
+    kernel(
+        number,
+        native.DTYPE_NUMBER[weight.dtype],
+        gating is Gating.SIGMOID,
+        gate_first,
+        _SIZES(*heads, x.stride(0), gate.stride(0), out.stride(0), weight_stride),
+        *(each.data_ptr() for each in (x, gate, weight, out)),
+        num_tokens,
+        eps,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_SIZES = ctypes.c_int64 * 6  # `GatedSizes` of native/rms_norm.cpp
+
+
 def _rows(x: Tensor) -> Tensor:
     """View x as [rows, N] with contiguous rows; copy only where it must."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -59,3 +91,10 @@ def _kernel() -> native.NativeFunction | None:
     pointer, i64, integer = native.POINTER, native.I64, native.INT
     inputs = (integer, integer, pointer, i64, pointer, i64, pointer)
     return native.function("baton_rms_norm", *inputs, pointer, pointer, native.ROWS, i64, native.F32, integer)
+
+
+@functools.cache
+def _gated_kernel() -> native.NativeFunction | None:
+    pointer, integer = native.POINTER, native.INT
+    step = (integer, integer, integer, integer, ctypes.POINTER(ctypes.c_int64))
+    return native.function("baton_gated_rms_norm", *step, *(pointer,) * 4, native.ROWS, native.F32, integer)

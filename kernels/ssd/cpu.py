@@ -1,10 +1,18 @@
-"""Mamba-2's recurrence chunk by chunk in torch: products of matrices for all heads at once, not a step a token."""
+"""Mamba-2's recurrence in C++ (`native/ssd.cpp`), token by token.
+
+What that does not cover (no compiler, float64, odd dimensions) goes chunk by chunk in torch: products of matrices for
+all heads at once, not a step a token.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.state_batch import StateBatch, carry_states
 
 from .time_steps import SSDDrafts, TimeSteps
@@ -22,7 +30,69 @@ def ssd(
     drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.ssd.ssd`. Computed in float64 where x is, else in float32."""
+    """See `baton.kernels.ssd.ssd`."""
+    kernel = _kernel()
+    if kernel is None or not _fits(x, b, time_steps, state, skip, out):
+        return by_chunks(x, b, c, time_steps, state, batch, skip=skip, drafts=drafts, out=out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    sizes = _SIZES(
+        *(x.shape[1], b.shape[1], x.shape[2], b.shape[2]),
+        *(x.stride(0), b.stride(0), c.stride(0), time_steps.raw.stride(0), out.stride(0), state.stride(0)),
+        0 if drafts is None else drafts.x.stride(0),
+    )
+    kernel(
+        native.DTYPE_NUMBER[x.dtype],
+        batch.words,
+        x.shape[0],
+        sizes,
+        *(part.data_ptr() for part in (x, b, c, time_steps.raw, time_steps.log_rate)),
+        *(0 if part is None else part.data_ptr() for part in (time_steps.bias, skip)),
+        state.data_ptr(),
+        out.data_ptr(),
+        *(0 if part is None else part.data_ptr() for part in drafts or (None,) * 3),
+        *time_steps.limits,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_SIZES = ctypes.c_int64 * 11  # `SSDSizes` of native/ssd.cpp
+
+
+def _fits(x: Tensor, b: Tensor, time_steps: TimeSteps, state: Tensor, skip: Tensor | None, out: Tensor | None) -> bool:
+    """Return true for shapes and types that the C++ function covers."""
+    numbers = [part for part in (time_steps.log_rate, time_steps.bias, skip) if part is not None]
+    return (
+        x.dtype in native.DTYPE_NUMBER
+        and time_steps.raw.dtype == x.dtype
+        and (out is None or out.dtype == x.dtype)
+        and all(part.dtype == torch.float32 and part.is_contiguous() for part in (*numbers, state[0]))
+        and x.shape[2] % 4 == 0
+        and b.shape[2] % 16 == 0
+    )
+
+
+@functools.cache
+def _kernel() -> native.NativeFunction | None:
+    pointer, numbers = native.POINTER, ctypes.POINTER(ctypes.c_int64)
+    step = (native.INT, numbers, native.ROWS, numbers)
+    return native.function("baton_ssd", *step, *(pointer,) * 12, native.F32, native.F32, native.INT)
+
+
+def by_chunks(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    time_steps: TimeSteps,
+    state: Tensor,
+    batch: StateBatch,
+    *,
+    skip: Tensor | None = None,
+    drafts: SSDDrafts | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute the recurrence in torch, in float64 where x is, else in float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
 

@@ -203,10 +203,12 @@ def attend_split(
     if VALUE_DIM != PADDED_VALUE_DIM:
         value_mask = value_mask & (value_dim < VALUE_DIM)
     v = tl.load(places + to_value + value_dim, mask=value_mask, other=0.0)
-    new = first_new + tl.arange(0, NEW)
+    new = first_new
+    if NEW > 1:
+        new += tl.arange(0, NEW)
     is_new = new < tl.where(split == splits - 1, seq_len, 0)
     new_block = tl.load(table + new // BLOCK_SIZE, mask=is_new, other=0).to(tl.int64)
-    new_places = kv_base + (new_block * kv_block_stride + new % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
+    new_places = kv_base + new_block * kv_block_stride + new % BLOCK_SIZE * TOKEN_STRIDE
     rows = row // GROUP * q_token_stride + (head * GROUP + row % GROUP) * DIM
     is_real = row < QUERIES * GROUP
     position = first_new + row // GROUP
@@ -215,31 +217,36 @@ def attend_split(
     if k_scale is not None:
         scale *= tl.load(k_scale)
     query = tl.load(q + rows[:, None] + dim, mask=is_real[:, None] & (dim < DIM), other=0.0)
-    new_k = tl.load(new_places + dim, mask=is_new[:, None] & (dim < DIM), other=0.0)
-    new_v = tl.load(new_places + to_value + value_dim, mask=is_new[:, None] & (value_dim < VALUE_DIM), other=0.0)
+    new_k = _new_rows(new_places, is_new, NEW, DIM, PADDED_DIM)
+    new_v = _new_rows(new_places + to_value, is_new, NEW, VALUE_DIM, PADDED_VALUE_DIM)
     scores = tl.dot(query, k.to(query.dtype).T, input_precision="ieee") * scale
     if NEW == 1:
-        new_scores = tl.sum(query.to(tl.float32) * new_k.to(tl.float32), 1, keep_dims=True) * scale
+        new_scores = tl.sum(query.to(tl.float32) * new_k.to(tl.float32), 1) * scale
     else:
         new_scores = tl.dot(query, new_k.to(query.dtype).T, input_precision="ieee") * scale
     if HAS_CAP:
         scores = capped(scores, soft_cap)
         new_scores = capped(new_scores, soft_cap)
-    is_seen, new_is_seen = is_old[None, :], is_new[None, :]
+    is_seen, new_is_seen = is_old[None, :], is_new
     if QUERIES > 1:
         first_key = first_visible(position + 1, window)[:, None]
         is_query = (position < seq_len)[:, None]
         is_seen = is_seen & is_query & (key[None, :] >= first_key)
-        new_is_seen = new_is_seen & is_query & (new[None, :] >= first_key) & (new[None, :] <= position[:, None])
+        new_is_seen = is_new[None, :] & is_query & (new[None, :] >= first_key) & (new[None, :] <= position[:, None])
     scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
     new_scores = tl.where(new_is_seen, new_scores * LOG2_E, float("-inf"))
-    top = tl.maximum(tl.maximum(tl.max(scores, 1), tl.max(new_scores, 1)), LOWEST)
-    weights = tl.exp2(scores - top[:, None])
-    new_weights = tl.exp2(new_scores - top[:, None])
-    weight = tl.sum(weights, 1) + tl.sum(new_weights, 1)
+    top = tl.maximum(tl.max(scores, 1), LOWEST)
+    if NEW == 1:  # a score for each row
+        top = tl.maximum(top, new_scores)
+        weights, new_weights = tl.exp2(scores - top[:, None]), tl.exp2(new_scores - top)
+        weight = tl.sum(weights, 1) + new_weights
+    else:
+        top = tl.maximum(top, tl.max(new_scores, 1))
+        weights, new_weights = tl.exp2(scores - top[:, None]), tl.exp2(new_scores - top[:, None])
+        weight = tl.sum(weights, 1) + tl.sum(new_weights, 1)
     total = tl.dot(weights.to(query.dtype), v.to(query.dtype), input_precision="ieee")
     if NEW == 1:
-        total += new_weights * new_v.to(tl.float32)
+        total += new_weights[:, None] * new_v.to(tl.float32)
     else:
         total = tl.dot(new_weights.to(query.dtype), new_v.to(query.dtype), total, input_precision="ieee")
     if splits - first_split == 1:
@@ -292,6 +299,20 @@ def add_splits(
         only = tl.zeros([1], tl.float32)
         place = out + row * DIM
         write_rows(total[None, :], weight + only, top + only, place, sinks, v_scale, row % num_heads, 1, DIM)
+
+
+@triton.jit
+def _new_rows(places, is_new, NEW: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Load the keys or values of new tokens: [NEW, PADDED_DIM].
+
+    `places` and `is_new` of a single one are no tensors: rows of one are slower to load and to reduce than vectors.
+    """
+    dim = tl.arange(0, PADDED_DIM)
+    if NEW == 1:
+        rows = tl.load(places + dim, mask=dim < tl.where(is_new, DIM, 0), other=0.0)[None, :]
+    else:
+        rows = tl.load(places[:, None] + dim[None, :], mask=is_new[:, None] & (dim < DIM)[None, :], other=0.0)
+    return rows
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from baton.engine.core.messages import ExpertReview
 from baton.engine.parallel import GroupFailed, Member
 
 from ...helpers.checkpoints import MISROUTED, NEAR_TIE, write_checkpoint
+from ...helpers.draft_layers import with_draft_layer
 from ...helpers.local_member_processes import SOON_S, assert_members_end, cpu_seconds, members
 from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
@@ -37,6 +38,7 @@ from ...helpers.tiny_shapes import wide_shape
 pytestmark = pytest.mark.timeout(600)  # of cold starts; each process has its own, shorter
 START_S = 240.0  # of an engine that finds no compiled kernel, and its answers
 EXPERTS = {"enable_expert_parallel": True}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}  # every prompt comes twice, and with it its answer
 MOVES = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 5}
 WAYS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
@@ -47,6 +49,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp2-ep-eager": {"data_parallel_size": 2, "enforce_eager": True, **EXPERTS},
     "dp2-ep-all-to-all": {"data_parallel_size": 2, "all2all_backend": "all_to_all", **EXPERTS},
     "dp2-ep-moves": {"data_parallel_size": 2, **EXPERTS, **MOVES},
+    "tp2-drafts": {"tensor_parallel_size": 2, "speculative_config": SUFFIX},
+    "dp2-ep-drafts": {"data_parallel_size": 2, "speculative_config": SUFFIX, **EXPERTS},
+    "tp2-mtp": {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}},
 }
 WAYS_ON_FOUR: dict[str, dict[str, Any]] = {
     "tp4": {"tensor_parallel_size": 4},
@@ -62,6 +67,14 @@ CASES = [
     ("deepseek_v3", "tp2"),
     ("gpt_oss", "tp2"),
     ("qwen3_moe", "tp2"),
+    ("qwen3_next", "tp2"),
+    ("kimi_linear", "tp2"),
+    ("nemotron_h", "tp2"),
+    ("qwen3", "tp2-drafts"),
+    ("qwen3_next", "tp2-drafts"),
+    ("deepseek_v3 with a draft layer", "tp2-mtp"),
+    ("qwen3_next with a draft layer", "tp2-mtp"),
+    ("qwen3_next", "dp2-ep"),
     *(("qwen3_moe", way) for way in WAYS if "ep" in way),
     ("deepseek_v3", "dp2-ep"),
     ("gpt_oss", "dp2-ep-all-to-all"),
@@ -84,8 +97,10 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokeni
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def write(architecture: str) -> Path:
+        architecture, _, has_draft_layer = architecture.partition(" with ")
         folder = tmp_path_factory.mktemp(architecture)
-        return write_checkpoint(folder, architecture, dtype="bfloat16", **wide_shape(architecture))
+        write_one = with_draft_layer if has_draft_layer else write_checkpoint
+        return write_one(folder, architecture, dtype="bfloat16", **wide_shape(architecture))
 
     return write
 
@@ -117,6 +132,7 @@ class Written:
     texts: list[Text]
     num_late_compilations: int
     experts: ExpertReview | None
+    num_accepted_drafts: int
 
 
 def write(member: Member, folder: Path, device: str, prompts: list[list[int]], args: dict[str, Any]) -> Written:
@@ -130,7 +146,8 @@ def write(member: Member, folder: Path, device: str, prompts: list[list[int]], a
                 said = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
                 texts.append(Text(result.prompt_token_ids + output.token_ids, read + said))
         stats = llm.engine.core.stats()
-        written = Written(texts, stats.num_late_compilations, stats.experts)
+        num_accepted = 0 if stats.speculation is None else stats.speculation.num_accepted_tokens
+        written = Written(texts, stats.num_late_compilations, stats.experts, num_accepted)
     assert_members_end()
     del llm
     free_memory()
@@ -185,6 +202,7 @@ def test_every_token_is_as_likely_as_on_one_device_and_nothing_compiles_late(
     assert statistics.median(errors) < NEAR_TIE / 4
     assert off <= (0.01 if architecture == "qwen3" else MISROUTED)
     assert (written.num_late_compilations, num_late) == (0, 0)
+    assert written.num_accepted_drafts > 10 or "drafts" not in way
     if "enable_eplb" in ARGS[way]:
         assert written.experts is not None
         assert written.experts.num_moves > 0

@@ -30,12 +30,13 @@ from baton.engine.offline.llm import LLM
 from baton.engine.startup import build, kv_cache
 from baton.engine.startup.arenas import draft_bytes
 from baton.engine.startup.kv_cache import allocate_drafts, allocate_on_cpu
+from baton.engine.worker import inputs
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 from baton.kernels.linear.cpu import pack
-from baton.kernels.state_batch import Replay
+from baton.kernels.state_batch import StateBatch
 
 from ...helpers.at_once import make_masks_at_once
 from ...helpers.checkpoints import write_checkpoint
@@ -349,12 +350,15 @@ def test_one_draft_too_many_or_too_few_in_a_replay_shows(
     """So that the equalities above say something of what is replayed."""
     engines, requests = engines_of(family, "bfloat16"), short_prompts()
     expected = answers_of(engines.core(), requests)
-    whole = Replay.pending
+    whole = inputs.replay_states
 
-    def shifted(replay: Replay, seq: int) -> list[int]:
-        return whole(replace(replay, counts=(replay.counts + shift * (replay.counts > 0))), seq)
+    def shifted(*tables: Any) -> None:
+        whole(*tables)
+        states = next(each for each in tables if isinstance(each, StateBatch))
+        assert states.replay is not None
+        states.replay.counts.add_(shift * (states.replay.counts > 0))
 
-    monkeypatch.setattr(Replay, "pending", shifted)
+    monkeypatch.setattr(inputs, "replay_states", shifted)
     drafting = engines.knowing(expected, requests, 0.3, "cpu", may_differ=True)
     assert answers_of(engines.core(drafting=drafting), requests) != expected
 

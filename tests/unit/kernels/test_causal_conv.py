@@ -1,4 +1,4 @@
-"""The causal convolution: its definition, what it keeps, and Triton against it (interpreted where there is no GPU)."""
+"""The causal convolution: its definition, what it keeps, and C++ and Triton (interpreted without a GPU) against it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from baton.kernels.causal_conv import StateBatch, causal_conv
+from baton.kernels.causal_conv import StateBatch, causal_conv, reference
 
 from ...helpers.aot import compile_for_h200
 from .conv_cases import conv_step
@@ -38,6 +38,44 @@ def test_a_prompt_may_be_cut_anywhere(cuts: list[int]) -> None:
         torch.testing.assert_close(out, whole[tokens])
         first += length
     assert torch.equal(state[slot], whole_state[slot])
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_a_cpu_convolves_ragged_sequences_with_states_and_checkpoints(width: int, dtype: torch.dtype) -> None:
+    conv_step(RAGGED, CPU, width=width, dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS).check(causal_conv)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("channels", [3, 16, 256, 300])
+def test_a_cpu_convolves_any_number_of_channels(channels: int, in_place: bool, num_threads: int) -> None:
+    step = conv_step([1, 2, 200], CPU, channels=channels, in_place=in_place, with_bias=False)
+    dataclasses.replace(step, silu=False).check(causal_conv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_a_token_gives_the_same_bits_however_its_prompt_is_cut(dtype: torch.dtype) -> None:
+    step = conv_step([30], CPU, dtype=dtype)
+    whole, whole_state = step.run(causal_conv)
+    state, slot, first = step.state.clone(), step.batch.sources.tolist(), 0
+    for length in (2, 1, 20, 7):
+        tokens = slice(first, first + length)
+        out = causal_conv(step.x[tokens], step.weight, state, StateBatch.plan([length], slot, slot), bias=step.bias)
+        assert torch.equal(out, whole[tokens])
+        first += length
+    assert torch.equal(state[slot], whole_state[slot])
+
+
+def test_torch_serves_tensors_of_several_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("in torch")
+
+    monkeypatch.setattr(reference, "causal_conv", refused)
+    step = conv_step([4], CPU, dtype=torch.bfloat16)
+    step.run(causal_conv)
+    with pytest.raises(AssertionError, match="in torch"):
+        dataclasses.replace(step, weight=step.weight.float()).run(causal_conv)
 
 
 def test_a_checkpoint_holds_the_inputs_before_it() -> None:
@@ -88,6 +126,7 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.devi
     step = conv_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
     assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
     step.check(gpu.causal_conv)
+    step.check(causal_conv)
 
 
 def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.device) -> None:
@@ -95,12 +134,14 @@ def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.
     step = conv_step([1, 1, 1, 130, 1, 20], triton_device, **case)  # type: ignore[arg-type]
     assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)
     step.check(gpu.causal_conv)
+    step.check(causal_conv)
 
 
 def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
     step = conv_step([5, 1, 0, 2, 3], triton_device, decode_tokens=5, fresh=[3])
     assert step.batch.num_decodes.item() == 5
     step.check(gpu.causal_conv)
+    step.check(causal_conv)
 
 
 @pytest.mark.exhaustive
@@ -114,7 +155,9 @@ def test_padding_of_a_captured_graph_writes_nothing(triton_device: torch.device)
     step = conv_step([1, 1, 1], triton_device, fresh=[1, 2])
     targets = step.batch.targets.clone()
     targets[2] = -1
-    dataclasses.replace(step, batch=dataclasses.replace(step.batch, targets=targets)).check(gpu.causal_conv)
+    padded = dataclasses.replace(step, batch=dataclasses.replace(step.batch, targets=targets))
+    padded.check(gpu.causal_conv)
+    padded.check(causal_conv)
 
 
 def test_tokens_are_loaded_16_bytes_at_a_time() -> None:

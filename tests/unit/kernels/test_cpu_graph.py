@@ -11,12 +11,15 @@ from torch import Tensor
 
 from baton.kernels.activation import Activation, activation_and_mul, soft_cap
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention
+from baton.kernels.causal_conv import causal_conv
 from baton.kernels.embedding import embedding
+from baton.kernels.gated_delta import Gate, gated_delta
 from baton.kernels.linear import RowNorm, gated_linear, linear, pack
 from baton.kernels.native.calls import CallRecorder, NotRecordable
 from baton.kernels.native.cpu_graph import Workspace, record
-from baton.kernels.rms_norm import rms_norm
+from baton.kernels.rms_norm import gated_rms_norm, rms_norm
 from baton.kernels.rope_kv import rope_and_cache
+from baton.kernels.state_batch import StateBatch
 
 GAIN = torch.randn(64).bfloat16()
 
@@ -56,6 +59,34 @@ def test_a_graph_serves_fewer_rows_and_leaves_the_others_as_they_were() -> None:
     assert torch.equal(recording.answer[:2], run()[:2])
     assert not torch.equal(recording.answer[:2], whole[:2])
     assert torch.equal(recording.answer[2], whole[2])
+
+
+def test_layers_with_states_can_be_recorded_and_find_other_slots_and_cuts_when_they_are_replayed() -> None:
+    x, weight, norm = torch.randn(6, 2 * 48).bfloat16(), torch.randn(48, 4).bfloat16(), torch.randn(16)
+    gates, rate, bias = torch.randn(6, 2).bfloat16(), torch.randn(1), torch.randn(1)
+    tails, states = torch.randn(7, 48, 3).bfloat16(), torch.randn(7, 1, 16, 16)
+    batch = StateBatch.plan([1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+
+    def run() -> Tensor:
+        convolved = causal_conv(x[:, :48], weight, tails, batch)
+        q, k, v = (part.unflatten(1, (1, 16)) for part in convolved.split(16, dim=1))
+        out = gated_delta(q, k, v, Gate(*gates.split(1, dim=1), rate, bias), states, batch, scale=0.3)
+        return gated_rms_norm(out, norm, x[:, 48:64].unflatten(1, (1, 16)), 1e-6)
+
+    recording = record(run, Workspace(), (6,))
+    before = tails.clone(), states.clone()
+    batch.sources.copy_(torch.tensor([3, -1, 1, 0, 2, 6]))
+    batch.targets.copy_(torch.tensor([3, 4, 1, 0, 2, 6]))
+    batch.query_start.copy_(torch.tensor([0, 1, 3, 4, 5, 6, 6]))
+    recording.graph.replay(5)
+    answer, after = recording.answer[:5].clone(), (tails.clone(), states.clone())
+    assert torch.equal(states[6], before[1][6]), "beyond the rows of this time"
+    tails.copy_(before[0])
+    states.copy_(before[1])
+    batch.query_start[5:] = 5
+    assert torch.equal(run()[:5], answer)
+    assert torch.equal(tails, after[0])
+    assert torch.equal(states, after[1])
 
 
 def test_what_gemma_adds_can_be_recorded() -> None:

@@ -1,8 +1,9 @@
-"""The definition of the gated delta rule against another one, and the CPU's chunks against the definition."""
+"""The definition of the gated delta rule against another one, and what CPUs run, in C++ and in torch, against it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from baton.kernels.gated_delta import Gate, StateBatch, cpu, gated_delta, reference
 
 from .delta_cases import SCALE, SMALL, DeltaStep, Heads, delta_step
+from .state_cases import assert_same_states
 
 CPU = torch.device("cpu")
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
+ON_CPUS = [gated_delta, cpu.by_spans]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 
 
@@ -46,10 +49,98 @@ def test_a_decay_that_is_the_same_in_all_dimensions_is_one_a_head() -> None:
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("heads", "beta_scale"), [(SMALL, 1.0), (Heads(2, 2, 96, 192), 2.0)], ids=str)
-def test_chunks_give_what_single_tokens_do(heads: Heads, beta_scale: float, dtype: torch.dtype, per_dim: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "beta_scale"), [(SMALL, 1.0), (Heads(2, 2, 96, 192), 2.0), (Heads(1, 3, 16, 48), 1.0)], ids=str
+)
+@pytest.mark.parametrize("run", ON_CPUS)
+def test_prompts_give_what_single_tokens_do(
+    heads: Heads, beta_scale: float, dtype: torch.dtype, per_dim: bool, run: Callable[..., Tensor]
+) -> None:
     case = {"heads": heads, "beta_scale": beta_scale, "fresh": [1, 5], "checkpoints": CHECKPOINTS}
-    delta_step(RAGGED, CPU, dtype=dtype, per_dim=per_dim, **case).check(gated_delta)  # type: ignore[arg-type]
+    delta_step(RAGGED, CPU, dtype=dtype, per_dim=per_dim, **case).check(run)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("run", ON_CPUS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_decodes_chunks_of_one_token_and_padding_may_lie_side_by_side(
+    in_place: bool, run: Callable[..., Tensor]
+) -> None:
+    case = {"checkpoints": [(3, 64), (3, 80), (4, 1)], "fresh": [1, 5], "padding": 3, "in_place": in_place}
+    delta_step([1, 1, 1, 130, 1, 20], CPU, **case).check(run)  # type: ignore[arg-type]
+    delta_step([5, 1, 0, 2, 3], CPU, decode_tokens=5, fresh=[3], in_place=in_place).check(run)
+
+
+@pytest.mark.parametrize("run", ON_CPUS)
+def test_a_checkpoint_may_lie_where_the_state_was_read(run: Callable[..., Tensor]) -> None:
+    checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
+    step = delta_step([65, 130, 270], CPU, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
+    assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
+    step.check(run)
+
+
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatever(
+    dtype: torch.dtype, per_dim: bool, num_threads: int
+) -> None:
+    heads = Heads(2, 4, 32, 80)
+    step = delta_step([70, 150], CPU, heads=heads, dtype=dtype, per_dim=per_dim, fresh=[0])
+    whole, whole_state = step.run(gated_delta)
+    state, (_, slot) = step.state.clone(), step.batch.targets.tolist()
+    first = 70
+    for length in (32, 1, 1, 63, 5, 48):
+        tokens = slice(first, first + length)
+        source, first = slot if first > 70 else step.batch.sources[1].item(), first + length
+        batch = StateBatch.plan([length], [source], [slot])
+        gate = step.gate.sliced(tokens)
+        out = gated_delta(step.q[tokens], step.k[tokens], step.v[tokens], gate, state, batch, scale=SCALE)
+        assert torch.equal(out, whole[tokens])
+    assert torch.equal(state[slot], whole_state[slot])
+
+
+def test_tokens_may_lie_any_number_of_elements_apart() -> None:
+    step = delta_step([40, 3], CPU, dtype=torch.bfloat16, in_place=False)
+    wide = torch.cat([step.q.flatten(1), step.k.flatten(1), step.v.flatten(1), step.gate.decay, step.gate.beta], 1)
+    *heads, decay, beta = wide.split([64, 64, 128, 4, 4], 1)
+    q, k, v = (part.unflatten(1, (-1, 32)) for part in heads)
+    views = replace(step, q=q, k=k, v=v, gate=replace(step.gate, decay=decay, beta=beta))
+    out = torch.zeros(43, 200, dtype=torch.bfloat16)
+    result, state = views.run(gated_delta, out=out[:, 8:136].unflatten(1, (-1, 32)))
+    expected, expected_state = step.run(gated_delta)
+    assert torch.equal(result, expected)
+    assert torch.equal(out[:, 8:136].unflatten(1, (-1, 32)), expected)
+    assert not out[:, :8].any()
+    assert not out[:, 136:].any()
+    assert_same_states(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "compiled"),
+    [
+        (torch.bfloat16, SMALL, True),
+        (torch.float32, Heads(1, 1, 16, 16), True),
+        (torch.float64, SMALL, False),
+        (torch.float32, Heads(1, 1, 24, 16), False),
+        (torch.float32, Heads(1, 1, 16, 24), False),
+    ],
+    ids=str,
+)
+def test_torch_serves_what_is_not_compiled(
+    dtype: torch.dtype, heads: Heads, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> Tensor:
+        raise AssertionError("by spans")
+
+    step = delta_step([4], CPU, heads=heads).converted(dtype)
+    if dtype != torch.float64:
+        step = replace(step, state=step.state.float(), gate=delta_step([4], CPU, heads=heads).gate)
+    monkeypatch.setattr(cpu, "by_spans", refused)
+    if compiled:
+        step.run(gated_delta)
+        return
+    with pytest.raises(AssertionError, match="by spans"):
+        step.run(gated_delta)
 
 
 def test_a_scale_of_beta_multiplies_what_is_written_for_a_key() -> None:
@@ -66,10 +157,11 @@ def test_a_scale_of_beta_multiplies_what_is_written_for_a_key() -> None:
 @pytest.mark.parametrize("strength", [0.0, 50.0])
 def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float) -> None:
     step = delta_step([3, 150], CPU, per_dim=per_dim, raw_gate=False, strength=strength, norm_eps=None)
-    step.check(gated_delta, slack=100.0)  # differences of sums of decays are as exact as these sums
+    step.check(gated_delta)
+    step.check(cpu.by_spans, slack=100.0)  # differences of sums of decays are as exact as these sums
 
 
-@pytest.mark.parametrize("run", [reference.gated_delta, cpu.gated_delta])
+@pytest.mark.parametrize("run", [reference.gated_delta, *ON_CPUS])
 def test_a_prompt_may_be_cut_anywhere(run: Callable[..., Tensor]) -> None:
     step = delta_step([150], CPU)
     whole, whole_state = step.run(run)

@@ -98,7 +98,8 @@ def test_keys_that_are_all_the_same_do_not_blow_up(solve: int, beta: float, trit
     step = delta_step([64], triton_device, raw_gate=False, strength=0.0)
     gate = dataclasses.replace(step.gate, beta=torch.full_like(step.gate.beta, beta))
     same = dataclasses.replace(step, k=step.k[:1].expand_as(step.k).contiguous(), gate=gate)
-    same.check(gpu.gated_delta, intra={**INTRA, "SOLVE": solve})
+    # At a beta of 2 all tokens of a chunk add up with signs by turns: to what each other sum is rounded, times these.
+    same.check(gpu.gated_delta, slack=4.0 if beta < 2 else 64.0, intra={**INTRA, "SOLVE": solve})
 
 
 @pytest.mark.parametrize("heads", [1, 2])

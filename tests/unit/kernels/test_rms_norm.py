@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.rms_norm import reference, rms_norm
+from baton.kernels.rms_norm import Gating, gated_rms_norm, reference, rms_norm
 
 from .kernel_checks import assert_as_accurate
 
@@ -89,3 +89,34 @@ def test_shapes_that_do_not_fit_are_refused(residual: torch.Tensor | None) -> No
     weight = torch.ones(31) if residual is None else torch.ones(32)
     with pytest.raises(ValueError, match="give weight"):
         rms_norm(torch.zeros(2, 32), weight, EPS, residual)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("gating", Gating)
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("wide_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [40, 128])
+def test_heads_are_normed_with_a_gate_behind_or_before(
+    dim: int, dtype: torch.dtype, wide_weight: bool, gate_first: bool, gating: Gating
+) -> None:
+    x, gate = torch.randn(30, 3 * 2 * dim).to(dtype).split(3 * dim, dim=1)
+    x, gate = (part.unflatten(1, (3, dim)) for part in (x, 4 * gate))
+    weight = torch.randn(3, dim) if gate_first else torch.randn(dim)
+    weight = weight if wide_weight else weight.to(dtype)
+    out = torch.zeros(30, 4 * dim, dtype=dtype)
+    options = {"gating": gating, "gate_first": gate_first}
+    view = out[:, dim:].unflatten(1, (3, dim))
+    result = gated_rms_norm(x, weight, gate, EPS, out=view, **options)
+    exact = reference.gated_rms_norm(x.double(), weight.double(), gate.double(), EPS, **options)
+    assert_as_accurate(result, exact, reference.gated_rms_norm(x, weight, gate, EPS, **options))
+    assert torch.equal(out[:, dim:], result.flatten(1))
+    assert not out[:, :dim].any()
+    assert torch.equal(gated_rms_norm(x, weight, gate, EPS, **options), result)
+
+
+def test_a_normed_head_gives_the_same_bits_alone_as_in_a_batch(num_threads: int) -> None:
+    x, gate, weight = torch.randn(300, 4, 64).bfloat16(), torch.randn(300, 4, 64).bfloat16(), torch.randn(64)
+    together = gated_rms_norm(x, weight, gate, EPS)
+    for rows in (slice(0, 1), slice(290, 300)):
+        assert torch.equal(gated_rms_norm(x[rows], weight, gate[rows], EPS), together[rows])

@@ -1,4 +1,4 @@
-"""The definition of Mamba-2's recurrence against its dual form, and the CPU's chunks against the definition."""
+"""The definition of Mamba-2's recurrence against its dual form, and what CPUs run, in C++ and in torch, against it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from baton.kernels.ssd import StateBatch, TimeSteps, cpu, reference, ssd
 
-from .ssd_cases import Sizes, ssd_step
+from .ssd_cases import SMALL, Sizes, ssd_step
 
 CPU = torch.device("cpu")
 RAGGED = [1, 1, 0, 63, 64, 65, 200]
+ON_CPUS = [ssd, cpu.by_chunks]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 
 
@@ -41,25 +42,80 @@ def test_the_definition_is_attention_without_softmax_whose_weights_decay() -> No
 
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_chunks_give_what_single_tokens_do(dtype: torch.dtype) -> None:
-    ssd_step(RAGGED, CPU, dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS).check(ssd)
+@pytest.mark.parametrize("run", ON_CPUS)
+def test_prompts_give_what_single_tokens_do(run: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    ssd_step(RAGGED, CPU, dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS).check(run)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_head_dimensions_need_not_be_powers_of_two(dtype: torch.dtype) -> None:
+    step = ssd_step(RAGGED, CPU, sizes=Sizes(3, 1, 20, 48), dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS)
+    step.check(ssd)
+
+
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("run", ON_CPUS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_decodes_chunks_of_one_token_and_padding_may_lie_side_by_side(
+    in_place: bool, run: Callable[..., Tensor]
+) -> None:
+    case = {"checkpoints": [(3, 64), (3, 80), (4, 1)], "fresh": [1, 5], "padding": 3, "in_place": in_place}
+    ssd_step([1, 1, 1, 130, 1, 20], CPU, **case).check(run)  # type: ignore[arg-type]
+    ssd_step([5, 1, 0, 2, 3], CPU, decode_tokens=5, fresh=[3], in_place=in_place, with_bias=False).check(run)
+    ssd_step([70, 90], CPU, in_place=in_place, with_skip=False).check(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatever(
+    dtype: torch.dtype, num_threads: int
+) -> None:
+    step = ssd_step([70, 150], CPU, sizes=Sizes(4, 2, 20, 32), dtype=dtype, fresh=[0])
+    whole, whole_state = step.run(ssd)
+    state, (_, slot), source, first = step.state, step.batch.targets.tolist(), step.batch.sources[1].item(), 70
+    for length in (32, 1, 1, 63, 5, 48):
+        tokens = slice(first, first + length)
+        batch = StateBatch.plan([length], [source], [slot])
+        out, state = dataclasses.replace(step.sliced(tokens, batch), state=state).run(ssd)
+        assert torch.equal(out, whole[tokens])
+        first, source = first + length, slot
+    assert torch.equal(state[slot], whole_state[slot])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "compiled"), [(SMALL, True), (Sizes(2, 1, 18, 32), False), (Sizes(2, 1, 32, 24), False)]
+)
+def test_torch_serves_what_is_not_compiled(sizes: Sizes, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> Tensor:
+        raise AssertionError("by chunks")
+
+    monkeypatch.setattr(cpu, "by_chunks", refused)
+    step = ssd_step([4], CPU, sizes=sizes)
+    if compiled:
+        step.run(ssd)
+        return
+    with pytest.raises(AssertionError, match="by chunks"):
+        step.run(ssd)
 
 
 @pytest.mark.parametrize("log_rate", [-20.0, 6.0])
 def test_decays_may_be_nothing_or_nearly_all(log_rate: float) -> None:
-    ssd_step([3, 150], CPU, log_rate=log_rate).check(ssd, slack=100.0)  # as exact as the sums of decays are
+    step = ssd_step([3, 150], CPU, log_rate=log_rate)
+    step.check(ssd)
+    step.check(cpu.by_chunks, slack=100.0)  # as exact as the sums of decays are
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.05), (0.2, 0.3)])
 def test_time_steps_keep_to_their_limits(limits: tuple[float, float]) -> None:
     step = ssd_step([1, 70], CPU, limits=limits)
     step.check(ssd)
+    step.check(cpu.by_chunks)
     dt, _ = step.time_steps.values(torch.float32)
     assert dt.min() == pytest.approx(limits[0], abs=0.02)
     assert dt.max() == pytest.approx(limits[1])
 
 
-@pytest.mark.parametrize("run", [reference.ssd, cpu.ssd])
+@pytest.mark.parametrize("run", [reference.ssd, *ON_CPUS])
 def test_a_prompt_may_be_cut_anywhere(run: Callable[..., Tensor]) -> None:
     step = ssd_step([150], CPU)
     whole, whole_state = step.run(run)
