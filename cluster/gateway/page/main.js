@@ -18,7 +18,7 @@ const UNAUTHORIZED = 401;
 // For /metrics a gateway asks every process, so it is asked the more rarely the more there are. Pages share answers that
 // are not as old as a period: a page's own answer of before would say nothing new.
 const METRICS = `metrics?${FAMILIES.map((name) => `name[]=${name}`).join("&")}`;
-const METRICS_S = { perProcess: 1.2, least: 5, most: 15, shared: 0.8 };
+const METRICS_S = { perProcess: 1.2, least: 6, most: 15, shared: 0.8 };
 const upTo = (ageS) => ({ headers: { "cache-control": `max-age=${Math.round(ageS)}` } });
 
 const byId = (id) => document.getElementById(id);
