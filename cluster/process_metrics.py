@@ -58,11 +58,14 @@ class NoMetrics(Exception):
     """A process did not answer, or with what is no answer."""
 
 
-def collect(registry: Collector, labels: Mapping[str, str] | None = None) -> list[MetricFamily]:
-    """Return all families of a registry, with `labels` added to each sample."""
-    text = generate_latest(_Labelled(registry, labels) if labels else registry).decode()
+def collect(
+    registry: Collector, labels: Mapping[str, str] | None = None, names: Collection[str] = ()
+) -> list[MetricFamily]:
+    """Return the families of a registry that have these names, or all, with `labels` added to each sample."""
+    text = generate_latest(_Selected(registry, labels or {}, names)).decode()
     _, *parts = f"\n{text}".split("\n# HELP ")
-    return [_family(part) for part in parts]
+    families = [_family(part) for part in parts]
+    return [family for family in families if family.name in names] if names else families
 
 
 def _family(part: str) -> MetricFamily:
@@ -74,14 +77,17 @@ def _lines(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-class _Labelled(Collector):
-    """A registry whose samples have more labels."""
+class _Selected(Collector):
+    """A registry whose samples have more labels, without metrics of which no family is asked for."""
 
-    def __init__(self, registry: Collector, labels: Mapping[str, str]) -> None:
-        self._registry, self._labels = registry, labels
+    def __init__(self, registry: Collector, labels: Mapping[str, str], names: Collection[str]) -> None:
+        self._registry, self._labels, self._names = registry, labels, names
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
+            # A metric's families have its name, or begin with it: x_total, x_created.
+            if self._names and not any(name.startswith(family.name) for name in self._names):
+                continue
             labelled = Metric(family.name, family.documentation, family.type, family.unit)
             labelled.samples = [
                 Sample(sample.name, {**sample.labels, **self._labels}, *sample[2:]) for sample in family.samples
@@ -121,12 +127,14 @@ class MetricsExporter:
 
     async def _answer(self) -> None:
         while True:
-            await self._socket.recv()
-            await self._socket.send(self._encoded())
+            asked = await self._socket.recv()
+            await self._socket.send(self._encoded(asked))
 
-    def _encoded(self) -> bytes:
+    def _encoded(self, asked: bytes) -> bytes:
+        """Return the families that are asked for by name, or all where the question has no names."""
         try:
-            return msgspec.msgpack.encode(ProcessMetrics(collect(self._registry, self._labels)))
+            names = msgspec.msgpack.decode(asked, type=frozenset[str]) if asked else frozenset()
+            return msgspec.msgpack.encode(ProcessMetrics(collect(self._registry, self._labels, names)))
         except Exception:
             logger.exception("the metrics of this process cannot be collected")
             return b""  # no answer: the scrape says that this process is not up
@@ -167,25 +175,37 @@ def exporting(snapshot: DirectorySnapshot) -> list[Exporting]:
 Answers = Mapping[Exporting, list[MetricFamily] | None]  # None: a process did not answer
 
 
+@dataclass(frozen=True)
+class _Scrape:
+    """Answers of the processes, which were asked for the families of these names, or for all."""
+
+    began_s: float
+    names: frozenset[str]
+    answers: Answers
+
+    def has(self, names: frozenset[str]) -> bool:
+        return not self.names or (bool(names) and names <= self.names)
+
+
 class ApplicationMetrics:
     """Reads the metrics of all processes of the application, for one gateway. One asyncio loop uses it."""
 
     def __init__(
         self,
-        own: Callable[[], list[MetricFamily]],
+        own: Callable[[Collection[str]], list[MetricFamily]],
         *,
         identity: str,
         node_id: str,
         listed: Callable[[], DirectorySnapshot],
         key: ClusterKey,
     ) -> None:
-        """`own()` are the metrics of this gateway, which needs no list to know of itself."""
+        """`own(names)` are the metrics of this gateway, which needs no list to know of itself."""
         self._own, self._identity, self._node_id, self._listed = own, identity, node_id, listed
         self._reader = MetricsReader(key)
         self._silent: set[str] = set()
         self._scrape = asyncio.Lock()
         self._text: tuple[Answers, Collection[str], bytes] | None = None  # the newest, of those answers and names
-        self._newest: dict[bool, tuple[float, Answers]] = {}  # by `of_node`: when the processes were asked, and answers
+        self._newest: dict[bool, _Scrape] = {}  # by `of_node`
 
     def close(self) -> None:
         self._reader.close()
@@ -197,37 +217,42 @@ class ApplicationMetrics:
         on this node, and some of those on nodes without a gateway. Answers that the processes gave up to `max_age_s`
         ago are taken.
         """
-        answers = await self._answers(of_node, max_age_s)
+        answers = await self._answers(of_node, frozenset(names), max_age_s)
         if self._text is None or self._text[0] is not answers or self._text[1] != names:
             found = [families for families in answers.values() if families]
             self._text = answers, names, merge([*found, collect(ProcessesUp(answers))], names)
         return self._text[2]
 
-    async def _answers(self, of_node: bool, max_age_s: float) -> Answers:
-        """Return the processes' answers, asked for `max_age_s` ago at most. Scrapes at the same time share them."""
+    async def _answers(self, of_node: bool, names: frozenset[str], max_age_s: float) -> Answers:
+        """Return the processes' answers, asked for `max_age_s` ago at most. Scrapes at the same time share them.
+
+        Where their names differ, the processes are asked for everything, so that many of them still share.
+        """
         oldest_s = time.monotonic() - max_age_s
         async with self._scrape:
-            if of_node not in self._newest or self._newest[of_node][0] <= oldest_s:
-                began_s = time.monotonic()
-                self._newest[of_node] = began_s, await self._ask_all(of_node)
-            return self._newest[of_node][1]
+            newest = self._newest.get(of_node)
+            is_fresh = newest is not None and newest.began_s > oldest_s
+            if newest is None or not is_fresh or not newest.has(names):
+                began_s, asked = time.monotonic(), frozenset[str]() if is_fresh else names
+                newest = self._newest[of_node] = _Scrape(began_s, asked, await self._ask_all(of_node, asked))
+            return newest.answers
 
-    async def _ask_all(self, of_node: bool) -> Answers:
-        """Ask all processes, or those alone that are this node's share."""
+    async def _ask_all(self, of_node: bool, names: frozenset[str]) -> Answers:
+        """Ask all processes, or those alone that are this node's share, for the families of these names, or all."""
         this = Exporting("gateway", self._identity, "", self._node_id)
         others = [process for process in exporting(self._listed()) if process.name != self._identity]
         asked = others
         if of_node:
             nodes = sorted({process.node_id for process in [this, *others] if process.kind == "gateway"})
             asked = [process for process in others if process.is_of(self._node_id, nodes)]
-        answers = await asyncio.gather(*(self._ask(process) for process in asked))
-        found = {this: self._own(), **dict(zip(asked, answers, strict=True))}
+        answers = await asyncio.gather(*(self._ask(process, names) for process in asked))
+        found = {this: self._own(names), **dict(zip(asked, answers, strict=True))}
         self._silent &= {process.name for process in others}
         return dict(sorted(found.items(), key=lambda item: (item[0].kind, item[0].name)))
 
-    async def _ask(self, process: Exporting) -> list[MetricFamily] | None:
+    async def _ask(self, process: Exporting, names: frozenset[str]) -> list[MetricFamily] | None:
         try:
-            families = await self._reader.read(process.address)
+            families = await self._reader.read(process.address, names)
         except NoMetrics as error:
             if process.name not in self._silent:
                 logger.warning("%s %s is missing in the metrics: %s", process.kind, process.name, error)
@@ -248,12 +273,15 @@ class MetricsReader:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    async def read(self, address: str) -> list[MetricFamily]:
-        """Return the families of one process. Raises `NoMetrics`, after `ANSWER_S` at the latest."""
+    async def read(self, address: str, names: frozenset[str] = frozenset()) -> list[MetricFamily]:
+        """Return the families of one process that have these names, or all.
+
+        Raises `NoMetrics`, after `ANSWER_S` at the latest.
+        """
         try:
             with contextlib.closing(self._open(address)) as socket:
                 async with asyncio.timeout(ANSWER_S):
-                    await socket.send(b"")
+                    await socket.send(msgspec.msgpack.encode(names) if names else b"")
                     frame = await socket.recv()
             return msgspec.msgpack.decode(frame, type=ProcessMetrics).families
         except TimeoutError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .cli_common import JsonFile, engine_args_from, fail, flat, in_a_folder
 from .load.options import InvalidLoad, ServeLoad
@@ -36,6 +37,53 @@ ReportFile = Annotated[
     typer.Option("--report", dir_okay=False, callback=in_a_folder, help="Write a page with plots to this file."),
 ]
 Model = Annotated[str, typer.Argument(help="A name of the Hub, or a folder with config.json and safetensors.")]
+
+# Of `vllm bench serve`:
+LISTS = ("--header", "--metadata", "--goodput")  # options that vLLM takes several values for
+ALWAYS = ("--skip-chat-template", "--skip-tokenizer-init")  # what they ask for is always so: they are taken
+NO_MEDIA = "requests are texts alone"
+REFUSED = {  # options that cannot work -> why, and what to do instead
+    "--enable-multimodal-chat": NO_MEDIA,
+    "--lora-assignment": "adapters are not served",
+    "--lora-modules": "adapters are not served",
+    "--no-reranker": "nothing is ranked",
+    "--no-stream": "data sets are read from files: name one with --dataset-path",
+    "--plot-dataset-stats": "--report writes a page with plots",
+    "--plot-timeline": "--report writes a page with plots",
+    "--probe-request-rate": "a second `baton bench serve --request-rate` beside this one measures the same",
+    "--random-batch-size": "each request has one prompt",
+    "--timeline-itl-thresholds": "--report writes a page with plots",
+    "--tokenizer-mode": "the tokenizer is the server's, or the tokenizer.json that --tokenizer names",
+    "--trust-remote-code": "no code of checkpoints is run: tokenizers are read from tokenizer.json",
+    "--use-beam-search": "the server has no beam search",
+}
+
+
+class ServeCommand(TyperCommand):
+    """`baton bench serve`, which reads its words as `vllm bench serve` does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_as_options(args)))
+
+
+def _as_options(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command line, with an option for each value of `--goodput ttft:500 tpot:50`.
+
+    Ends the command at an option that cannot work, and at a list without a value.
+    """
+    of_list = ""  # the option whose further values may follow
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, has_value, _ = word.partition("=")
+        if name in REFUSED:
+            fail(f"{name}: {REFUSED[name]}")
+        if not word.startswith("--"):
+            yield from (of_list, word) if of_list else (word,)
+            continue
+        of_list = name if name in LISTS and not has_value else ""
+        if of_list and following.startswith("--"):
+            fail(f"{name} needs a value")
+        if not of_list and name not in ALWAYS:
+            yield word
 
 
 @contextlib.contextmanager
@@ -160,7 +208,7 @@ def startup(
     _report(result, json_file)
 
 
-@bench_app.command()
+@bench_app.command(cls=ServeCommand)
 @flat
 def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile = None) -> None:
     """Load a running server, and measure first token, time per token and throughput.
@@ -176,7 +224,7 @@ def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile =
     baton bench serve --sweep-concurrency 1,4,16,64 --num-prompts 128 --json sweep.json --report sweep.html
     """
     from .load.client import ServerUnfit, measure
-    from .load.figures import printed
+    from .load.figures import printed, save
     from .load.report import report
 
     try:
@@ -187,6 +235,11 @@ def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile =
         fail(str(error), code=1)
     typer.echo(json.dumps(printed(result), indent=2))
     _write(result, json_file)
+    if load.save_result or load.append_result:
+        try:
+            typer.echo(f"wrote {save(result, load)}", err=True)
+        except OSError as error:
+            fail(f"--save-result: {error}", code=1)
     if report_file is not None:
         report_file.write_text(report([result]))
 
@@ -201,11 +254,11 @@ def report(
     ] = Path("report.html"),
 ) -> None:
     """Write a report with plots of one result of `baton bench serve`, or of several side by side."""
-    from .load.report import NoResult, read_result
+    from .load.report import NoResult, read_results
     from .load.report import report as make
 
     try:
-        page = make([read_result(file) for file in results])
+        page = make([result for file in results for result in read_results(file)])
     except NoResult as error:
         fail(str(error))
     output.write_text(page)

@@ -170,7 +170,7 @@ class OriginsMiddleware:
 
 def _only(metrics: GatewayMetrics) -> Scrape:
     async def render(of_node: bool, *, names: Collection[str] = (), max_age_s: float = 0.0) -> bytes:
-        return merge([collect(metrics.registry)], names)
+        return merge([collect(metrics.registry, names=names)])
 
     return render
 

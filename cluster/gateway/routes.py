@@ -75,6 +75,7 @@ class ServerInfo(msgspec.Struct):
     load_balancing: LoadBalancing
     engines: dict[str, int]  # role -> number of engines that this gateway reaches
     apis: list[str]  # routes that generate
+    is_admin: bool  # the request's API key has the right `admin`
 
 
 class RankTable(msgspec.Struct):
@@ -174,9 +175,10 @@ def add_state_routes(
         return _json(ServerLoad(serving.admission.num_inflight))
 
     @app.api_route("/server_info", methods=READ)
-    async def server_info() -> Response:
-        engines = Counter(view.record.role.value for view in serving.client.engines())
-        return _json(ServerInfo(model.model_id, model.max_model_len, VERSION, load_balancing, dict(engines), apis))
+    async def server_info(request: Request) -> Response:
+        engines = dict(Counter(view.record.role.value for view in serving.client.engines()))
+        is_admin = caller_of(request.scope).is_admin
+        return _json(ServerInfo(model.model_id, model.max_model_len, VERSION, load_balancing, engines, apis, is_admin))
 
     table = SharedAnswer(lambda: msgspec.json.encode(rank_table(gateway_id, serving.client, serving.breakers)))
 

@@ -2,6 +2,7 @@
 
     browser ── GET /, /page/{file} ──> the files of the folder `page`; no API key, they say nothing of the fleet
             ── GET /v1/cluster/ranks, /metrics, /server_info, /health; POST /v1/chat/completions, with the user's key
+            ── POST /v1/admin/drain, /v1/admin/abort, where /server_info says that this key may
 
 The files are served as they lie there: no build step, and nothing is loaded from elsewhere.
 """

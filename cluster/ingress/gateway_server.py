@@ -165,7 +165,7 @@ class GatewayServer:
             queue=settings.queue_limits.bound,
         )
         await self._client.start()
-        model = await asyncio.to_thread(_served_model, spec)
+        model = await asyncio.to_thread(served_model, spec)
         client = self._client
         self._metrics = GatewayMetrics(model.model_id, client.engines, client.counters)
         self._export_metrics(key)
@@ -202,7 +202,7 @@ class GatewayServer:
         self._exporter = MetricsExporter(registry, host=self.record.node_ip, key=key, labels=labels)
         self._exporter.start()
         self._scraped = ApplicationMetrics(
-            lambda: collect(registry, labels),
+            lambda names: collect(registry, labels, names),
             identity=self.record.identity,
             node_id=self.record.node_id,
             listed=self._client.listed,
@@ -302,7 +302,7 @@ def _differ(old: object, new: object, name: str) -> bool:
     return bool(getattr(old, name) != getattr(new, name))
 
 
-def _served_model(spec: FleetSpec) -> ServedModel:
+def served_model(spec: FleetSpec) -> ServedModel:
     """Read the part of the model that a gateway needs, of which a name of the Hub may have to be fetched first."""
     longest = spec.engine_config(next(iter(spec.fleets.present))).max_model_len
     return ServedModel.from_folder(spec.model_folder(Files.TEXT), model_id=spec.served_model_id, max_model_len=longest)

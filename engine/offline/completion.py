@@ -28,7 +28,8 @@ class Logprob:
 
     logprob: float  # natural logarithm, before temperature and penalties
     rank: int  # among the whole vocabulary, 1 is the most likely
-    decoded_token: str | None = None  # None without a tokenizer
+    decoded_token: str | None = None  # bytes of a part of a character are escaped, as \xf0; None without a tokenizer
+    token_bytes: bytes | None = None  # None without a tokenizer
 
 
 @dataclass
@@ -107,7 +108,8 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int,
     ranks = (entry.rank, *range(1, len(entry.token_ids)))
     found: dict[int, Logprob] = {}
     for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        found.setdefault(token, Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer is not None else None))
+        shown = (None, None) if tokenizer is None else (tokenizer.token_text(token), tokenizer.token_bytes(token))
+        found.setdefault(token, Logprob(logprob, rank, *shown))
     return found
 
 

@@ -187,8 +187,8 @@ class Tokenizer:
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """Return one token's text for display, with U+FFFD for parts of characters."""
-        return self.token_bytes(token_id).decode(errors="replace")
+        r"""Return one token's text for display. Bytes of a part of a character are escaped, as `\xf0\x9f`."""
+        return self.token_bytes(token_id).decode(errors="backslashreplace")
 
     def render_chat(
         self,

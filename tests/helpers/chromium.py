@@ -76,7 +76,7 @@ class Tab:
             await self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     async def press(self, key: str, text: str = "") -> None:
-        code = {"Enter": 13, "Tab": 9}.get(key, 0)
+        code = {"Enter": 13, "Tab": 9, "Escape": 27}.get(key, 0)
         await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, text=text)
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 

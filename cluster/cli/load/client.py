@@ -27,6 +27,7 @@ from .options import Backend, ServeLoad
 from .requests import LoadRequest, load_requests, paced
 
 TIMEOUT_S = 600.0
+READY_PERIOD_S = 1.0  # between questions whether the server is ready
 
 
 class _Usage(msgspec.Struct):
@@ -71,6 +72,10 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _Traces(msgspec.Struct):
+    data: list[dict[str, Any]] = []  # of Baton's answer; vLLM's has none
+
+
 class _Tokens(msgspec.Struct):
     tokens: list[int]
 
@@ -99,16 +104,18 @@ def measure(load: ServeLoad) -> dict[str, Any]:
 async def _measure(load: ServeLoad) -> list[dict[str, Any]]:
     headers = ({"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}) | load.extra_headers
     patience = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests
+    connector = aiohttp.TCPConnector(limit=0, ssl=not load.insecure)  # as many as there are requests
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patience) as client:
+        if load.ready_check_timeout_sec:
+            await _await_ready(client, load)
         try:
-            model = load.model or await _only_model(client, load)
+            model = await _model(client, load)
             tokens = await _text_tokens(client, model, load)
             plans = []
             for number, level in enumerate(load.levels()):  # other prompts in each run: caches must not help the later
                 plans.append((level, await load_requests(dataclasses.replace(level, seed=level.seed + number), tokens)))
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-            raise ServerUnfit(f"{load.url}: {error or type(error).__name__}") from error
+            raise ServerUnfit(f"{load.server}: {error or type(error).__name__}") from error
         return [await _run(client, model, requests, level) for level, requests in plans]
 
 
@@ -119,14 +126,49 @@ async def _run(
     for request in requests[: load.num_warmups]:
         warmup = await _ask(client, model, request, load, time.perf_counter())
         if warmup.error:
-            raise ServerUnfit(f"{load.url}: the first request failed: {warmup.error}")
-    answers, duration_s = await _send_all(client, model, requests[load.num_warmups :], load)
+            raise ServerUnfit(f"{load.server}: the first request failed: {warmup.error}")
+    if load.profile:
+        await _profile(client, load, "start")
+    try:
+        answers, duration_s = await _send_all(client, model, requests[load.num_warmups :], load)
+    finally:
+        traces = await _profile(client, load, "stop") if load.profile else None
     if load.timeline and not any(answer.parts_s or answer.error for answer in answers):
-        raise ServerUnfit(f"{load.url} does not say where its time goes: leave --timeline out")
-    return summary(load, model, answers, duration_s)
+        raise ServerUnfit(f"{load.server} does not say where its time goes: leave --timeline out")
+    return summary(load, model, answers, duration_s) | ({} if traces is None else {"traces": traces})
 
 
-async def _only_model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
+async def _await_ready(client: aiohttp.ClientSession, load: ServeLoad) -> None:
+    """Wait until a short request is answered. Raises `ServerUnfit` where that takes too long."""
+    began_s = time.perf_counter()
+    while True:
+        try:
+            model = await _model(client, load)
+            fault = (await _ask(client, model, LoadRequest("Hello", 1), load, began_s)).error
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            fault = str(error) or type(error).__name__
+        if not fault:
+            return
+        if time.perf_counter() - began_s > load.ready_check_timeout_sec:
+            raise ServerUnfit(f"{load.server} was not ready after {load.ready_check_timeout_sec:g} s: {fault}")
+        await asyncio.sleep(READY_PERIOD_S)
+
+
+async def _profile(client: aiohttp.ClientSession, load: ServeLoad, what: str) -> list[dict[str, Any]]:
+    """Begin or end a recording of the server's engines. Returns the traces that were written. Raises `ServerUnfit`."""
+    try:
+        async with client.post(load.at(f"/{what}_profile")) as answer:
+            said = await answer.read()
+            if not answer.ok:
+                raise ServerUnfit(f"--profile: {load.server} says {answer.status}: {said.decode(errors='replace')}")
+            return msgspec.json.decode(said, type=_Traces).data if said else []
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        raise ServerUnfit(f"--profile: {load.server}: {error or type(error).__name__}") from error
+
+
+async def _model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
+    if name := load.served_model_name or load.model:
+        return name
     async with client.get(load.at("/v1/models"), raise_for_status=True) as response:
         return msgspec.json.decode(await response.read(), type=ModelList).data[0].id
 
@@ -168,7 +210,7 @@ class _ServersTokens:
         return msgspec.json.decode(await self._post("/detokenize", {"tokens": tokens}), type=_Text).prompt
 
     async def _post(self, route: str, body: dict[str, Any]) -> bytes:
-        url = self._load.url
+        url = self._load.server
         async with self._client.post(self._load.at(route), json={"model": self._model, **body}) as answer:
             if 400 <= answer.status < 500:
                 raise ServerUnfit(f"{url} has no {route} (status {answer.status}): name the model with --tokenizer")
@@ -180,17 +222,19 @@ async def _send_all(
     client: aiohttp.ClientSession, model: str, requests: Sequence[LoadRequest], load: ServeLoad
 ) -> tuple[list[MeasuredRequest], float]:
     gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else nullcontext()
-    with Progress(transient=True) as bar:
+    with Progress(transient=True, disable=load.disable_tqdm) as bar:
         task = bar.add_task("requests", total=len(requests))
 
-        async def one(request: LoadRequest) -> MeasuredRequest:
+        async def one(number: int, request: LoadRequest) -> MeasuredRequest:
             async with gate:
-                answer = await _ask(client, model, request, load, start_s)
+                answer = await _ask(client, model, request, load, start_s, number)
             bar.advance(task)
             return answer
 
         start_s = time.perf_counter()
-        running = [asyncio.create_task(one(request)) async for request in paced(load, requests)]
+        running: list[asyncio.Task[MeasuredRequest]] = []
+        async for request in paced(load, requests):
+            running.append(asyncio.create_task(one(len(running), request)))
         answers = await asyncio.gather(*running)
     return list(answers), time.perf_counter() - start_s
 
@@ -208,6 +252,8 @@ def _body(model: str, request: LoadRequest, load: ServeLoad) -> dict[str, Any]:
     body |= {name: value for name in names if (value := getattr(load, name)) is not None}
     if load.backend is Backend.OPENAI_CHAT:
         body["messages"] = [{"role": "user", "content": request.prompt}]
+        if variables := load.template_variables:
+            body["chat_template_kwargs"] = variables
         if load.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": load.logprobs}
     else:
@@ -220,15 +266,22 @@ def _body(model: str, request: LoadRequest, load: ServeLoad) -> dict[str, Any]:
 
 
 async def _ask(
-    client: aiohttp.ClientSession, model: str, request: LoadRequest, load: ServeLoad, began_s: float
+    client: aiohttp.ClientSession,
+    model: str,
+    request: LoadRequest,
+    load: ServeLoad,
+    began_s: float,
+    number: int | None = None,
 ) -> MeasuredRequest:
-    """Send one request of a run that began at `began_s`, and measure its answer."""
+    """Send one request of a run that began at `began_s`, and measure its answer. Warm-ups have no number."""
     body = _body(model, request, load)
+    is_named = load.request_id_prefix is not None and number is not None
+    headers = {"x-request-id": f"{load.request_id_prefix}{number}"} if is_named else None
     answer = MeasuredRequest(input_tokens=len(request.prompt) if isinstance(request.prompt, list) else 0)
     start_s = last_s = time.perf_counter()
     answer.start_s = start_s - began_s
     try:
-        async with client.post(load.at(load.backend.route), json=body) as response:
+        async with client.post(load.at(load.route), json=body, headers=headers) as response:
             if not response.ok:
                 answer.error = (await response.read()).decode(errors="replace")
                 return answer

@@ -8,10 +8,13 @@ e2el    the last token after the request was sent
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts, SpeculationStats
@@ -20,8 +23,11 @@ from .options import GOALS, METRICS, ServeLoad
 
 PLOT_POINTS = 401  # quantiles of a distribution that are kept for plots
 PLOT_BUCKETS = 60  # of time, about
+DATE = "%Y%m%d-%H%M%S"
 PLOTS = "plots"  # the key of the points of plots
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "request_errors")  # keys of each request's
+DETAILS = (  # keys of each request's
+    *("input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "request_errors"),
+)
 
 
 @dataclass
@@ -51,6 +57,7 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
     input_tokens = sum(answer.input_tokens for answer in good)
     result: dict[str, Any] = {
         **load.facts,  # whose names must not take the place of what was measured
+        "date": datetime.now().strftime(DATE),
         "model_id": model,
         "label": load.label,
         "backend": str(load.backend),
@@ -73,7 +80,7 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
         result["request_goodput"] = len(reached) / duration_s
     samples = _samples(good)
     for name in METRICS:
-        result |= _figures(name, samples[name], load.percentiles)
+        result |= _figures(name, samples[name], load.percentiles if name in load.told_percentiles_of else ())
     if load.timeline:
         result["median_parts_ms"] = _median_parts_ms(good)
         result |= _acceptance(good)
@@ -81,6 +88,26 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
     if load.save_detailed:
         result |= _details(answers)
     return result | {PLOTS: _plots(good, samples, duration_s)}
+
+
+def save(result: dict[str, Any], load: ServeLoad) -> Path:
+    """Write a result to the file that `--save-result` or `--append-result` names, and return that.
+
+    The name is `vllm bench serve`'s: what was sent, the model, and when. Raises `OSError`.
+    """
+    run = result.get("runs", [result])[-1]
+    if load.ramp_up_strategy is not None:
+        pace = f"ramp-up-{load.ramp_up_strategy}-{load.ramp_up_start_rps:g}qps-{load.ramp_up_end_rps:g}qps"
+    else:
+        pace = f"{load.rate or math.inf:g}qps"
+    limit = "" if load.max_concurrency is None else f"-concurrency{load.max_concurrency}"
+    model = run["model_id"].rstrip("/").rpartition("/")[2]
+    name = f"{load.label or load.backend}-{pace}{limit}-{model}-{run['date']}.json".replace("/", "_")
+    file = (load.result_dir or Path()) / (load.result_filename or name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a" if load.append_result else "w") as stream:
+        stream.write(json.dumps(result) + "\n")
+    return file
 
 
 def printed(result: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +178,7 @@ def _details(answers: Sequence[MeasuredRequest]) -> dict[str, Any]:
         "start_times": [answer.start_s for answer in answers],
         "ttfts": [answer.ttft_s for answer in answers],
         "itls": [answer.itl_s for answer in answers],
+        "latencies": [answer.latency_s for answer in answers],
         "request_errors": [answer.error for answer in answers],
     }
 

@@ -1,4 +1,7 @@
-"""The options of `baton bench serve`, under the names of `vllm bench serve` where it has them."""
+"""The options of `baton bench serve`, under the names of `vllm bench serve` where it has them.
+
+Command lines of `vllm bench serve` work as they are; options of its that cannot work are refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 GOALS = ("ttft", "tpot", "e2el")  # of one request
 DEFAULT_OUTPUT_LEN = 32
 CUSTOM_OUTPUT_LEN = 256  # of lines that say no length
+PREFIX_REPETITION_OUTPUT_LEN = 128
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+CHAT_ENDING, ENDING = "/chat/completions", "/completions"  # of routes in OpenAI's shapes
 
 
 class InvalidLoad(ValueError):
@@ -28,6 +34,7 @@ class Backend(enum.StrEnum):
     """The route that is asked."""
 
     OPENAI = "openai"  # /v1/completions
+    VLLM = "vllm"  # the same, by vLLM's name
     OPENAI_CHAT = "openai-chat"  # /v1/chat/completions
 
     @property
@@ -37,6 +44,7 @@ class Backend(enum.StrEnum):
 
 class DataSet(enum.StrEnum):
     RANDOM = "random"
+    PREFIX_REPETITION = "prefix_repetition"
     SHAREGPT = "sharegpt"
     CUSTOM = "custom"
     TIMED_TRACE = "timed_trace"
@@ -52,12 +60,20 @@ class ServeLoad:
     """`baton bench serve`: the requests to send."""
 
     url: Url = DEFAULT_URL
-    backend: Annotated[Backend, typer.Option(help="Ask for completions, or for chats.")] = Backend.OPENAI
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "--served-model-name", help="Model to ask; by default the only one that the server has."
-        ),
+    host: Annotated[
+        str | None, typer.Option(help=rf"Host of the server, in place of --url.  \[default: {DEFAULT_HOST}]")
+    ] = None
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help=rf"Port of the server, in place of --url.  \[default: {DEFAULT_PORT}]"),
+    ] = None
+    backend: Annotated[
+        Backend, typer.Option("--backend", "--endpoint-type", help="Ask for completions, or for chats.")
+    ] = Backend.OPENAI
+    endpoint: Annotated[str | None, typer.Option(help="Route that is asked.  \\[default: the backend's]")] = None
+    model: Annotated[str | None, typer.Option(help="Model to ask; by default the only one that the server has.")] = None
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What the server calls the model, where that differs.")
     ] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 100
     dataset_name: Annotated[DataSet, typer.Option(help="Where prompts come from.")] = DataSet.RANDOM
@@ -74,8 +90,10 @@ class ServeLoad:
             "--random-output-len",
             "--sharegpt-output-len",
             "--custom-output-len",
+            "--prefix-repetition-output-len",
             min=1,
-            help=rf"Tokens of an answer.  \[default: {DEFAULT_OUTPUT_LEN} of random prompts, else what the file says]",
+            help=rf"Tokens of an answer.  \[default: {DEFAULT_OUTPUT_LEN} of random prompts, "
+            f"{PREFIX_REPETITION_OUTPUT_LEN} behind repeated prefixes, else what the file says]",
         ),
     ] = None
     random_range_ratio: Annotated[
@@ -84,9 +102,20 @@ class ServeLoad:
     random_prefix_len: Annotated[
         int, typer.Option(min=0, help="Tokens before each random prompt that are the same in all.")
     ] = 0
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a prefix that is repeated.")] = 256
+    prefix_repetition_suffix_len: Annotated[
+        int, typer.Option(min=1, help="Tokens behind it, in each prompt others.")
+    ] = 256
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1, help="Prefixes that there are.")] = 10
     no_oversample: Annotated[
         bool, typer.Option("--no-oversample", help="Send a file's requests once, where it has less than --num-prompts.")
     ] = False
+    disable_shuffle: Annotated[
+        bool, typer.Option("--disable-shuffle", help="Send a file's requests in the order in which they stand there.")
+    ] = False
+    self_timed: Annotated[
+        bool | None, typer.Option(help="Send a trace's requests at its times; without, by the pace of other options.")
+    ] = None
     trace_speed: Annotated[
         float, typer.Option(min=0.001, help="How much faster a trace is sent than it was recorded.")
     ] = 1.0
@@ -117,12 +146,16 @@ class ServeLoad:
     logprobs: Annotated[int | None, typer.Option(min=0, help="Log probabilities that are asked for.")] = None
     ignore_eos: Annotated[bool, typer.Option(help="Let answers have all of their tokens.")] = True
     extra_body: Annotated[str | None, typer.Option(help="Further fields of each request, as JSON.")] = None
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="Variables of the chat template, as JSON; for chats.")
+    ] = None
     header: Annotated[list[str] | None, typer.Option(help="A header of each request, KEY=VALUE. May be repeated.")] = (
         None
     )
     tokenizer: Annotated[
         str | None, typer.Option(help="The model's name or folder, for servers that have no /tokenize.")
     ] = None
+    percentile_metrics: Annotated[str, typer.Option(help="Figures whose percentiles are told.")] = ",".join(METRICS)
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles that are told.")] = "50,90,95,99"
     goodput: Annotated[
         list[str] | None,
@@ -132,9 +165,32 @@ class ServeLoad:
     metadata: Annotated[
         list[str] | None, typer.Option(help="A fact to keep with the result, KEY=VALUE. May be repeated.")
     ] = None
-    save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="Write each request's times into --json, too.")
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="Write the result to a file that is named after the run.")
     ] = False
+    append_result: Annotated[
+        bool, typer.Option("--append-result", help="Add the result to that file, as a line of JSON.")
+    ] = False
+    result_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of that file, which is made.  \\[default: this one]")
+    ] = None
+    result_filename: Annotated[str | None, typer.Option(help="Name of that file.")] = None
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Write each request's times into the result's file, too.")
+    ] = False
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record the server's engines during each run; the key must be an admin's.")
+    ] = False
+    ready_check_timeout_sec: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait until the server answers a first request.")
+    ] = 0.0
+    request_id_prefix: Annotated[
+        str | None, typer.Option(help="Send `x-request-id`: this, and the request's number in its run.")
+    ] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the certificate of an https server.")] = (
+        False
+    )
+    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")] = False
     timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went, as the server says.")] = (
         False
     )
@@ -142,12 +198,27 @@ class ServeLoad:
 
     def at(self, route: str) -> str:
         """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1") + route
+        return self.server.rstrip("/").removesuffix("/v1") + route
+
+    @property
+    def server(self) -> str:
+        """The URL of the server."""
+        if self.host is None and self.port is None:
+            return self.url
+        host = self.host or DEFAULT_HOST
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port or DEFAULT_PORT}"
+
+    @property
+    def route(self) -> str:
+        """The route that generates."""
+        return self.endpoint or self.backend.route
 
     def check(self) -> None:
         """Raises `InvalidLoad` for options that do not go together, and for values that are none."""
-        _ = self.percentiles, self.goals_ms, self.extra_fields, self.extra_headers, self.facts
-        if (self.dataset_name is DataSet.RANDOM) != (self.dataset_path is None):
+        _ = self.percentiles, self.told_percentiles_of, self.goals_ms, self.extra_headers, self.facts
+        _ = self.extra_fields, self.template_variables
+        self._check_server()
+        if (self.dataset_name in (DataSet.RANDOM, DataSet.PREFIX_REPETITION)) != (self.dataset_path is None):
             reason = "needs --dataset-path" if self.dataset_path is None else "has no --dataset-path: name the data set"
             raise InvalidLoad(f"--dataset-name {self.dataset_name} {reason}")
         if self.sweep_concurrency is not None and self.sweep_rate is not None:
@@ -162,11 +233,26 @@ class ServeLoad:
             "--sweep-rate": self.sweep_rate is not None,
         }
         given = [name for name, is_given in paces.items() if is_given]
-        if self.dataset_name is DataSet.TIMED_TRACE and given:
-            raise InvalidLoad(f"a trace says when its requests come: leave {given[0]} out, or change --trace-speed")
+        if self.self_timed is not None and self.dataset_name is not DataSet.TIMED_TRACE:
+            raise InvalidLoad("--self-timed and --no-self-timed are for --dataset-name timed_trace")
+        if self.is_self_timed and given:
+            hint = f"leave {given[0]} out, change --trace-speed, or give --no-self-timed"
+            raise InvalidLoad(f"a trace says when its requests come: {hint}")
         if len(given) > 1:
             raise InvalidLoad(f"{' and '.join(given)} cannot be combined: give one of them")
         self.levels()
+
+    def _check_server(self) -> None:
+        if self.url != DEFAULT_URL and (self.host is not None or self.port is not None):
+            raise InvalidLoad("--url says where the server is: leave --host and --port out")
+        if self.endpoint is None:
+            return
+        if not self.endpoint.startswith("/"):
+            raise InvalidLoad(f"--endpoint {self.endpoint}: give a path, as {self.backend.route}")
+        asks_chats = self.backend is Backend.OPENAI_CHAT
+        if self.endpoint.endswith(ENDING) and self.endpoint.endswith(CHAT_ENDING) != asks_chats:
+            backends = (Backend.OPENAI_CHAT, Backend.OPENAI)
+            raise InvalidLoad(f"--endpoint {self.endpoint} needs --backend {backends[asks_chats]}")
 
     def levels(self) -> list[ServeLoad]:
         """Return the runs of a sweep, which is this one alone where nothing is swept. Raises `InvalidLoad`."""
@@ -195,6 +281,19 @@ class ServeLoad:
         return _numbers("--metric-percentiles", self.metric_percentiles, least=0, most=100)
 
     @property
+    def told_percentiles_of(self) -> list[str]:
+        """The figures whose percentiles are told."""
+        names = [name.strip() for name in self.percentile_metrics.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in METRICS]:
+            raise InvalidLoad(f"--percentile-metrics {unknown[0]}: give {', '.join(METRICS)}, or some of them")
+        return names
+
+    @property
+    def is_self_timed(self) -> bool:
+        """True if requests are sent at the times of a trace."""
+        return self.dataset_name is DataSet.TIMED_TRACE and self.self_timed is not False
+
+    @property
     def goals_ms(self) -> dict[str, float]:
         """Goals of each request by metric."""
         goals = {}
@@ -208,13 +307,14 @@ class ServeLoad:
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        try:
-            fields = json.loads(self.extra_body or "{}")
-        except ValueError as error:
-            raise InvalidLoad(f"--extra-body is no JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise InvalidLoad("--extra-body must be a JSON object with the fields")
-        return fields
+        return _object("--extra-body", self.extra_body)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        variables = _object("--chat-template-kwargs", self.chat_template_kwargs)
+        if variables and self.backend is not Backend.OPENAI_CHAT:
+            raise InvalidLoad(f"--chat-template-kwargs needs --backend {Backend.OPENAI_CHAT}")
+        return variables
 
     @property
     def extra_headers(self) -> dict[str, str]:
@@ -236,6 +336,16 @@ def _numbers(option: str, given: str, *, least: float, most: float = math.inf, w
         kind = "whole numbers" if whole else "numbers"
         raise InvalidLoad(f"{option} {given!r}: give {kind} of {bounds}, with commas between them") from None
     return numbers
+
+
+def _object(option: str, given: str | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(given or "{}")
+    except ValueError as error:
+        raise InvalidLoad(f"{option} is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidLoad(f"{option} must be a JSON object with the fields")
+    return fields
 
 
 def _pairs(option: str, given: list[str] | None) -> dict[str, str]:

@@ -76,16 +76,26 @@ class Result:
     sweep: str | None  # the figure that changes from run to run
 
 
-def read_result(file: Path) -> dict[str, Any]:
-    """Read a file that `baton bench serve --json` wrote. Raises `NoResult`."""
+def read_results(file: Path) -> list[dict[str, Any]]:
+    """Read a file that `baton bench serve` wrote: one result, or one a line. Raises `NoResult`."""
     try:
-        result = json.loads(file.read_text())
-        if not all(PLOTS in run and "output_throughput" in run for run in result.get("runs", [result])):
-            raise ValueError("it has no points of plots: write it with this version")
+        text = file.read_text()
+        results = _of_lines(text) or [json.loads(text)]
+        for run in (run for result in results for run in result.get("runs", [result])):
+            if PLOTS not in run or "output_throughput" not in run:
+                raise ValueError("it has no points of plots: write it with this version")
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise NoResult(f"{file} is no result of `baton bench serve --json`: {error}") from None
-    name = {} if result.get("label") else {"label": file.stem}
-    return {**result, **name}
+        raise NoResult(f"{file} is no result of `baton bench serve`: {error}") from None
+    names = [file.stem] if len(results) == 1 else [f"{file.stem} {number + 1}" for number in range(len(results))]
+    return [{**result, "label": result.get("label") or name} for result, name in zip(results, names, strict=True)]
+
+
+def _of_lines(text: str) -> list[dict[str, Any]]:
+    """Return the results of a text that has one a line; none where it is written otherwise."""
+    try:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        return []
 
 
 def report(measured: Sequence[dict[str, Any]]) -> str:

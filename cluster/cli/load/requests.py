@@ -1,6 +1,7 @@
 """Requests of a data set, and the times at which they are sent.
 
 random        tokens at random, of the lengths that options say
+prefix_repetition  prefixes at random, each repeated before other tokens
 sharegpt      conversations: the first turn is the prompt, the second one says how long the answer is
 custom        JSON lines: {"prompt": "...", "output_tokens": 32}
 timed_trace   JSON lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, sent at their times
@@ -20,7 +21,16 @@ from typing import Any, Protocol
 
 from baton.cluster.simulation.traffic import InvalidTrace, trace
 
-from .options import CUSTOM_OUTPUT_LEN, DEFAULT_OUTPUT_LEN, Backend, DataSet, InvalidLoad, RampUp, ServeLoad
+from .options import (
+    CUSTOM_OUTPUT_LEN,
+    DEFAULT_OUTPUT_LEN,
+    PREFIX_REPETITION_OUTPUT_LEN,
+    Backend,
+    DataSet,
+    InvalidLoad,
+    RampUp,
+    ServeLoad,
+)
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789"
 # Conversations that are left out, as vLLM leaves them out: too short to be measured, or longer than most contexts.
@@ -49,11 +59,14 @@ async def load_requests(load: ServeLoad, tokens: TextTokens) -> list[LoadRequest
     match load.dataset_name:
         case DataSet.RANDOM:
             return await _as_sent(load, _random(load, rng, await tokens.encode(ALPHABET)), tokens)
+        case DataSet.PREFIX_REPETITION:
+            return await _as_sent(load, _repeated_prefixes(load, rng, await tokens.encode(ALPHABET)), tokens)
         case DataSet.SHAREGPT:
             found = await _sharegpt(load, rng, tokens)
         case DataSet.CUSTOM:
             found = _custom(load)
-            rng.shuffle(found)
+            if not load.disable_shuffle:
+                rng.shuffle(found)
         case DataSet.TIMED_TRACE:
             found = _traced(load, await tokens.encode(ALPHABET))[:num_requests]
             found = await _as_sent(load, found, tokens)
@@ -85,10 +98,29 @@ def _random(load: ServeLoad, rng: random.Random, plain: Sequence[int]) -> list[L
     ]
 
 
+def _repeated_prefixes(load: ServeLoad, rng: random.Random, plain: Sequence[int]) -> list[LoadRequest]:
+    """Return requests whose prefixes occur equally often, in random order."""
+    num_requests = load.num_warmups + load.num_prompts
+    prefixes = [
+        rng.choices(plain, k=load.prefix_repetition_prefix_len) for _ in range(load.prefix_repetition_num_prefixes)
+    ]
+    found = [
+        LoadRequest(
+            prefixes[number % len(prefixes)] + rng.choices(plain, k=load.prefix_repetition_suffix_len),
+            load.output_len or PREFIX_REPETITION_OUTPUT_LEN,
+        )
+        for number in range(num_requests)
+    ]
+    if not load.disable_shuffle:
+        rng.shuffle(found)
+    return found
+
+
 async def _sharegpt(load: ServeLoad, rng: random.Random, tokens: TextTokens) -> list[LoadRequest]:
     """Read conversations until there are enough that are neither too short nor too long."""
     turns = list(_first_turns(_file(load)))
-    rng.shuffle(turns)
+    if not load.disable_shuffle:
+        rng.shuffle(turns)
     found: list[LoadRequest] = []
     for asked, answered in turns:
         if len(found) == load.num_prompts:
@@ -150,7 +182,7 @@ def _traced(load: ServeLoad, plain: Sequence[int]) -> list[LoadRequest]:
         LoadRequest(
             [plain[token % len(plain)] for token in each.prompt],
             load.output_len or each.output_tokens,
-            (each.at_s - first_s) / load.trace_speed,
+            (each.at_s - first_s) / load.trace_speed if load.is_self_timed else None,
         )
         for each in arrivals
     ]

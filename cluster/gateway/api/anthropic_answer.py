@@ -21,7 +21,7 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
 from .job import GenerationJob, UsageOptions
-from .reasoning import TokenAttribution, token_runs
+from .reasoning import TokenAttribution, sealed_thoughts, token_runs
 from .renderer import Pieces, Text, UsageCounter, encode
 from .tools import digest
 
@@ -48,7 +48,8 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     thinking: str = ""
-    signature: str = ""  # a checksum: clients drop thoughts without one, and this server checks none
+    # Clients drop thoughts without one. A checksum, which this server does not check; of omitted thoughts: their text.
+    signature: str = ""
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
@@ -135,13 +136,18 @@ class TokenCount(msgspec.Struct, frozen=True):
 class Content:
     """The blocks of one answer as they grow. Each method returns the events of the change that it makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, omits_thoughts: bool = False) -> None:
+        self._omits_thoughts = omits_thoughts
         self.blocks: list[Block] = []
         self._is_open = False  # True while the last block grows
         self._pieces: list[str] = []  # of its text or input
 
     def add_thinking(self, text: str) -> list[Event]:
-        return [*self._open(ThinkingBlock()), self._grow(text, ThinkingDelta(text))]
+        opened = self._open(ThinkingBlock())
+        if not self._omits_thoughts:
+            return [*opened, self._grow(text, ThinkingDelta(text))]
+        empty = self._grow(text, ThinkingDelta(""))
+        return [*opened, empty] if opened else []
 
     def add_text(self, text: str) -> list[Event]:
         return [*self._open(TextBlock()), self._grow(text, TextDelta(text))]
@@ -164,8 +170,9 @@ class Content:
             case TextBlock():
                 self.blocks[-1] = TextBlock(text)
             case ThinkingBlock():
-                self.blocks[-1] = ThinkingBlock(text, digest(text))
-                events.append(BlockDelta(index, SignatureDelta(digest(text))))
+                signature = sealed_thoughts(text) if self._omits_thoughts else digest(text)
+                self.blocks[-1] = ThinkingBlock("" if self._omits_thoughts else text, signature)
+                events.append(BlockDelta(index, SignatureDelta(signature)))
             case ToolUseBlock(call_id, name):
                 self.blocks[-1] = ToolUseBlock(call_id, name, readable_input(text))
         return [*events, BlockStop(index)]
@@ -213,7 +220,7 @@ class MessagesRenderer:
         self._tally = UsageCounter(job)
         self._reader = job.parser_config.new_parser()
         self._attribution = TokenAttribution()
-        self._content = Content()
+        self._content = Content(job.omits_thoughts)
         self._stop = StopDelta("end_turn", None)
         self._has_begun = False
         self._length = 0  # of the text so far

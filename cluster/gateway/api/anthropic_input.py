@@ -68,7 +68,10 @@ def parse_messages(data: dict[str, Any]) -> MessagesChat:
 async def prepare_messages(preparer: Preparer, request: MessagesChat, key_salt: str) -> PreparedRequest:
     """Prepare the generation. Raises `ApiError` (400) that names the wrong field."""
     _check_choice(request.asked)
-    return await preparer.converted_chat(request, FIELDS, key_salt)
+    prepared = await preparer.converted_chat(request, FIELDS, key_salt)
+    thinking = request.asked.thinking
+    prepared.omits_thoughts = thinking is not None and thinking.display == "omitted"
+    return prepared
 
 
 async def count_tokens(preparer: Preparer, data: dict[str, Any]) -> TokenCount:
@@ -145,7 +148,7 @@ def _turns(message: Message) -> Iterator[ChatMessage]:
 
 def _assistant_message(message: Message) -> ChatMessage:
     texts = [block for block in message.content if isinstance(block, TextBlockParam)]
-    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlockParam)]
+    thoughts = [block.text for block in message.content if isinstance(block, ThinkingBlockParam)]
     calls = [_call(block) for block in message.content if isinstance(block, ToolUseBlockParam)]
     return _message("assistant", texts, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)
 

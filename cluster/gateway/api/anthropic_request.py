@@ -17,6 +17,7 @@ from ..errors import excerpt
 from .chat_messages import MAX_TOOLS, Function, FunctionName, Tool, check_unique_names
 from .parsing import ApiFields
 from .protocol import EngineFields, FewStrings
+from .reasoning import opened_thoughts
 from .validators import (
     FieldError,
     Integer,
@@ -82,6 +83,14 @@ def _text_block(value: Any) -> Any:
     return value
 
 
+def _check_signature(value: str) -> str:
+    try:
+        opened_thoughts(value)
+    except ValueError:
+        raise ValueError("is damaged: send thoughts back as they came") from None
+    return value
+
+
 class TextBlockParam(ReplayedModel):
     type: Literal["text"]
     text: str
@@ -91,11 +100,17 @@ class TextBlockParam(ReplayedModel):
 
 
 class ThinkingBlockParam(ReplayedModel):
-    """Thoughts before an earlier answer, as this server or another one sent them: plain text in any case."""
+    """Thoughts before an earlier answer: plain text, or in the signature where this server omitted them."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
+    signature: Annotated[str, AfterValidator(_check_signature)] = ""
+
+    @property
+    def text(self) -> str:
+        """The thoughts: those of a signature that holds some; `thinking` beside it has no meaning."""
+        found = opened_thoughts(self.signature)
+        return self.thinking if found is None else found
 
 
 class RedactedThinkingBlockParam(ReplayedModel):
@@ -229,12 +244,14 @@ class Thinking(RequestModel):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = Field(None, ge=1)
-    display: Literal["summarized"] | None = None  # thoughts are shown in full
+    display: Literal["summarized", "omitted"] | None = None  # `summarized` and None: thoughts are shown in full
 
     @model_validator(mode="after")
     def _has_a_budget_if_it_is_enabled(self) -> Self:
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise FieldError(("budget_tokens",), "must be there where the type is 'enabled', and only there")
+        if self.type == "disabled" and self.display is not None:
+            raise FieldError(("display",), "must not be there where the type is 'disabled'")
         return self
 
 

@@ -81,6 +81,7 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     shows_prompt_logprobs: bool = False  # in the field `prompt_logprobs`; `echo` may need them as well
     scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
     returns_token_ids: bool = False
+    omits_thoughts: bool = False  # of `/v1/messages`: thoughts are sent back and forth without being shown
     parser_options: ParserOptions = ParserOptions()
     response_echo: ResponseEcho | None = None  # of `/v1/responses`
     client_field_names: dict[str, str] = {}  # an engine's field name -> the client's
@@ -114,6 +115,7 @@ class GenerationJob:
     parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
     shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
     response_echo: ResponseEcho | None = None
+    omits_thoughts: bool = False
 
     @classmethod
     def of(cls, prepared: PreparedRequest, request_id: str, tokenizer: Tokenizer) -> GenerationJob:
@@ -134,6 +136,7 @@ class GenerationJob:
             config,
             tokenizer.special_ids_of(config.marks),
             prepared.response_echo,
+            prepared.omits_thoughts,
         )
 
 

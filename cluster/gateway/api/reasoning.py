@@ -9,6 +9,7 @@ A parser reports the parts of an answer later than their tokens arrived, and wit
 
 from __future__ import annotations
 
+import base64
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .detokenize import ChoiceDelta, LocatedToken
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
 EFFORT = "reasoning_effort"
+SEAL = "baton1."  # begins signatures of thoughts that were not shown
 THINKS = ("enable_thinking", "thinking")  # variables of templates that switch reasoning on and off
 
 
@@ -41,6 +43,21 @@ def effort_variables(effort: Effort | None, known: Collection[str]) -> dict[str,
     told = "whether it thinks at all" if any(name in known for name in THINKS) else "nothing of it"
     message = f"{EFFORT!r} {effort!r} is not supported with this model: its chat template can be told {told}."
     raise bad_request(EFFORT, message, "unsupported_parameter")
+
+
+def sealed_thoughts(text: str) -> str:
+    """Return a signature that holds thoughts which are not shown, so that the client can send them back.
+
+    It keeps them from being displayed, not secret. Clients must not read it: its form may change.
+    """
+    return SEAL + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def opened_thoughts(signature: str) -> str | None:
+    """Return the thoughts that a signature holds; None for one of another kind. Raises `ValueError` if damaged."""
+    if not signature.startswith(SEAL):
+        return None
+    return base64.b64decode(signature.removeprefix(SEAL), altchars=b"-_", validate=True).decode()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import { bar, el, setText, showTable, sparkline, sync } from "./dom.js";
 import * as fleet from "./fleet.js";
 import { amount, count, NONE, percent, plural, scaled, tokensPerS } from "./format.js";
+import { mayOperate } from "./operate.js";
 
 const SLOTS = 60; // polls that a tile's line shows
 const ROLE_TITLES = { prefill: "Prefill engines", decode: "Decode engines", unified: "Unified engines" };
@@ -105,6 +106,7 @@ function engineColumns({ ranks, samples, stats }, role, engines) {
   if (engines.some((engine) => engine.stats?.speculation)) {
     columns.push({ title: "Drafts accepted", number: true, cell: share("num_accepted_tokens", "num_draft_tokens") });
   }
+  if (mayOperate()) columns.push({ title: "Action", number: true, cell: (engine) => drainButton(engine) });
   return columns;
 }
 
@@ -116,6 +118,12 @@ function engineName(engine) {
 function stateBadge(ranks, engine) {
   const state = fleet.engineState(ranks, engine);
   return level(state.level, state.text);
+}
+
+function drainButton(engine) {
+  if (engine.draining) return NONE;
+  const attributes = { type: "button", class: "small", "data-drain": engine.rank, "aria-label": `Drain ${engine.engine_id}` };
+  return el("button", attributes, "Drain");
 }
 
 function kvBar(used) {

@@ -5,6 +5,7 @@ import { engineSamples, FAMILIES } from "./fleet.js";
 import { showFleet, showProblems, showVerdict } from "./fleet_view.js";
 import { seconds } from "./format.js";
 import { startLookup } from "./lookup.js";
+import { showOperating, startOperating } from "./operate.js";
 import { setModel, startPlayground } from "./playground.js";
 import { Increases, parseMetrics } from "./series.js";
 import { apiKey, ask, Refused } from "./server.js";
@@ -17,7 +18,7 @@ const UNAUTHORIZED = 401;
 // For /metrics a gateway asks every process, so it is asked the more rarely the more there are. Pages share answers that
 // are not as old as a period: a page's own answer of before would say nothing new.
 const METRICS = `metrics?${FAMILIES.map((name) => `name[]=${name}`).join("&")}`;
-const METRICS_S = { perProcess: 1.2, least: 5, most: 15, shared: 0.8 };
+const METRICS_S = { perProcess: 1.2, least: 6, most: 15, shared: 0.8 };
 const upTo = (ageS) => ({ headers: { "cache-control": `max-age=${Math.round(ageS)}` } });
 
 const byId = (id) => document.getElementById(id);
@@ -52,6 +53,7 @@ async function poll() {
 async function update() {
   const [ranks] = await Promise.all([json("v1/cluster/ranks", upTo(PERIOD_S)), updateMetrics()]);
   if (about === null) await introduce();
+  showOperating(about.is_admin, ranks.data);
   metrics.periodS = metricsPeriodS(ranks.data.length + ranks.gateways.length + 1); // the directory is one
   stats.add(performance.now() / 1000, engineSamples(ranks));
   const { samples, metricsError } = metrics;
@@ -108,6 +110,7 @@ function showFailure(error) {
     const title = apiKey.get() ? "The API key is not valid" : "An API key is needed";
     showVerdict({ level: "wait", title, text: "This server shows its fleet and answers to those who have one." });
     showProblems([]);
+    showOperating(false, []);
     if (byId("key-form").hidden) openKeyForm(true);
     return;
   }
@@ -143,8 +146,13 @@ byId("key-forget").addEventListener("click", () => useKey(""));
 function useKey(key) {
   apiKey.set(key);
   byId("key").value = "";
-  about = null;
   numFailed = 0;
+  askAnew();
+}
+
+/** Ask for everything now, also for what the key may do. */
+function askAnew() {
+  about = null;
   poll();
 }
 
@@ -190,4 +198,5 @@ document.addEventListener("visibilitychange", () => {
 showTheme();
 startPlayground();
 startLookup();
+startOperating(askAnew);
 poll();

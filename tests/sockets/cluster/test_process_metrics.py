@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -117,7 +117,7 @@ class Application:
         self.gateways.append(msgspec.structs.replace(make_gateway(name, node=node), metrics_address=exporter.address))
         self.list_members()
         self.metrics.append(metrics)
-        own = lambda: collect(metrics.registry, {"gateway": name})  # noqa: E731
+        own = lambda names: collect(metrics.registry, {"gateway": name}, names)  # noqa: E731
         self.scrapes.append(ApplicationMetrics(own, identity=name, node_id=node, listed=lambda: self.listed, key=KEY))
         return self.scrapes[-1]
 
@@ -225,9 +225,11 @@ def addresses_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
     read = MetricsReader.read
 
-    async def counted(reader: MetricsReader, address: str) -> list[process_metrics.MetricFamily]:
+    async def counted(
+        reader: MetricsReader, address: str, names: frozenset[str] = frozenset()
+    ) -> list[process_metrics.MetricFamily]:
         asked.append(address)
-        return await read(reader, address)
+        return await read(reader, address, names)
 
     monkeypatch.setattr(MetricsReader, "read", counted)
     return asked
@@ -242,6 +244,9 @@ async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
     asked = addresses_asked(monkeypatch)
     await asyncio.gather(*(gateway.render() for _ in range(20)))
     assert len(asked) <= 2 * len(set(asked)) == 4, "of the engine and of the directory"
+    asked.clear()
+    await asyncio.gather(*(gateway.render(names={f"baton_{number}"}) for number in range(20)))
+    assert len(asked) <= 3 * len(set(asked)) == 6, "the second asks for everything, which the others share"
 
 
 async def test_scrapes_that_allow_an_age_share_answers_and_may_name_families(
@@ -328,3 +333,30 @@ def test_labels_are_added_to_every_sample_and_heads_stay() -> None:
     )
     assert created.name == "baton_seen_created"
     assert collect(CollectorRegistry()) == []
+
+
+def test_families_are_collected_by_name_and_others_left_alone() -> None:
+    registry = CollectorRegistry()
+    for name in ("baton_seen", "baton_seen_twice"):
+        Counter(f"{name}_total", "What was seen.", registry=registry).inc()
+    Histogram("baton_wait_seconds", "How long.", registry=registry).observe(1.0)
+    for names in (["baton_seen_total"], ["baton_seen_created"], ["baton_wait_seconds", "baton_seen_twice_total"]):
+        assert sorted(family.name for family in collect(registry, {"gateway": "g"}, names)) == sorted(names)
+    assert collect(registry, names=["baton_none", "baton_seen"]) == []
+
+
+async def test_processes_are_asked_for_the_families_of_a_scrape_alone(app: Application) -> None:
+    engine, gateway = app.add_engine(), app.add_gateway("gateway-a")
+    reader = MetricsReader(KEY)
+    whole = await reader.read(engine.record.metrics_address)
+    wanted = frozenset([whole[0].name, "baton_none"])
+    assert await reader.read(engine.record.metrics_address, wanted) == whole[:1]
+    reader.close()
+    part = await gateway.render(names=wanted, max_age_s=60)
+    assert part.startswith(f"# HELP {whole[0].name} ".encode())
+    everything = await gateway.render(max_age_s=60)
+    assert part in everything
+    assert len(everything) > len(part)
+    app.metrics[0].prompt_tokens.inc(5)  # what is known of everything answers for a part of it
+    assert b" 5.0\n" not in await gateway.render(names={"baton_prompt_tokens_total"}, max_age_s=60)
+    assert b" 5.0\n" in await gateway.render(names={"baton_prompt_tokens_total"})

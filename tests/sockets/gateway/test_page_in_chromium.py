@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from baton.cluster.contracts import Role
 
-from ...helpers.chromium import PROGRAM, Tab, chromium
+from ...helpers.chromium import PROGRAM, Tab
 from ...helpers.gateway_service import Service
+from .page_checks import WIDTHS, check_fit
 from .page_fleets import busy, failing, list_gateway, load
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
 
 ANSWER = "the quick brown fox jumps over the lazy dog"
 QUESTION = "where to?"
-WIDTHS = (1440, 820, 390)
 IS_WHOLE = "document.querySelector('#stop').disabled"
-CUT = {  # elements -> a function that tells whether one of them does not fit into its place
-    ".tile dt, .tile .note": "(e) => e.scrollWidth > e.clientWidth",
-    ".panel td": "(e) => e.scrollWidth > e.clientWidth + 1",
-    ".panel table": "(e) => e.getBoundingClientRect().right > e.closest('.panel').getBoundingClientRect().right",
-}
 CONTROLS = ("skip", "key-button", "theme-button", "message", "send", "clear", "request-id")
-
-
-@pytest.fixture
-async def tab(tmp_path: Path) -> AsyncIterator[Tab]:
-    async with chromium(tmp_path / "chromium") as tab:
-        await tab.look(width=WIDTHS[0])
-        yield tab
 
 
 async def ask(tab: Tab, question: str) -> None:
@@ -57,7 +44,7 @@ async def test_a_busy_fleet_is_shown_with_its_latencies(start: Callable[..., Ser
         assert "42 GB/s" in await tab.text("#handoffs")
         assert await tab.text("#errors") == "None."
         assert "192.0.2.200:8000" in await tab.text("#gateways")
-    assert tab.faults == []
+        assert tab.faults == []
 
 
 async def test_figures_are_those_of_the_server(start: Callable[..., Service], tab: Tab) -> None:
@@ -175,7 +162,7 @@ async def test_an_answer_is_streamed_and_shows_where_it_ran(start: Callable[...,
         await ask(tab, "and then?")
         await tab.until("document.querySelectorAll('.served').length === 2")
         assert await tab.evaluate("document.querySelectorAll('.turn').length") == 4
-    assert tab.faults == []
+        assert tab.faults == []
 
 
 async def test_the_timeline_of_any_request_is_shown_by_its_id(start: Callable[..., Service], tab: Tab) -> None:
@@ -193,7 +180,7 @@ async def test_the_timeline_of_any_request_is_shown_by_its_id(start: Callable[..
             if name == "theirs":
                 timeline = await tab.text("#timeline")
                 assert all(text in timeline for text in ("/v1/completions", "200", "disaggregated", "decode_routed"))
-    assert [fault for fault in tab.faults if "404" not in fault] == []
+        assert [fault for fault in tab.faults if "404" not in fault] == []
 
 
 async def test_stop_ends_the_answer_in_the_engine(start: Callable[..., Service], tab: Tab) -> None:
@@ -257,15 +244,7 @@ async def test_it_fits_each_width_in_both_themes(start: Callable[..., Service], 
         dark = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, dark.strip("rgb()").split(","))) < 200) == (theme == "dark")
         for width in WIDTHS:
-            await tab.look(width=width, theme=theme)
-            for view in ("fleet", "playground"):
-                await tab.evaluate(f"document.querySelector('[data-show={view}]').click()")
-                assert await tab.evaluate(f"document.documentElement.scrollWidth <= {width}"), (width, view)
-                for parts, is_cut in CUT.items():
-                    cut = await tab.evaluate(
-                        f"[...document.querySelectorAll('{parts}')].filter({is_cut}).map((e) => e.outerHTML)"
-                    )
-                    assert cut == [], (width, view)
+            await check_fit(tab, width, theme)
             shown = "[...document.querySelectorAll('#fleet, #playground')].filter((e) => e.offsetParent).length"
             assert await tab.evaluate(shown) == (2 if width == WIDTHS[0] else 1)
 

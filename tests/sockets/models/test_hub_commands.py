@@ -94,6 +94,23 @@ def test_serve_refuses_a_name_before_ray_starts(client: Client, hub: HubServer) 
     assert done.stderr.startswith("error: model: demo/model is gated")
 
 
+GATEWAY = """
+import sys
+from baton.cluster.ingress.gateway_server import served_model
+from baton.cluster.spec import load_spec
+model = served_model(load_spec({"model": "demo/model", "fleets": {"unified": {}}}))
+print(model.model_id, model.tokenizer.decode(model.tokenizer.encode("def main():")))
+"""
+
+
+def test_a_gateway_fetches_the_tokenizer_and_the_config_and_no_weights(client: Client, hub: HubServer) -> None:
+    words = [sys.executable, "-c", GATEWAY]
+    done = subprocess.run(words, env=client.environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "demo/model def main():\n", done.stderr
+    assert hub.downloads("/tokenizer.json") != []
+    assert hub.downloads(".safetensors") == []
+
+
 LLM = """
 import sys
 from baton.engine import LLM, SamplingParams

@@ -13,7 +13,7 @@ import pytest
 from baton.cluster.cli.load.figures import MeasuredRequest, printed, quantile, summary
 from baton.cluster.cli.load.options import ServeLoad
 from baton.cluster.cli.load.plots import Scale, front, number
-from baton.cluster.cli.load.report import NoResult, read_result, report
+from baton.cluster.cli.load.report import NoResult, read_results, report
 
 
 def answers(count: int = 20, *, slower: float = 1.0, error: str = "") -> list[MeasuredRequest]:
@@ -122,11 +122,15 @@ def test_runs_without_an_answer_can_be_shown() -> None:
 def test_results_are_read_back_with_their_files_name(tmp_path: Path) -> None:
     file = tmp_path / "monday.json"
     file.write_text(json.dumps(run()))
-    assert read_result(file)["label"] == "monday"
+    assert [each["label"] for each in read_results(file)] == ["monday"]
+    file.write_text(json.dumps(run(), indent=2))
+    assert len(read_results(file)) == 1
+    file.write_text(f"{json.dumps(run())}\n{json.dumps(run() | {'label': 'noon'})}\n")
+    assert [each["label"] for each in read_results(file)] == ["monday 1", "noon"]
     for text in ("[]", "{}", "x", '{"runs": [{}]}'):
         file.write_text(text)
         with pytest.raises(NoResult, match=f"{file} is no result"):
-            read_result(file)
+            read_results(file)
 
 
 def test_ticks_are_round_and_lie_on_the_scale() -> None:

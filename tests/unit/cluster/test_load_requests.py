@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,71 @@ def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
         ({"metadata": ["=1"]}, "--metadata '=1': give KEY=VALUE"),
         (
             {"dataset_name": DataSet.TIMED_TRACE, "dataset_path": Path("x"), "request_rate": 1.0},
-            "leave --request-rate out, or change --trace-speed",
+            "leave --request-rate out, change --trace-speed, or give --no-self-timed",
         ),
+        ({"self_timed": True}, "--dataset-name timed_trace"),
+        ({"url": "http://a", "port": 9}, "leave --host and --port out"),
+        ({"endpoint": "v1/completions"}, "--endpoint v1/completions: give a path"),
+        ({"endpoint": "/v1/chat/completions"}, "needs --backend openai-chat"),
+        ({"endpoint": "/a/completions", "backend": Backend.OPENAI_CHAT}, "needs --backend openai"),
+        ({"chat_template_kwargs": "{}[", "backend": Backend.OPENAI_CHAT}, "--chat-template-kwargs is no JSON"),
+        ({"chat_template_kwargs": '{"a": 1}'}, "--chat-template-kwargs needs --backend openai-chat"),
+        ({"percentile_metrics": "ttft,client_queue_time"}, "--percentile-metrics client_queue_time: give ttft, "),
+        ({"dataset_name": DataSet.PREFIX_REPETITION, "dataset_path": Path("x")}, "prefix_repetition has no"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidLoad, match=said):
         load(**options).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "server"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"host": "a"}, "http://a:8000"),
+        ({"port": 9}, "http://127.0.0.1:9"),
+        ({"host": "::1", "port": 9}, "http://[::1]:9"),
+        ({"url": "https://a/b/v1"}, "https://a/b"),
+    ],
+)
+def test_the_server_is_a_url_or_a_host_and_a_port(options: dict[str, Any], server: str) -> None:
+    asked = load(**options)
+    asked.check()
+    assert asked.at(asked.route) == f"{server}/v1/completions"
+    assert load(**options, endpoint="/x").route == "/x"
+
+
+def test_prefixes_are_repeated_equally_often_before_other_tokens() -> None:
+    lengths = {"prefix_repetition_prefix_len": 9, "prefix_repetition_suffix_len": 3, "num_prompts": 12}
+    asked = {"dataset_name": DataSet.PREFIX_REPETITION, "prefix_repetition_num_prefixes": 4, **lengths}
+    found = requests_of(**asked)
+    assert {(len(each.prompt), each.output_tokens) for each in found} == {(12, 128)}
+    counts = Counter(tuple(each.prompt[:9]) for each in found)
+    assert sorted(counts.values()) == [3] * 4
+    assert len({tuple(each.prompt) for each in found}) == 12
+    assert [tuple(each.prompt[:9]) for each in found] != list(counts) * 3
+    in_turn = [tuple(each.prompt[:9]) for each in requests_of(**asked, disable_shuffle=True)]
+    assert in_turn == in_turn[:4] * 3
+    assert {each.output_tokens for each in requests_of(**asked, output_len=7)} == {7}
+
+
+def test_a_files_order_is_kept_if_asked(tmp_path: Path) -> None:
+    texts = [f"prompt number {number}" for number in range(20)]
+    lines = write(tmp_path / "lines.jsonl", *[{"prompt": text} for text in texts])
+    turns = tmp_path / "turns.json"
+    turns.write_text(json.dumps([conversation(text, "an answer") for text in texts]))
+    for dataset, path in ((DataSet.CUSTOM, lines), (DataSet.SHAREGPT, turns)):
+        asked = {"dataset_name": dataset, "dataset_path": path}
+        assert [each.prompt for each in requests_of(**asked, disable_shuffle=True)] == texts
+        assert [each.prompt for each in requests_of(**asked)] != texts
+
+
+def test_a_trace_is_sent_at_another_pace_if_asked(tmp_path: Path) -> None:
+    lines = [{"timestamp": 1000 * at, "input_length": 4, "output_length": 2, "hash_ids": [at]} for at in range(3)]
+    trace = {"dataset_name": DataSet.TIMED_TRACE, "dataset_path": write(tmp_path / "trace.jsonl", *lines)}
+    assert [each.at_s for each in requests_of(**trace)] == [0.0, 1.0, 2.0]
+    assert [each.at_s for each in requests_of(**trace, self_timed=False, request_rate=5.0)] == [None] * 3
 
 
 def test_burstiness_changes_how_even_arrivals_are_and_not_how_many() -> None:

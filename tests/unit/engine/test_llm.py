@@ -77,6 +77,7 @@ def test_logprobs_carry_the_tokens_text(text_llm: LLM) -> None:
     assert result.outputs[0].logprobs is not None
     for entry in result.outputs[0].logprobs:
         assert all(logprob.decoded_token == tokenizer.token_text(token) for token, logprob in entry.items())
+        assert all(logprob.token_bytes == tokenizer.token_bytes(token) for token, logprob in entry.items())
     assert result.prompt_logprobs is not None
     assert [list(entry) for entry in result.prompt_logprobs[1:] if entry is not None] == [[20], [30], [40]]
 

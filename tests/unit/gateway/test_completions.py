@@ -171,6 +171,19 @@ async def test_characters_split_over_tokens_are_never_broken_in_a_stream(service
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+async def test_log_probabilities_tell_the_bytes_of_parts_of_characters(service: Service) -> None:
+    fox = service.tokenizer.encode("🦊")
+    shown = ["".join(f"\\x{byte:02x}" for byte in service.tokenizer.token_bytes(token)) for token in fox]
+    scored = (await service.complete("a🦊", max_tokens=1, prompt_logprobs=0)).json()["choices"][0]["prompt_logprobs"]
+    assert [each["decoded_token"] for entry in scored[-len(fox) :] for each in entry.values()] == shown
+    service.script_chat("hello", "🦊")
+    answer = await service.chat("hello", max_tokens=20, logprobs=True, top_logprobs=1)
+    tokens = answer.json()["choices"][0]["logprobs"]["content"][: len(fox)]
+    assert [each["token"] for each in tokens] == shown
+    assert bytes(byte for each in tokens for byte in each["bytes"]).decode() == "🦊"
+    assert "\ufffd" not in answer.text
+
+
 async def test_a_character_that_never_ends_becomes_a_replacement_at_the_end(service: Service) -> None:
     service.script("hello", service.tokenizer.encode("🦊")[:2])
     response = await service.complete("hello", max_tokens=60)

@@ -160,7 +160,16 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "tools of a model without calls": ({"tools": [TOOL]}, "tools", "chat template"),
     "thoughts without a budget": ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "must be there"),
     "a budget of nothing": ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "least 1"),
-    "hidden thoughts": ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display", "'summarized'"),
+    "some thoughts": (
+        {"thinking": {"type": "adaptive", "display": "updates"}},
+        "thinking.display",
+        "'omitted'",
+    ),
+    "thoughts omitted that are off": (
+        {"thinking": {"type": "disabled", "display": "omitted"}},
+        "thinking.display",
+        "where the type is 'disabled'",
+    ),
     "an effort": ({"output_config": {"effort": "high"}}, "output_config.effort", "chat template"),
     "a format": ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "'json_schema'"),
     "a long schema": (

@@ -68,6 +68,7 @@ async def test_the_server_says_what_it_is(disaggregated: Service) -> None:
         "load_balancing": "internal",
         "engines": {"prefill": 1, "decode": 2},
         "apis": ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"],
+        "is_admin": False,
     }
 
 
