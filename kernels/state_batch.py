@@ -198,9 +198,9 @@ class StateBatch:
 
     @functools.cached_property
     def words(self) -> ctypes.Array[ctypes.c_int64]:
-        """What C++ reads of it, `StateBatch` of native/states.h: numbers, and addresses of its lists on a CPU."""
-        lists = (self.query_start, self.sources, self.targets, self.num_decodes)
-        lists += (self.chunk_start, self.checkpoints, self.seq_chunks)
+        """Numbers and addresses of its lists on a CPU, as C++ reads them: `StateBatch` of native/states.h."""
+        lists = [self.query_start, self.sources, self.targets, self.num_decodes]
+        lists += [self.chunk_start, self.checkpoints, self.seq_chunks]
         replay, of_replay = self.replay, [0] * 4
         if replay is not None:
             rows, starts, counts = (part.data_ptr() for part in (replay.rows, replay.starts, replay.counts))
