@@ -150,7 +150,10 @@ def latency(context: typer.Context, model: Model, options: LatencyOptions, json_
 @bench_app.command(context_settings=ENGINE_ARGS)
 @flat
 def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_file: JsonFile = None) -> None:
-    """Measure the decoding of one engine with drafts, of which a given share is right, beside one without."""
+    """Measure the decoding of one engine with drafts, of which a given share is right, beside one without.
+
+    With --speculative-config its own drafter is measured, which is mostly right where it guesses on the device.
+    """
     from baton.engine.offline.bench import RandomBatch
     from baton.engine.offline.bench_drafts import drafts as measure
 

@@ -61,6 +61,18 @@ def test_of_drafts_the_given_share_is_accepted(
         assert found["speedup"] == pytest.approx(found["output_throughput"] / found["baseline_throughput"])
 
 
+def test_a_drafter_of_the_engine_is_measured_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "Drafting", partial(drafting.Drafting, adapts=False))
+    itself = {"model": str(checkpoint), "num_speculative_tokens": 2}
+    args = {**ARGS, "device": "cpu", "speculative_config": itself}
+    result = bench_drafts.drafts(
+        str(checkpoint), [bench.RandomBatch(2, 20, 30)], num_drafts=3, acceptance=0.5, engine_args=args
+    )
+    assert result["speculative_config"] == itself
+    (found,) = result["batches"]
+    assert found["spec_decode_acceptance_length"] > 2.8
+
+
 def test_an_engine_that_does_not_guess_takes_no_drafter(checkpoint: Path) -> None:
     with bench.engine_for(str(checkpoint), ARGS) as llm, pytest.raises(ValueError, match="speculative_config"):
         llm.engine.core.draft_with(bench_drafts.InformedDrafter(lambda _, prompt: prompt, 1.0, 256))
