@@ -28,7 +28,7 @@ from ...helpers.baton_command import run_baton
 from ...helpers.free_ports import free_port
 from ...helpers.served import BATON
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(60), pytest.mark.slow]
 
 
 @pytest.fixture

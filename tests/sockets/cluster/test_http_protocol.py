@@ -16,6 +16,8 @@ import uvicorn
 from baton.cluster.ingress import http_protocol
 from baton.cluster.ingress.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
 
+pytestmark = pytest.mark.slow
+
 ARRIVAL_S = 1.0  # long enough for those who dawdle a little, on a machine that others use as well
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]

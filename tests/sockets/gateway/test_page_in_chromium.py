@@ -15,7 +15,7 @@ from ...helpers.gateway_service import Service
 from .page_checks import WIDTHS, check_fit
 from .page_fleets import busy, failing, list_gateway, load
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = [pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium"), pytest.mark.slow]
 
 ANSWER = "the quick brown fox jumps over the lazy dog"
 QUESTION = "where to?"

@@ -16,7 +16,7 @@ from ...helpers.gateway_service import Service, check_refused, until
 from ...helpers.recording_operator import RecordingOperator
 from .page_checks import WIDTHS, check_fit
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = [pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium"), pytest.mark.slow]
 
 CLIENT, ADMIN = "sk-one", "sk-ops"
 FIRST = "[data-drain='0']"

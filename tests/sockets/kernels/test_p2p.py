@@ -31,7 +31,7 @@ from ...helpers.aot import compile_for_h200
 from ...helpers.member_pool import MemberPool
 from .p2p_cases import COLLECTIVES, CPU, ROOM_BYTES, WAYS, Way, gpu, inputs_of, interpreted, make_files, map_memory
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 

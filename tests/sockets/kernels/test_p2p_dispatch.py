@@ -27,7 +27,7 @@ from ...helpers.member_pool import MemberPool
 from .dispatch_cases import EXPERTS, Exchange, Load, differences
 from .p2p_cases import CPU, ROOM_BYTES, gpu, interpreted, make_files, map_memory
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 HALF = torch.float16
 BLOCK = 64

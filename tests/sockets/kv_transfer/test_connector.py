@@ -27,7 +27,7 @@ from baton.kv_transfer.connector import TransferSettings
 from .connector_cases import QUICK, SMALL, wait_until
 from .engine_process import DEFAULT_SETTINGS, EngineProcess
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(120), pytest.mark.slow]
 
 LARGE = KVLayout(model="large", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 2 MB a block
 Start = Callable[..., EngineProcess]

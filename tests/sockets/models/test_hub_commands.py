@@ -14,6 +14,8 @@ from ...helpers.hub_server import COMMIT, HubServer
 from ...helpers.served import BATON
 from .hub_client import DEMO, Client
 
+pytestmark = pytest.mark.slow
+
 
 def application(folder: Path, **engine: Any) -> Path:
     file = folder / "application.yaml"

@@ -35,7 +35,7 @@ from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
 from ...helpers.tiny_shapes import wide_shape
 
-pytestmark = pytest.mark.timeout(600)  # of cold starts; each process has its own, shorter
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # of cold starts; each process has its own, shorter
 START_S = 240.0  # of an engine that finds no compiled kernel, and its answers
 EXPERTS = {"enable_expert_parallel": True}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}  # every prompt comes twice, and with it its answer

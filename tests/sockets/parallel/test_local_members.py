@@ -23,6 +23,8 @@ from baton.engine.parallel import GroupFailed
 from ...helpers.checkpoints import edit_config, write_checkpoint
 from ...helpers.local_member_processes import SOON_S, assert_members_end, members
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8] * 40]
 

@@ -26,6 +26,8 @@ from ...helpers.ipv6 import needs_ipv6
 from ...helpers.silent_proxy import SilentProxy
 from ...helpers.thread_groups import Closing, run_threads
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 30.0
 KEY = ClusterKey.generate()
 SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client}

@@ -20,6 +20,8 @@ from baton.engine.parallel import GroupFailed
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.local_member_processes import SOON_S, assert_members_end, cpu_seconds, members
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3 + (i * 37 + 11 * p * p) % 250 for p in range(5 + 9 * i)] for i in range(6)]
 PARAMS = [SamplingParams(temperature=0.0, max_tokens=4 + 5 * i, ignore_eos=True, n=1 + i % 2) for i in range(6)]
 EXPERTS = {"enable_expert_parallel": True}

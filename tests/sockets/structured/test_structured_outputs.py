@@ -19,6 +19,8 @@ from ...helpers.structured_cases import CASES, Case
 from ...helpers.structured_fixtures import VOCAB_SIZE
 from ...helpers.structured_requests import DRAWN, GREEDY, PROMPTS, all_requests, asking
 
+pytestmark = pytest.mark.slow
+
 PARAMS = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 
 

@@ -10,6 +10,8 @@ import pytest
 from baton.engine.offline import soak as module
 from baton.engine.offline.soak import SoakFailed, soak
 
+pytestmark = pytest.mark.slow
+
 DEMO = str(Path(__file__).parents[3] / "configs" / "demo" / "model")
 SMALL = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 

@@ -20,7 +20,7 @@ from baton.kernels.moe.gpu.grouped_gemm import COMBINE_BLOCK, COMBINE_WARPS, com
 from baton.kernels.moe.gpu.options import GemvOptions, MoeShape, ProductOptions, default_grouped
 from baton.kernels.moe.gpu.router import route_kernel
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 # Hidden size, width of an expert, top k
 SIZES = {name: (hidden_size, width, top_k) for name, (_, top_k, hidden_size, width) in bench.LARGE.items()}
