@@ -19,7 +19,6 @@ from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.arenas import arenas_of, divide_memory, draft_bytes, engine_caches, longest_sequence, needs_of
-from baton.engine.startup.speculation_limits import check_speculation
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import weight_bytes_of_rank
 from baton.kv_transfer.tiers.division import divide_bytes, fewest_bytes
@@ -189,7 +188,6 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
 def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
     config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
-    check_speculation(config)
     weights = weight_bytes_of_rank(model, config, device)
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)

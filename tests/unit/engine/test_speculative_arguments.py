@@ -17,7 +17,7 @@ from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, make_model
-from baton.engine.startup.speculation_limits import check_speculation
+from baton.engine.startup.model_config import check_speculation
 from baton.engine.startup.weight_counts import weights_of_rank
 
 from ...helpers.tiny_shapes import DIFFERENCES, SHAPE
