@@ -66,13 +66,14 @@ engine_config = EngineConfig.from_args({**engine_args, "speculative_config": spe
 config = read_model_config(engine_config)
 caches = engine_caches(config)
 most_drafts = 0 if speculation is None else speculation["num_speculative_tokens"]
-limits = StepLimits(40, most_tokens, 2048, most_drafts, guesses_on_device=engine_config.guesses_on_device)
-sizes = CudaShapes(limits, max_tokens=128)
+most_seqs = 12 if most_drafts else 40  # with drafts there are many more sizes
+limits = StepLimits(most_seqs, most_tokens, 2048, most_drafts, guesses_on_device=engine_config.guesses_on_device)
+sizes = CudaShapes(limits, max_tokens=64 if most_drafts else 128)
 linear_gpu.UNTUNED_MANY = {**linear_gpu.NOTHING, **TILES}  # as tuned, other kernels serve other numbers of tokens
 
 rng = random.Random(3)
 def any_step():
-    seqs = rng.choice([1, 2, 3, 7, 16, 33, 40])
+    seqs = rng.choice([count for count in (1, 2, 3, 7, 12, 16, 33, 40) if count <= most_seqs])
     tokens = rng.randint(129, most_tokens)
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
@@ -95,7 +96,7 @@ def any_request():
 
 def any_plans(step):
     # Some requests come, with some of their tokens known already; some of them decode; all go.
-    rows = rng.sample(range(40), rng.choice([1, 2, 3, 5, 9, 21, 40]))
+    rows = rng.sample(range(most_seqs), rng.choice([n for n in (1, 2, 3, 5, 9, 12, 21, 40) if n <= most_seqs]))
     longest = most_tokens // len(rows)
     starts, chunks = [], []
     for row in rows:
@@ -114,7 +115,7 @@ def any_plans(step):
         yield StepPlan(step, [], [], drafted, num_guesses=rng.choice([0, most_drafts]))
     if most_drafts:
         # Decodes with drafts beside prompts of others.
-        others = [row for row in range(40) if row not in rows][: rng.randint(0, 3)]
+        others = [row for row in range(most_seqs) if row not in rows][: rng.randint(0, 3)]
         tables = [[0] * 3] * len(caches.layout.groups)
         coming = [RowStart(row, str(row), [0] * 30, [], any_request(), 1, [2], tables) for row in others]
         prompts = [Chunk(start.row, 0, 30, True, [], start.sampling.prompt_logprobs is not None) for start in coming]
