@@ -29,6 +29,14 @@ def sum_of(metrics: str, name: str, labels: dict[str, str]) -> float:
     return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
+def command_line(process: Process) -> list[str]:
+    """Return the words of a process's command line, one at least: of one that has ended, an empty one."""
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return [""]
+
+
 class Server:
     """A `baton serve` process, and every process below it that was ever seen."""
 
@@ -65,8 +73,7 @@ class Server:
 
     def processes_named(self, title: str) -> list[Process]:
         """Return the processes to which Ray gave this name, the newest first."""
-        titles = {process: Path(f"/proc/{process.pid}/cmdline").read_bytes().decode() for process in self.look()}
-        found = [process for process, name in titles.items() if name.startswith(title)]
+        found = [process for process in self.look() if command_line(process)[0].startswith(title)]
         return sorted(found, key=lambda process: -process.started_ticks)
 
     def process_named(self, title: str) -> Process:
@@ -76,8 +83,7 @@ class Server:
     def gcs_address(self) -> str:
         """Return the address of its Ray cluster."""
         for process in self.look():
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
-            found = [word.partition("=")[2] for word in words if word.startswith("--gcs-address=")]
+            found = [word.partition("=")[2] for word in command_line(process) if word.startswith("--gcs-address=")]
             if found:
                 return found[0]
         raise AssertionError("no Ray process tells where its cluster is")
@@ -85,8 +91,8 @@ class Server:
     def logs(self) -> Path:
         """Return the folder of its Ray cluster's logs."""
         for process in self.look():
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
-            found = [Path(word.partition("=")[2]) for word in words if word.startswith(("--log_dir=", "--logs-dir="))]
+            words = [word for word in command_line(process) if word.startswith(("--log_dir=", "--logs-dir="))]
+            found = [Path(word.partition("=")[2]) for word in words]
             if found:
                 return found[0]
         raise AssertionError("no Ray process tells where its logs are")
