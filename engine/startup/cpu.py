@@ -17,16 +17,14 @@ from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
-from ..models import load_model
 from ..parallel.groups import ALL_ALONE
-from ..weights import loading_bar
 from ..worker.backends import DraftModel
 from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
 from .arenas import draft_bytes, engine_caches
-from .device import DeviceContext, load_draft_model, step_limits
+from .device import DeviceContext, load_models, step_limits
 from .kv_cache import allocate_drafts, allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
 
@@ -54,10 +52,7 @@ class CpuStartup:
             logger.warning("no compiled kernels, so an engine many times slower: %s", error)
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
-        groups = self._context.groups
-        with loading_bar() as progress:
-            model = load_model(model_config, progress=progress, groups=groups)
-            self._draft_model = load_draft_model(model_config, model, progress=progress, groups=groups)
+        model, self._draft_model = load_models(model_config, self._context.device, self._context.groups)
         return model
 
     def size_kv_cache(

@@ -21,9 +21,8 @@ from ..core.engine import EngineCoreConfig
 from ..core.layout import CacheLayout
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
-from ..models import load_model, stub_model
+from ..models import stub_model
 from ..parallel import ParallelGroups
-from ..weights import loading_bar
 from ..worker.backends import DraftModel, Model
 from ..worker.backends.cuda import CudaBackend
 from ..worker.backends.cuda_stream import CudaStream
@@ -31,7 +30,7 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .arenas import engine_caches
-from .device import DeviceContext, load_draft_model, step_limits, stub_draft_model
+from .device import DeviceContext, load_models, step_limits, stub_draft_model
 from .kv_cache import allocate_arenas, allocate_drafts, gpu_budget, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
@@ -78,10 +77,7 @@ class CudaStartup:
                 torch.cuda.empty_cache()
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
-        groups = self._groups
-        with loading_bar() as progress:
-            model = load_model(model_config, device=self._stream.device, progress=progress, groups=groups)
-            self._draft_model = load_draft_model(model_config, model, progress=progress, groups=groups)
+        model, self._draft_model = load_models(model_config, self._stream.device, self._groups)
         return model
 
     def size_kv_cache(

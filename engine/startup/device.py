@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,10 +16,11 @@ from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
+from ..layers.eagle3 import Eagle3Head
 from ..models import load_eagle3, load_model, stub_eagle3, stub_model
 from ..parallel.groups import ALL_ALONE, ParallelGroups
 from ..parallel.member import ALONE_MEMBER, Member
-from ..weights import Progress
+from ..weights import Progress, loading_bar
 from ..worker.backends import DraftModel
 from ..worker.shapes import StepLimits
 from .arenas import engine_caches
@@ -98,29 +99,49 @@ class DeviceStartup(Protocol):
         ...
 
 
+def load_models(
+    model_config: ModelConfig, device: torch.device, groups: ParallelGroups
+) -> tuple[CausalLM, DraftModel | None]:
+    """Load the model of a config, and its draft model or head where it has one, and show how far that is."""
+    with loading_bar() as progress:
+        model = load_model(model_config, device=device, progress=progress, groups=groups)
+        return model, load_draft_model(model_config, model, progress=progress, groups=groups)
+
+
 def load_draft_model(
     model_config: ModelConfig, model: CausalLM, *, progress: Progress, groups: ParallelGroups
 ) -> DraftModel | None:
     """Load the draft model or the head of a config, on the device of its `model`; None where there is none."""
-    config, device = model_config.draft_model, model.device
-    if config is None:
-        return None
-    caches = engine_caches(model_config).of_draft_model
-    if config.eagle3 is not None:
-        head = load_eagle3(config, model, device=device, progress=progress, groups=groups)
-        return DraftModel(caches, head=head)
-    return DraftModel(caches, model=load_model(config, device=device, progress=progress, groups=groups))
+    device = model.device
+    return _draft_model(
+        model_config,
+        lambda config: load_model(config, device=device, progress=progress, groups=groups),
+        lambda config: load_eagle3(config, model, device=device, progress=progress, groups=groups),
+    )
 
 
 def stub_draft_model(model_config: ModelConfig, model: CausalLM, groups: ParallelGroups) -> DraftModel | None:
-    """Return what launches the same kernels as `load_draft_model`, for a stub of the model."""
-    config, device = model_config.draft_model, model.device
+    """Return what launches the same kernels as that of `load_draft_model`, for a stub of the model."""
+    device = model.device
+    return _draft_model(
+        model_config,
+        lambda config: stub_model(config, device=device, groups=groups),
+        lambda config: stub_eagle3(config, model, device=device, groups=groups),
+    )
+
+
+def _draft_model(
+    model_config: ModelConfig,
+    make_model: Callable[[ModelConfig], CausalLM],
+    make_head: Callable[[ModelConfig], Eagle3Head],
+) -> DraftModel | None:
+    config = model_config.draft_model
     if config is None:
         return None
     caches = engine_caches(model_config).of_draft_model
     if config.eagle3 is not None:
-        return DraftModel(caches, head=stub_eagle3(config, model, device=device, groups=groups))
-    return DraftModel(caches, model=stub_model(config, device=device, groups=groups))
+        return DraftModel(caches, head=make_head(config))
+    return DraftModel(caches, model=make_model(config))
 
 
 def step_limits(config: EngineConfig, steps: StepSizes, max_model_len: int) -> StepLimits:

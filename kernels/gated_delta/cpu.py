@@ -19,8 +19,6 @@ from .gate import DeltaDrafts, Gate
 from .reference import normed
 
 SPAN = 32  # tokens that are taken at once: decays a dimension take SPAN * SPAN * K values a head
-
-
 GRANULE = 16  # head dimensions are taken in vectors of so many
 
 

@@ -97,6 +97,15 @@ def _answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list
     return [each.outputs[0] for each in llm.generate(prompts, own_seeds(params, len(prompts)), use_tqdm=False)]
 
 
+def _drafted(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Any], float]:
+    """Return answers, and the share of their drafts that were right."""
+    before = stats_of(llm)
+    found = _answers(llm, prompts, params)
+    after = stats_of(llm)
+    num_drafts = after.num_draft_tokens - before.num_draft_tokens
+    return found, (after.num_accepted_tokens - before.num_accepted_tokens) / num_drafts
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_answers_are_those_without_and_guesses_are_those_of_a_cpu(
     make: Callable[..., LLM], tmp_path: Path, drafter: str
@@ -111,8 +120,8 @@ def test_answers_are_those_without_and_guesses_are_those_of_a_cpu(
     rates = {}
     for name, params in kinds.items():
         for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):  # the last time from the prefix cache
-            eager, before = runner.captured.num_eager, stats_of(llm)
-            found = _answers(llm, prompts, params)
+            eager = runner.captured.num_eager
+            found, rates[name] = _drafted(llm, prompts, params)
             assert runner.captured.num_eager - eager <= 4, "decodes are captured steps"
             apart = [d for a, b in zip(found, expected[name], strict=False) for d in differences(a, b)]
             off = [sum(difference > bound for difference in apart) / len(apart) for bound in (ROUNDING, NEAR_TIE)]
@@ -123,21 +132,12 @@ def test_answers_are_those_without_and_guesses_are_those_of_a_cpu(
             else:
                 assert off[0] <= 0.05
                 assert off[1] == 0
-        after = stats_of(llm)
-        rates[name] = (after.num_accepted_tokens - before.num_accepted_tokens) / (
-            after.num_draft_tokens - before.num_draft_tokens
-        )
     stats = llm.engine.core.stats()
     assert stats.num_late_compilations == 0
     assert stats.num_blocks_free == stats.num_blocks
     there = make(model, speculative_config=config, device="cpu")
     for name, params in kinds.items():
-        before = stats_of(there)
-        _answers(there, PROMPTS, params)
-        after = stats_of(there)
-        rate = (after.num_accepted_tokens - before.num_accepted_tokens) / (
-            after.num_draft_tokens - before.num_draft_tokens
-        )
+        _, rate = _drafted(there, PROMPTS, params)
         print(f"{drafter}, {name}: {rates[name]:.3f} of the drafts right, {rate:.3f} on a CPU")
         assert abs(rates[name] - rate) < 0.1
         assert rate > 0.2 or name == "greedy"
