@@ -44,6 +44,7 @@ class EngineProfiler:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 name = f"{self._engine_id}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json.gz"
                 self._trace = EngineTrace(self._engine_id, self._node_ip, str(self._folder / name))
+                await asyncio.to_thread(_record_nothing)
                 await self._between_steps(self._begin)
                 self._began_s = time.monotonic()
                 self._limit = asyncio.create_task(self._stop_late())
@@ -66,14 +67,26 @@ class EngineProfiler:
             return EngineTrace(self._engine_id, self._node_ip, self._trace.path, seconds, size_bytes)
 
     def _begin(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        recording = profile(activities=activities)
+        recording = _recording()
         recording.start()
         self._profile = recording
 
     async def _stop_late(self) -> None:
         await asyncio.sleep(LONGEST_S)
         await self.stop()
+
+
+def _recording() -> profile:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
+
+
+def _record_nothing() -> None:
+    """Make the next recording begin at once: a process's first one imports 900 modules, which takes seconds.
+
+    In the step thread they would stand between two tokens of every request, and pass for a hang.
+    """
+    with _recording():
+        pass

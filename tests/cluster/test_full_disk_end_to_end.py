@@ -59,7 +59,6 @@ def clear(disk: Path) -> None:
 def test_each_engine_is_recorded_at_the_address_that_is_printed(server: Server) -> None:
     (line,) = [line for line in server.output().splitlines() if line.startswith("baton drain RANK")]
     words = ["profile", "--seconds", "1", *line.split()[3:]]
-    server.wait_until_whole(["prefill", "decode"])
     done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     _, *told = done.stdout.splitlines()
@@ -74,7 +73,6 @@ def test_each_engine_is_recorded_at_the_address_that_is_printed(server: Server) 
 def test_the_command_that_is_printed_drains_a_group(server: Server) -> None:
     """Other clusters may run on this machine: `auto` would not know which."""
     (line,) = [line for line in server.output().splitlines() if line.startswith("baton drain RANK")]
-    server.wait_until_whole(["prefill", "decode"])  # on a busy machine, the start of a trace may pass for a hang
     rank = server.rank_of("decode")["rank"]
     words = line.replace("RANK", str(rank)).split()[1:]
     done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=60)

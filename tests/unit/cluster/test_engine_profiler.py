@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,3 +89,32 @@ async def test_one_that_cannot_begin_says_so_and_the_next_can(tmp_path: Path) ->
         with pytest.raises(RuntimeError, match="has ended"):
             await profiler.start()
     assert await profiler.stop() is None
+
+
+FRESH_PROCESS = """
+import asyncio, sys
+from pathlib import Path
+from baton.cluster.engines.profiler import EngineProfiler
+
+imported = set()
+
+async def in_step_thread(work):
+    before = set(sys.modules)
+    await asyncio.to_thread(work)
+    imported.update(set(sys.modules) - before)
+
+async def record():
+    profiler = EngineProfiler("engine-1", "192.0.2.1", in_step_thread, Path(sys.argv[1]))
+    await profiler.start()
+    await profiler.stop()
+
+import torch
+asyncio.run(record())
+print(len(imported))
+"""
+
+
+def test_the_first_recording_of_a_process_imports_nothing_between_steps(tmp_path: Path) -> None:
+    """Several hundred modules, read from a cold disk, once passed for a step that hangs."""
+    done = subprocess.run([sys.executable, "-c", FRESH_PROCESS, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
