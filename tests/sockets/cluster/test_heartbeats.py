@@ -171,6 +171,7 @@ async def test_the_engine_ends_what_it_has_for_a_gateway_that_falls_silent(cut: 
     await cut.outputs.aclose()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_only_computes_for_long_is_not_taken_for_silent(cut: Cut) -> None:
     """Pings are answered by libzmq's thread, whatever the engine does."""
     await cut.stream_at_the_first_engine()

@@ -23,6 +23,7 @@ def write_sweep(file: Path) -> None:
     file.write_text(json.dumps({"sweep": "max_concurrency", "label": None, "runs": runs}))
 
 
+@pytest.mark.slow
 async def test_a_browser_shows_it_in_both_themes_without_a_fault(tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_sweep(tmp_path / f"{name}.json")

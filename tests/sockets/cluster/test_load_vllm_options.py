@@ -194,6 +194,7 @@ def test_requests_have_ids_of_their_run_if_asked(asked: Asked) -> None:
     assert sorted(map(str, ids)) == ["run-7-0", "run-7-1", "run-7-2"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("option", REFUSED)
 def test_options_that_cannot_work_are_refused_with_the_reason(asked: Asked, option: str) -> None:
     for words in (option, f"{option}=1"):

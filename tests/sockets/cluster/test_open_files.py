@@ -75,6 +75,7 @@ async def ask(port: int, path: str) -> tuple[bytes, bytes]:
     return head, body
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_connections_beyond_the_limit_of_open_files_are_answered_with_503(loop: str) -> None:

@@ -149,6 +149,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> float:
     return 0.5
 
 
+@pytest.mark.slow
 async def test_gateways_scraped_in_turn_give_the_same_series_and_counters_that_never_go_back(app: Application) -> None:
     first, second = app.add_engine(), app.add_engine()
     one, other = app.add_gateway("gateway-a"), app.add_gateway("gateway-b")

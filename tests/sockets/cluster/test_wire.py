@@ -168,6 +168,7 @@ async def test_a_gateway_that_only_the_directory_lost_hears_that_its_requests_ar
     assert await tokens_of(client.submit(record, make_request("b"))) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 async def test_a_step_that_hangs_shows(engine: CountingEngine, served: tuple[EngineServer, EngineRecord]) -> None:
     server = served[0]
     await asyncio.sleep(0.2)

@@ -26,6 +26,7 @@ def gateway() -> Iterator[AttackedGateway]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_a_gateway_answers_others_while_it_refuses_one(gateway: AttackedGateway, name: str) -> None:

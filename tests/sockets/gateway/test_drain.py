@@ -32,6 +32,7 @@ def serve(service: Service, model: ServedModel, *, drain_s: float, drain_timeout
     return server, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+@pytest.mark.slow
 async def test_it_says_so_first_and_still_takes_requests(service: Service, model: ServedModel) -> None:
     server, url = serve(service, model, drain_s=3.0, drain_timeout_s=5)
     async with httpx.AsyncClient(base_url=url, timeout=10) as http:
@@ -78,6 +79,7 @@ async def test_open_answers_end_behind_a_closed_port(service: Service, model: Se
         await asyncio.wait_for(draining, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_that_take_too_long_end_with_an_error(service: Service, model: ServedModel, stream: bool) -> None:
     engine = service.cluster.members[0]

@@ -89,6 +89,7 @@ async def test_events_come_as_they_are_made_and_who_leaves_is_missed(service: Se
     assert (await service.metrics())["baton_client_disconnects_total"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ["/health", "/live", "/metrics", "/v1/models", "/v1/cluster/ranks"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_checks_and_scrapers_get_whole_answers(service: Service, path: str, method: str) -> None:

@@ -81,6 +81,7 @@ REQUESTS: list[tuple[RequestKind, dict[str, Any]]] = [
 PADS = {RequestKind.MESSAGES: {"cache_control": PAD}}  # a field of any size without effect
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
 async def test_another_process_reads_a_body_as_this_one_does(
@@ -95,6 +96,7 @@ async def test_another_process_reads_a_body_as_this_one_does(
     assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
 
 
+@pytest.mark.slow
 async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     whole = await service.chat("hello", max_tokens=4, seed=1)
@@ -103,6 +105,7 @@ async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
     assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
 
 
+@pytest.mark.slow
 async def test_a_long_chat_of_a_few_bytes_is_rendered_elsewhere(start: Callable[..., Service]) -> None:
     """Templates may take a step for each pair of messages."""
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))
@@ -118,6 +121,7 @@ async def test_small_bodies_stay_in_this_process(start: Callable[..., Service]) 
     assert sum(value for name, value in samples.items() if name.startswith("baton_large_bodies_total")) == 0
 
 
+@pytest.mark.slow
 async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     refusals = [await service.complete("hello", temperature=-1), await service.complete("hello", temperature=-1, **PAD)]
@@ -126,6 +130,7 @@ async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[.
     assert (await service.metrics())['baton_large_bodies_total{outcome="refused"}'] == 1
 
 
+@pytest.mark.slow
 async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     text = "the fox " * 10_000
@@ -160,6 +165,7 @@ async def test_a_template_without_end_is_ended_and_hurts_nobody(
     assert samples['baton_large_bodies_total{outcome="read"}'] == 1
 
 
+@pytest.mark.slow
 async def test_a_body_that_takes_too_much_memory_is_refused(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +177,7 @@ async def test_a_body_that_takes_too_much_memory_is_refused(
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
@@ -180,6 +187,7 @@ async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) ->
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +206,7 @@ async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(
     assert [process.poll() for process in started] == [None, None]
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
@@ -211,6 +220,7 @@ async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., S
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_no_more_large_bodies_wait_than_may(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +239,7 @@ async def test_no_more_large_bodies_wait_than_may(
     assert [(await each).status_code for each in waiting] == [200] * 3
 
 
+@pytest.mark.slow
 async def test_a_million_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
     """Between them others have their turn."""
     sizes: list[int] = []
@@ -308,6 +319,7 @@ async def test_choices_begin_one_after_another_with_everyone_elses_turns_between
     assert all("other" in order[first:second] for first, second in itertools.pairwise(begun))
 
 
+@pytest.mark.slow
 async def test_a_long_answer_to_tokenize_is_written_in_pieces(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     content = json.dumps({"prompt": "the fox " * 20_000}).encode()

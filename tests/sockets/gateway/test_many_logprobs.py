@@ -40,6 +40,7 @@ def _body_with_many_logprobs(kind: RequestKind, *, stream: bool, prompt: bool) -
     return COMPLETIONS, {**asked, **(of_prompt if prompt else {}), "prompt": [5] * 100, "logprobs": 20}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "stream", "prompt"),
     [

@@ -24,6 +24,7 @@ SWITCH = "{% if enable_thinking is defined %}thinks {{ enable_thinking }} {% end
 EFFORT = "{% if reasoning_effort %}effort {{ reasoning_effort }} {% endif %}"
 
 
+@pytest.mark.slow
 async def test_words_are_a_text_block(responses: Service) -> None:
     responses.script(HELLO, "the 🦊 sleeps")
     answer = await ask(responses, headers={"x-request-id": "r1", "anthropic-version": "2023-06-01"})

@@ -87,6 +87,7 @@ def test_there_is_another_value_of_each_setting() -> None:
     assert in_place() == OTHER.keys() | OF_THE_SERVER | DRAWN
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHER)
 async def test_a_gateway_that_took_a_setting_is_as_one_that_started_with_it(
     start: Callable[..., Service], model: ServedModel, tmp_path: Path, name: str

@@ -73,6 +73,7 @@ async def gateway(service: Service, model: ServedModel, port: int) -> tuple[Http
     return server, listener
 
 
+@pytest.mark.slow
 async def test_no_connection_breaks_while_gateways_come_and_go(
     start: Callable[..., Service], model: ServedModel
 ) -> None:

@@ -25,6 +25,7 @@ PAINT = {"type": "function", "function": {"name": "paint"}}
 TWO_CALLS = "\n".join(["Well.", call("cut", '{"size": 1}'), call("fold", '{"size": 2}')])
 
 
+@pytest.mark.slow
 async def test_calls_are_told_from_words(tools: Service) -> None:
     script(tools, TWO_CALLS)
     (choice,) = (await tools.chat("hello", tools=TOOLS)).json()["choices"]

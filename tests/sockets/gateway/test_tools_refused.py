@@ -54,6 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "param"), REFUSED.values(), ids=REFUSED)
 async def test_tools_that_cannot_be_are_refused_with_the_place(
     start: Callable[..., Service], caller: ServedModel, asked: dict[str, Any], param: str

@@ -7,6 +7,8 @@ import json
 import subprocess
 from collections.abc import Callable
 
+import pytest
+
 from baton.cluster.contracts import Role
 
 from ...helpers.baton_command import run_baton
@@ -27,6 +29,7 @@ async def asked(service: Service) -> None:
     await asyncio.sleep(0.2)  # its next request comes after its interval
 
 
+@pytest.mark.slow
 async def test_top_shows_engines_latencies_and_failures_of_the_last_minute(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE)
     async with service.over_tcp() as url:
@@ -65,6 +68,7 @@ async def test_top_says_that_nobody_can_serve_and_that_nobody_answers(start: Cal
     assert f"no answer from {url}" in gone.stderr
 
 
+@pytest.mark.slow
 async def test_status_is_shown_again_and_again(service: Service) -> None:
     async with service.over_tcp() as url:
         people = await baton("status", "--url", url, "--watch", *FRAMES)
@@ -75,6 +79,7 @@ async def test_status_is_shown_again_and_again(service: Service) -> None:
     assert all(line["data"] for line in lines)
 
 
+@pytest.mark.slow
 async def test_status_goes_on_while_nobody_answers(service: Service) -> None:
     async with service.over_tcp() as url:
         watching = asyncio.create_task(

@@ -38,6 +38,7 @@ def start() -> Iterator[Start]:
         engine.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("holders", "readers"), [(1, 1), (1, 2), (2, 1)])
 def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, readers: int) -> None:
     prefill, decode = start("prefill", holders), start("decode", readers)

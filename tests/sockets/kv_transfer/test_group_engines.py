@@ -95,6 +95,7 @@ def hand_off(prefill: GroupEngine, decode: GroupEngine, requests: list[EngineReq
     return [begin + rest for begin, rest in zip(begun, tokens_of(decode, moved), strict=True)]
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_who_read_the_prompt_and_who_goes_on(engines: list[GroupEngine]) -> None:
     expected = tokens_of(engines[0], a_batch())
     assert len({tuple(answer) for answer in expected}) == len(expected)  # else the comparison would be blind
@@ -133,6 +134,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_most_of_a_long_prompt_has_arrived_when_prefill_ends_and_the_tokens_are_the_same(
     engines: list[GroupEngine],
 ) -> None:

@@ -84,6 +84,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_shuffled_blocks_and_runs_arrive_intact_whatever_the_sizes(engines: dict[int, EngineProcess]) -> None:
     rng, seeds = random.Random(0), itertools.count()
     for holder, reader in itertools.permutations(engines.values(), 2):

@@ -73,6 +73,7 @@ class TestBetweenProcesses:
             assert prefill.events(1, PATIENCE_S) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
         assert prefill.stats().buffer_blocks == decode.stats().buffer_blocks == 0
 
+    @pytest.mark.slow
     def test_blocks_of_a_prompt_that_grows_are_copied_as_they_are_written(
         self, pair: tuple[EngineProcess, EngineProcess]
     ) -> None:
@@ -294,6 +295,7 @@ class TestChoice:
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "family", "changes"),
     [

@@ -29,6 +29,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_answers_are_those_without_drafts(
     assert speculation.num_accepted_tokens > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize("method", ["mtp", "draft_model", "eagle3"])

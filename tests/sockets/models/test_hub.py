@@ -25,6 +25,7 @@ from .hub_client import DEMO, FETCH, INDEX, WEIGHTS, Client, finished
 TEXT = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
+@pytest.mark.slow
 def test_a_name_is_fetched_once_and_only_what_is_read(client: Client, hub: HubServer) -> None:
     fetched = client.fetch()
     assert fetched.files == sorted([*TEXT, WEIGHTS])
@@ -53,6 +54,7 @@ def test_of_divided_weights_the_files_of_the_index_come(client: Client, hub: Hub
     assert client.fetch().files == sorted([*TEXT, INDEX, *parts])
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_download(client: Client, hub: HubServer) -> None:
     hub.bytes_per_s = 8e6
     first, second = client.start(), client.start()
@@ -60,6 +62,7 @@ def test_two_processes_make_one_download(client: Client, hub: HubServer) -> None
     assert len(hub.downloads(WEIGHTS)) == 1
 
 
+@pytest.mark.slow
 def test_a_slow_download_tells_how_far_it_is(client: Client, hub: HubServer) -> None:
     hub.bytes_per_s = 8e6
     fetched = client.fetch()
@@ -94,6 +97,7 @@ def test_a_terminal_shows_bars_of_the_weights(client: Client) -> None:
     assert "\r\n\r\n\r\n\r\n" not in shown  # no line is kept for a bar that is not there
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_download_at_once_and_leaves_no_part(client: Client, hub: HubServer) -> None:
     hub.bytes_per_s = 1e5  # for two minutes
     process = client.start()
@@ -105,6 +109,7 @@ def test_ctrl_c_ends_a_download_at_once_and_leaves_no_part(client: Client, hub: 
     assert list(client.cache.glob("**/*.incomplete")) == []
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_goes_on_where_it_was(client: Client, hub: HubServer) -> None:
     chunk = 10 * 2**20  # which the library writes at once
     hub.break_after = [chunk - 1, chunk + 1]
@@ -119,12 +124,14 @@ def test_a_mirror_is_another_endpoint_and_a_cache_another_folder(client: Client,
     assert not list(client.cache.glob("models--*"))
 
 
+@pytest.mark.slow
 def test_another_revision_has_a_folder_of_its_own(client: Client, hub: HubServer) -> None:
     hub.revisions["v2"] = "d" * 40
     assert client.fetch(files="TEXT").folder.name == COMMIT
     assert client.fetch(files="TEXT", revision="v2").folder.name == "d" * 40
 
 
+@pytest.mark.slow
 def test_a_token_opens_what_is_gated(client: Client, hub: HubServer) -> None:
     hub.token, hub.gated = "hf_secret", True
     refused = client.fetch()
@@ -134,6 +141,7 @@ def test_a_token_opens_what_is_gated(client: Client, hub: HubServer) -> None:
     assert WEIGHTS in client.fetch().files
 
 
+@pytest.mark.slow
 def test_offline_the_cache_answers(client: Client, hub: HubServer) -> None:
     offline = {**client.environment, "HF_HUB_OFFLINE": "1"}
     without = Client(client.cache, offline).fetch()
@@ -148,6 +156,7 @@ def test_offline_the_cache_answers(client: Client, hub: HubServer) -> None:
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_leaves_the_cache(client: Client) -> None:
     fetched = client.fetch()
     client.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{free_port()}"
@@ -212,6 +221,7 @@ def test_a_revision_that_is_not_there_is_named(client: Client) -> None:
     assert "demo/model has no revision 'v9'" in client.fetch(revision="v9").message
 
 
+@pytest.mark.slow
 def test_what_arrived_wrong_is_not_kept(client: Client, hub: HubServer) -> None:
     hub.corrupt = True
     assert "was removed" in client.fetch().message
@@ -219,6 +229,7 @@ def test_what_arrived_wrong_is_not_kept(client: Client, hub: HubServer) -> None:
     assert (client.fetch().folder / WEIGHTS).read_bytes() == (DEMO / WEIGHTS).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["./model", "/models/demo", "../demo/model", "demo", "a/b/c"])
 def test_a_path_is_no_name(path: str, client: Client, hub: HubServer) -> None:
     assert client.fetch(path).folder == Path(path)

@@ -139,6 +139,7 @@ def test_divided_says_what_transformers_says(pool: MemberPool, folder_of: Callab
     assert [answer.token_ids for answer in ours.answers] == [reference_greedy(reference, p, 16) for p in PROMPTS]
 
 
+@pytest.mark.slow
 def test_chunks_cached_prefixes_preemption_and_steps_in_flight_change_nothing(
     pool: MemberPool, folder_of: Callable[[str], Path]
 ) -> None:
@@ -223,6 +224,7 @@ def serve_own(member: Member, config: EngineConfig, batches_of_ranks: Any) -> Se
     return serve(member, config, batches_of_ranks[member.dp_rank])
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_of_a_dense_model_serve_each_for_itself(
     pool: MemberPool, folder_of: Callable[[str], Path]
 ) -> None:

@@ -34,6 +34,7 @@ def sums(member: Member) -> list[torch.Tensor]:
         return [total.cpu() for total in totals]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "device"), [(2, "cpu"), (3, "cpu"), (4, "cpu"), ON_GPUS])
 def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(
     pool: MemberPool, ranks: int, device: str
@@ -144,6 +145,7 @@ def test_groups_are_of_the_ranks_that_belong_together(pool: MemberPool) -> None:
     assert pool.run(neighbours, True, dp=2) == [[[0], [0, 1], [0, 1]], [[1], [0, 1], [0, 1]]]
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_without_spread_experts_are_strangers(pool: MemberPool) -> None:
     first, second = [[0, 1], [0], [0]], [[0, 1], [1], [1]]
     third, fourth = [[2, 3], [2], [2]], [[2, 3], [3], [3]]

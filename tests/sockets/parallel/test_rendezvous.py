@@ -54,6 +54,7 @@ def meeting_by(link: SilentProxy, rank: int = 0) -> RendezvousClient:
     return RendezvousClient(link.address.removeprefix("tcp://"), rank, timeout_s=600.0)
 
 
+@pytest.mark.slow
 def test_a_rendezvous_that_takes_a_hello_and_never_answers_is_an_error(link: SilentProxy) -> None:
     link.silence()
     with pytest.raises(GroupFailed, match=r"rank 0 finds no rendezvous at 127\.0\.0\.1:\d+: "):
@@ -131,6 +132,7 @@ class Pair:
             end.groups.wait_closed(SOON_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_no_port_of_a_group_minds_what_strangers_say_between_steps_or_in_one(
     monkeypatch: pytest.MonkeyPatch, host: str

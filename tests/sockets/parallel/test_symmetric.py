@@ -112,6 +112,7 @@ def share_over_rendezvous(member: Member) -> Any:
         return told, with_peer_memory("tp/0", group, meeting, CPU) is group
 
 
+@pytest.mark.slow
 def test_members_exchange_what_they_need_and_agree_to_do_without(pool: MemberPool) -> None:
     for told, is_same in pool.run(share_over_rendezvous, tp=2):
         assert told == [["first of 0", "first of 1"], ["second of 0", "second of 1"]]

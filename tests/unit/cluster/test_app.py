@@ -157,6 +157,7 @@ def versions(parts: dict[str, serve.Deployment], args: dict[str, Any], *given: A
     return {name: target.version for name, target in targets.items() if target.version is not None}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["internal", "hybrid"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_of_gateways_that_changes_restarts_no_engine(deployed: Any, mode: str, name: str) -> None:

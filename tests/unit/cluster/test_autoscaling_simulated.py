@@ -41,6 +41,7 @@ def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_t
     assert scaled.changes >= 3, "up and down"
 
 
+@pytest.mark.slow
 def test_a_steady_load_changes_nothing_once_it_is_served() -> None:
     arrivals = bursts(TrafficShape(300, 2.0, 1024, 32), every_s=1000.0, lasting_s=1.0, times=1.0)
     assert simulated(Autoscaled(SLOW), arrivals).changes <= 1
@@ -54,11 +55,13 @@ def test_an_application_without_engines_answers_its_first_request_when_they_have
     assert outcome.gpu_seconds < 2 * 20.0, "two groups, from the first request on"
 
 
+@pytest.mark.slow
 def test_the_same_simulation_gives_the_same_figures() -> None:
     arrivals = tides(TrafficShape(150, 4.0, 1024, 16), period_s=60.0)
     assert simulated(Autoscaled(SLOW), arrivals) == simulated(Autoscaled(SLOW), arrivals)
 
 
+@pytest.mark.slow
 def test_the_command_compares_and_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     words = ["--num-prompts", "40", "--input-len", "512", "--output-len", "8", "--json", str(file)]

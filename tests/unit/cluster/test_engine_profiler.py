@@ -114,6 +114,7 @@ print(len(imported))
 """
 
 
+@pytest.mark.slow
 def test_the_first_recording_of_a_process_imports_nothing_between_steps(tmp_path: Path) -> None:
     """Several hundred modules, read from a cold disk, once passed for a step that hangs."""
     done = subprocess.run([sys.executable, "-c", FRESH_PROCESS, tmp_path], capture_output=True, text=True, timeout=60)

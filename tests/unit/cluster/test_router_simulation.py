@@ -45,6 +45,7 @@ def conversations() -> list[RequestArrival]:
     return shared(SHAPE, num_systems=4, num_conversations=16)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
 def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
@@ -138,6 +139,7 @@ def test_an_engine_that_was_slow_for_a_minute_has_its_share_again_within_two(
     assert run(fleets, "exact", arrivals)[0].first_engine[7] == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_stays_slow_gets_a_few_requests_a_minute() -> None:
     fleets = SimulatedFleets(num_unified=4, num_gateways=2, slow=SlowSpell(5.0))
     arrivals = unshared(TrafficShape(num_requests=1500, rate_per_s=6, prompt_tokens=1024, output_tokens=8))
@@ -177,6 +179,7 @@ class ClosedLoop(RouterSimulation):
         return sorted(each.last_s - each.arrival.at_s for each in self.served.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_behind_a_slow_link_two_engines_serve_two_clients_as_unified_ones_do(seed: int) -> None:
     rng = random.Random(seed)
@@ -281,11 +284,13 @@ def test_the_command_shows_a_table_and_writes_the_figures(tmp_path: Path) -> Non
     assert "need each other" in refused.output
 
 
+@pytest.mark.slow
 def test_a_replay_loads_no_torch() -> None:
     program = "import sys, baton.cluster.simulation.router_simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gateways", [1, 8])
 def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways: int) -> None:
     """The engine that has the prefix is the best place until its queue costs more than to read it elsewhere."""

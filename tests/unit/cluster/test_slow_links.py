@@ -63,6 +63,7 @@ def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:
         assert sum(times_s) <= WORSE * sum(unified[figure]), figure
 
 
+@pytest.mark.slow
 def test_hand_offs_over_a_slow_link_are_what_would_have_cost_the_clients() -> None:
     always, _ = run(DIVIDED, drawn("unshared"), SLOW, "power-of-two")
     measured, _ = run(DIVIDED, drawn("unshared"), SLOW)
@@ -70,6 +71,7 @@ def test_hand_offs_over_a_slow_link_are_what_would_have_cost_the_clients() -> No
     assert always.latency_p50_ms > 10 * measured.latency_p50_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gb_per_s", [25.0])
 def test_over_a_fast_link_every_prompt_is_handed_over(gb_per_s: float) -> None:
     report, _ = run(DIVIDED, drawn("unshared"), link(gb_per_s))
@@ -87,6 +89,7 @@ def changing(arrivals: list[RequestArrival], first: Speed, at_s: float, then: Sp
     return simulation
 
 
+@pytest.mark.slow
 def test_a_link_that_becomes_slow_costs_the_first_requests_only() -> None:
     """Each pair of engines finds out by a hand-off that is under way, and each gateway hears of it at once."""
     arrivals = unshared(dataclasses.replace(SHAPE, num_requests=400))
@@ -119,6 +122,7 @@ def test_a_link_that_recovers_is_found_out_by_trials_that_cost_little() -> None:
     assert sum(each.handed_off for each in after) > 0.9 * len(after)
 
 
+@pytest.mark.slow
 def test_trials_cost_all_clients_together_hardly_anything() -> None:
     arrivals = mixed(300)
     unified, divided = (sum(latencies_s(run(fleets, arrivals, SLOW)[1])) for fleets in (UNIFIED, DIVIDED))

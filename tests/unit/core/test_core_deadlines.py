@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.engine.core.messages import EngineOutput, ErrorKind
 from baton.engine.core.requests.request import Request
 from baton.engine.core.scheduling.request_table import SPARE_ENTRIES, Deadlines
@@ -83,6 +85,7 @@ def test_each_is_told_once_and_in_the_order_of_the_deadlines() -> None:
     assert [each.request_id for each in deadlines.take_expired()] == ["r0"]
 
 
+@pytest.mark.slow
 def test_requests_that_are_over_do_not_pile_up() -> None:
     clock = Clock()
     harness = harness_with(clock)

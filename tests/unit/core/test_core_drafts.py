@@ -95,6 +95,7 @@ def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(
     assert {answer.finish_reason for answer in engine.answers.values()} == {FinishReason.LENGTH}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
 def test_states_follow_what_was_accepted_and_checkpoints_hold_no_draft(depth: int, errors: float) -> None:

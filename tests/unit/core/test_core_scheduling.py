@@ -72,6 +72,7 @@ class TestOneRule:
         started = [start.request_id for plan in engine.runner.plans for start in plan.started_rows]
         assert started == ["urgent", "early", "late"]
 
+    @pytest.mark.slow
     def test_those_that_ended_behind_others_in_the_queue_do_not_pile_up(self) -> None:
         engine = Harness(config(max_num_seqs=1))
         engine.add(request("runs", 3, max_tokens=50), request("next", 3, max_tokens=2))

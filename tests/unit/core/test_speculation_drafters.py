@@ -169,6 +169,7 @@ def test_the_more_frequent_continuation_is_guessed_until_too_few_agree() -> None
     assert most_frequent([[], []], 0.0) == []
 
 
+@pytest.mark.slow
 def test_recent_answers_are_bounded_in_number_and_tokens() -> None:
     drafter, draw = suffix(cached=8), random.Random(0)
     answers = [[draw.randrange(10_000) for _ in range(50)] for _ in range(100)]

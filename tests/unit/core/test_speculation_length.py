@@ -28,6 +28,7 @@ def test_it_is_never_much_slower_than_without(device: Device, rate: float | None
     assert done.slowdown(device, num_requests) <= MOST_SLOWDOWN
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_requests", "rate", "times"),
     [(1, 0.6, 2.0), (1, 0.9, 4.0), (8, 0.3, 1.2), (8, 0.6, 1.9), (8, 0.9, 3.7), (64, 0.6, 1.25), (64, 0.9, 2.0)],
@@ -39,6 +40,7 @@ def test_on_a_device_bound_by_its_memory_it_comes_near_the_best_number(
     assert 1 / done.slowdown(memory_bound, num_requests) >= times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_requests", "rate"), [(1, 0.6), (1, 0.9), (8, 0.3), (64, 0.9)])
 def test_guesses_that_are_made_a_step_ahead_are_nearly_as_many(num_requests: int, rate: float) -> None:
     ahead, late = (
@@ -57,6 +59,7 @@ def test_guesses_that_are_made_a_step_ahead_are_made_and_tried_seldom_where_they
     assert done.drafts > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     ("num_requests", "rate", "times"), [(1, 0.6, 1.5), (1, 0.9, 2.7), (8, 0.6, 1.35), (64, 0.9, 1.5)]
@@ -68,6 +71,7 @@ def test_guesses_that_the_device_makes_in_a_tenth_of_a_step_are_worth_it(
     assert 1 / done.slowdown(memory_bound, num_requests) >= times
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_requests", [1, 64])
 @pytest.mark.parametrize(("rate", "share"), [(0.0, 0.1), (0.6, 3.0)])

@@ -89,6 +89,7 @@ def test_layers_are_grouped_by_what_they_keep(folders: Callable[[str], Path]) ->
         assert [place.index for place in places if place.group == number] == list(range(len(group.layers)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -105,6 +106,7 @@ def test_random_lives_are_those_with_one_group(
     assert ours.stats().prefix_cache_hits > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_arenas_preempt_and_change_no_answer(folders: Callable[[str], Path], variant: str) -> None:
     config = load_config(folders(variant), dtype="float32")

@@ -96,6 +96,7 @@ def test_batches_that_shrink_and_grow_give_the_answers_of_steps_without_graphs(
         assert (sum(4 + 9 * i for i in range(6)), 6) in served, "all prompts in one step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [8, 32, 100])
 def test_chunks_of_prompts_beside_decodes_give_the_answers_of_steps_without_graphs(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]], budget: int
@@ -135,6 +136,7 @@ def test_sizes_that_cannot_be_recorded_go_on_without_graphs(
         assert set(served) == {(1, 1), (2, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["olmo2", "gemma2", "gemma3_text"])
 def test_steps_of_a_model_with_norms_behind_its_layers_are_recorded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]

@@ -51,6 +51,7 @@ def cuda_backend(max_tokens: int) -> CudaBackend:
     return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=max_tokens), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])

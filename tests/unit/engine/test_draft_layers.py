@@ -65,6 +65,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_draft_layer(tmp_path_factory.mktemp("drafting") / "qwen3_next", "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 16, "async_scheduling": True}], ids=["", "chunked"])
@@ -76,6 +77,7 @@ def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
     assert stats.num_accepted_tokens > 10 or params is not HOT
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
@@ -155,6 +157,7 @@ def engines(folder: Path) -> Engines:
     return Engines(load_config(folder, dtype="float32", drafts=True), LIMITS)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("captured", [True, False])
@@ -171,6 +174,7 @@ def test_steps_as_a_gpu_runs_them_guess_the_same(
     assert stats.num_preemptions > 0 or num_blocks == 64
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 def test_edited_draws_of_a_gpu_are_checked_against_drafts(engines: Engines, depth: int) -> None:

@@ -51,6 +51,7 @@ def guessing(model: Path) -> dict[str, Any]:
     return {"model": str(model), "num_speculative_tokens": MOST}
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
@@ -131,6 +132,7 @@ def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, 
     assert stats.speculation.num_accepted_tokens > 30
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("knows", [True, False])

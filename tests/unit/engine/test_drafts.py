@@ -72,6 +72,7 @@ def check(stats: SpeculationStats | None, errors: float) -> None:
         assert 0.1 < stats.acceptance_rate < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
@@ -102,6 +103,7 @@ def close(ours: Any, theirs: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @KINDS
 @pytest.mark.parametrize("ahead", [False, True])
@@ -125,6 +127,7 @@ def test_requests_that_were_handed_over_or_migrated_go_on_as_without_drafts(
         assert [token for output in outputs for token in output.token_ids] == expected[int(request_id)][9:]
 
 
+@pytest.mark.slow
 def test_right_drafts_save_steps(llm: LLM, make_llm: Callable[..., LLM], drafts: Any) -> None:
     undisturbed(llm, drafts, HOT)
     speculative = make_llm(speculative_config=SPECULATIVE, max_num_seqs=1)

@@ -43,6 +43,7 @@ def guessing(folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": MOST}
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_
     assert all(expected), "random numbers decide most draws, so some guesses are right"
 
 
+@pytest.mark.slow
 def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, head: Path) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
     config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(head)}))

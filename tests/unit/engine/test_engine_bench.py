@@ -28,6 +28,7 @@ def test_latency_reports_every_iteration(checkpoint: Path) -> None:
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
+@pytest.mark.slow
 def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
     result = bench.startup(str(checkpoint), num_iters_cold=0, num_iters_warm=1, engine_args=ARGS)
     assert result["avg_warm_startup_time"] > sum(result["warm_startup_phases"].values()) > 0
@@ -45,6 +46,7 @@ def test_percentiles_interpolate() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("acceptance", "fewest", "most"), [(0.0, 1.0, 1.0), (1.0, 3.0, 4.0)])
 def test_of_drafts_the_given_share_is_accepted(
     checkpoint: Path, acceptance: float, fewest: float, most: float, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ def alone(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> lis
     ]
 
 
+@pytest.mark.slow
 @PARAMS
 def test_the_reference_says_something(llm: LLM, params: SamplingParams) -> None:
     """A model that repeats one token would make every comparison below blind."""
@@ -45,11 +46,13 @@ def test_the_reference_says_something(llm: LLM, params: SamplingParams) -> None:
     assert len({token for answer in answers for token in answer}) > 40
 
 
+@pytest.mark.slow
 @PARAMS
 def test_batched_equals_alone(llm: LLM, params: SamplingParams) -> None:
     assert continue_all(llm, PROMPTS, params) == alone(llm, PROMPTS, params)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("chunk", [8, 16, 50])
@@ -80,6 +83,7 @@ def test_a_prompt_that_shares_half_its_blocks_with_another_equals_one_that_share
     assert cached.engine.core.stats().prefix_cache_hits == 64
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("caching", [False, True])

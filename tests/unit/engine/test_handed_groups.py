@@ -68,6 +68,7 @@ def alone(core: EngineCore, requests: list[EngineRequest]) -> list[list[int]]:
     return [[token for step in steps[each.request_id] for token in step.token_ids] for each in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_room", [Room, GrowingRoom], ids=["at the end", "early"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_here_and_decode_there_draws_what_one_engine_draws(

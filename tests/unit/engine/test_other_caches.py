@@ -32,6 +32,7 @@ def make_latent_llm(folder: Path) -> Callable[..., LLM]:
     return lambda **args: LLM(str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=8, **args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [8, 256])
 def test_latents_in_the_prefix_cache_serve_later_requests(
     make_latent_llm: Callable[..., LLM], yardstick: Any, chunk: int
@@ -46,6 +47,7 @@ def test_latents_in_the_prefix_cache_serve_later_requests(
             assert tokens == expected.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_a_pool_too_small_for_all_requests_preempts_and_gives_the_same_tokens(
     make_latent_llm: Callable[..., LLM], yardstick: Any
 ) -> None:

@@ -203,6 +203,7 @@ def test_answers_are_those_without_drafts_to_the_bit(
     check_drafts(core, errors)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("errors", "depth"), [(0.0, 1), (0.3, 2), (1.0, 2)])
@@ -218,6 +219,7 @@ def test_random_requests_are_answered_as_without_drafts_and_again_from_checkpoin
     assert core.stats().prefix_cache_hits > 4 * CHECKPOINTS
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -298,6 +300,7 @@ def test_steps_of_a_gpu_answer_the_same(
     check_drafts(core, 0.3, at_least=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculation", [{"method": "ngram", "prompt_lookup_max": 2}, {"method": "suffix"}], ids=["ngram", "suffix"]
 )
@@ -342,6 +345,7 @@ def test_drafts_of_the_engines_own_drafters_change_nothing(
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 def test_one_draft_too_many_or_too_few_in_a_replay_shows(

@@ -74,6 +74,7 @@ def engine_of(
     return EngineCore(core_config, runner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -85,6 +86,7 @@ def test_random_requests_are_answered_as_without_any_cache(folder: Path, kind: s
     assert ours.stats().prefix_cache_hits > 4 * CHECKPOINTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("architecture", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
 def test_hybrids_of_mamba_answer_as_without_any_cache(
@@ -100,6 +102,7 @@ def test_hybrids_of_mamba_answer_as_without_any_cache(
     assert small.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(13, 60), (100, 2), (14, 4)])
 def test_small_arenas_change_no_answer(folder: Path, num_blocks: int, num_slots: int) -> None:
     ours = engine_of(folder, num_blocks=num_blocks, num_slots=num_slots)
@@ -114,6 +117,7 @@ def test_an_engine_with_states_warms_up(folder: Path, kind: str) -> None:
     assert all(bool(arena.any()) for arena in arenas), "steps before the first request write to every arena"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "olmo_hybrid", "falcon_h1", "nemotron_h"])
 def test_prompts_longer_than_a_checkpoint_are_answered_as_transformers_does_and_then_from_the_cache(
     architecture: str, tmp_path: Path

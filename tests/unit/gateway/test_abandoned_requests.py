@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -148,6 +149,7 @@ async def play(roles: list[Role], progressive: bool, events: list[tuple[str, obj
         await world.cluster.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(FLEETS), st.booleans(), EVENTS)
 def test_nothing_is_left_of_requests_that_nobody_wants(

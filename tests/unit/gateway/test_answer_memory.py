@@ -62,6 +62,7 @@ async def test_large_answers_share_a_quarter_and_others_go_on(start: Callable[..
     assert held_bytes(service) == 0
 
 
+@pytest.mark.slow
 async def test_answers_without_log_probabilities_hold_little(start: Callable[..., Service]) -> None:
     """Their deltas are joined as they come, so that many long ones fit."""
     service = start(Role.UNIFIED, request_memory_bytes=MIB)

@@ -280,6 +280,7 @@ async def test_calls_that_must_come_fit_and_so_do_strict_ones_and_words(bound: S
             assert family not in FINAL or choice["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 async def test_grammars_let_models_write_marks_in_tokens_of_their_own(bound: Service, family: str) -> None:
     script(bound, BEGUN[family], tools=TOOLS, end=False)
     asked = {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True, "max_tokens": 300}

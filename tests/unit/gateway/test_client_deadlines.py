@@ -88,6 +88,7 @@ async def test_who_finds_nobody_to_serve_it_waits_no_longer_either(start: Callab
     assert refusal(await ask(start(), {FIRST_TOKEN: "100"})) == (408, "first_token_timeout", False)
 
 
+@pytest.mark.slow
 async def test_an_answer_whose_first_token_came_in_time_may_take_longer(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE)
     service.cluster.members[1].step_s = 0.06

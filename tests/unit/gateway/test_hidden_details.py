@@ -52,6 +52,7 @@ def logged() -> Iterator[dict[str, list[str]]]:
     logger.setLevel(level)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, INLINE_BYTES], ids=["in the event loop", "in another process"])
 @pytest.mark.parametrize("template", BROKEN_TEMPLATES.values(), ids=BROKEN_TEMPLATES)
 async def test_a_template_that_fails_shows_no_classes(

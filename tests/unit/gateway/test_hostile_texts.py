@@ -51,6 +51,7 @@ def with_text(body: dict[str, Any], place: JsonPath, text: str) -> bytes:
     return json.dumps(changed).replace('"here"', text).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_the_requests_are_right_as_they_are(service: Service, name: str) -> None:
     path, body = REQUESTS[name]

@@ -191,6 +191,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param", "reason"), WRONG.values(), ids=WRONG)
 async def test_what_is_wrong_is_named(service: Service, fields: dict[str, Any], param: str, reason: str) -> None:
     error = await refused(service, fields)
@@ -297,6 +298,7 @@ BLOCK = st.dictionaries(WORDS, JSON | st.sampled_from(KINDS), max_size=5) | JSON
 TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.lists(BLOCK, max_size=3)})
 
 
+@pytest.mark.slow
 @given(st.dictionaries(WORDS, JSON, max_size=4), st.lists(TURN | JSON, max_size=4))
 def test_whatever_is_asked_is_read_or_refused(fields: dict[str, Any], turns: list[Any]) -> None:
     with suppress(ApiError):

@@ -49,6 +49,7 @@ async def check_one_died(service: Service) -> None:
     await service.cluster.settled()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("roles", FLEETS.values(), ids=FLEETS)
 @pytest.mark.parametrize("after_tokens", [1, 2, 9])
@@ -78,6 +79,7 @@ def joined(body: str, count: int) -> list[dict[str, Any]]:
     return choices
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CAN_STREAM)
 @pytest.mark.parametrize("after_tokens", [1, 5])
 async def test_streams_are_equal(start: Callable[..., Service], name: str, after_tokens: int) -> None:

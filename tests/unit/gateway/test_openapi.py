@@ -64,6 +64,7 @@ async def test_its_examples_work(service: Service, path: str) -> None:
     check(response.json(), operation["responses"]["200"]["content"]["application/json"]["schema"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", GENERATING)
 async def test_events_of_streams_are_as_it_says(responses: Service, path: str) -> None:
     operation = DOCUMENT["paths"][path]["post"]
@@ -189,6 +190,7 @@ def bodies() -> st.SearchStrategy[tuple[str, Any]]:
     return st.sampled_from(TAKING_BODIES).flatmap(of)
 
 
+@pytest.mark.slow
 async def test_whatever_is_sent_is_answered_as_it_says(
     start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend
 ) -> None:

@@ -184,6 +184,7 @@ async def test_null_is_no_prediction(service: Service) -> None:
     assert DETAILS not in await usage_of(service, prediction=None, max_tokens=100)
 
 
+@pytest.mark.slow
 async def test_a_long_body_is_read_in_a_process_of_its_own(guessing: Service) -> None:
     messages = [{"role": "user", "content": "hello"}]
     body = json.dumps({"model": "tiny", "messages": messages, **predicted(ANSWER)})

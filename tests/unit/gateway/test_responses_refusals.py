@@ -187,6 +187,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param", "reason"), WRONG.values(), ids=WRONG)
 async def test_what_is_wrong_is_named(service: Service, fields: dict[str, Any], param: str, reason: str) -> None:
     error = await refused(service, fields)

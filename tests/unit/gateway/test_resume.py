@@ -63,6 +63,7 @@ def by_choice(events: list[Event]) -> list[Any]:
     return sorted((event.data for event in events[:-1]), key=lambda data: [part["index"] for part in data["choices"]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
 async def test_the_events_behind_each_event_come_from_another_gateway(

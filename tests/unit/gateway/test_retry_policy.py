@@ -122,6 +122,7 @@ def test_every_failure_of_an_engine_has_a_row() -> None:
     assert set(RETRY_POLICY) == set(Failure)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("failure", "rung"), ROWS, ids=[f"{failure}-{rung}" for failure, rung in ROWS])
 async def test_a_failure_leads_to_each_of_its_rungs(
     start: Callable[..., Service], expected: str, failure: Failure, rung: Rung | None
@@ -217,6 +218,7 @@ def test_the_page_has_the_retry_policys_table() -> None:
     assert set(RetryCharge) == {rule.pays for rule in RETRY_POLICY.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [1, 2])
 async def test_all_streams_of_an_engine_that_is_killed_go_on(start: Callable[..., Service], deaths: int) -> None:
     """More than the retry budget holds: a death is no sign that retries do harm."""

@@ -41,6 +41,7 @@ async def test_gateways_agree_on_a_sessions_home(start: Callable[..., Service]) 
     assert users(services[0], Role.UNIFIED) == users(services[1], Role.UNIFIED)
 
 
+@pytest.mark.slow
 async def test_a_conversation_goes_on_where_its_blocks_are_without_a_session(start: Callable[..., Service]) -> None:
     service = start(*[Role.UNIFIED] * 4)
     history = list(range(4, 60))

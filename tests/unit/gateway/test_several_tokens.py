@@ -143,6 +143,7 @@ OF_CHATS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("answer", [REASONED, CALLED], ids=["words", "calls"])
 @pytest.mark.parametrize("fields", OF_CHATS.values(), ids=OF_CHATS)
@@ -232,6 +233,7 @@ async def test_metrics_count_every_token_and_the_time_between_steps(pair: tuple[
     assert samples[1][between] == num_events[1] - 1 < samples[0][between]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [0.2, 0.5])
 async def test_wrong_guesses_change_nothing(
     start: Callable[..., Service], pair: tuple[Service, Service], errors: float

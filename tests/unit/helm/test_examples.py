@@ -47,6 +47,7 @@ def test_helm_finds_nothing_to_complain_about(name: str | None) -> None:
     assert [message for message in report["messages"] if message["severity"] > information] == []
 
 
+@pytest.mark.exhaustive
 @every_example
 def test_the_rayservice_fits_its_definition(name: str) -> None:
     (service,) = example(name).all("RayService").values()
@@ -122,6 +123,7 @@ def test_gateways_have_their_ports_where_their_ranks_are(name: str) -> None:
         assert (labels.get("baton/gateway") == "true") == bool(group.gateways)
 
 
+@pytest.mark.slow
 def test_baton_check_takes_every_application(tmp_path: Path) -> None:
     files = []
     for name in EXAMPLES:

@@ -104,6 +104,7 @@ def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(triton_device: torch.
     check(queries(sequences, 4), sequences, num_shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2, 3, 16, 20, 100])
 @pytest.mark.parametrize("num_shares", [1, 7])
 def test_a_window_begins_elsewhere_for_each_query(triton_device: torch.device, window: int, num_shares: int) -> None:
@@ -127,6 +128,7 @@ def test_a_few_queries_may_have_values_of_another_width(triton_device: torch.dev
     check(queries(sequences, 4, head_dim=48), sequences, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shares", [None, 1, 2, 9])
 def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(
     triton_device: torch.device, num_shares: int | None

@@ -68,6 +68,7 @@ def check(
     assert_as_accurate(result, exact, same.to(dtype), slack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (8, 2), (7, 1), (6, 2)])
 def test_query_heads_share_key_value_heads_in_any_ratio(
     gpu: ModuleType, triton_device: torch.device, num_heads: int, num_kv_heads: int
@@ -106,6 +107,7 @@ def test_blocks_hold_any_number_of_tokens(gpu: ModuleType, triton_device: torch.
     check(gpu, [1, 33], [70, 50], triton_device, block_size=block_size)
 
 
+@pytest.mark.slow
 def test_scores_are_capped_before_the_mask(gpu: ModuleType, triton_device: torch.device) -> None:
     check(gpu, *MIXED, triton_device, soft_cap=0.5)
     check(gpu, *MIXED, triton_device, soft_cap=30.0, slack=30.0)  # tanh is accurate relative to the cap

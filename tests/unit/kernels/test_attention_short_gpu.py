@@ -61,6 +61,7 @@ def test_the_result_is_right_however_many_programs_share_the_keys(triton_device:
     check(queries(sequences, 4), sequences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (3, 1), (8, 1), (16, 1)])
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 def test_heads_come_in_any_ratio_and_any_multiple_of_16_dimensions(
@@ -107,6 +108,7 @@ def test_padding_gives_zeros(triton_device: torch.device) -> None:
     assert not attend(queries(sequences, 4), sequences, batch).any()
 
 
+@pytest.mark.slow
 def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device) -> None:
     sequences = decodes(triton_device, [700])
     q, batch = queries(sequences, 4), longest(sequences)
@@ -133,6 +135,7 @@ def few_queries(device: torch.device, query_len: int, seq_len: int, **sizes: Any
     return drafted(device, [query_len], [seq_len], most=query_len, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [4, short.KEYS - 1, short.KEYS, short.KEYS + 2, 2 * short.KEYS + 3, 700])
 @pytest.mark.parametrize("query_len", [2, 3, 4])
 def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(

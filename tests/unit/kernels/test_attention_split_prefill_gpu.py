@@ -74,6 +74,7 @@ def check(
     assert_as_accurate(result, exact, same.to(dtype), slack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 def test_the_result_is_right_in_however_many_splits(
     triton_device: torch.device, small_splits: None, splits: int
@@ -91,6 +92,7 @@ def test_values_may_have_another_width_than_keys(
     check([3, 20], [200, 20], triton_device, 3, **sizes, sinks=sinks, window=90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (7, 1), (6, 2), (144, 1)])
 def test_query_heads_share_key_value_heads_in_any_ratio(
     triton_device: torch.device, small_splits: None, num_heads: int, num_kv_heads: int
@@ -106,11 +108,13 @@ def test_heads_have_any_number_of_dimensions(
     check([3, 40], [200, 40], triton_device, 3, head_dim=head_dim, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 500])
 def test_a_window_hides_older_keys(triton_device: torch.device, small_splits: None, window: int) -> None:
     check([1, 70, 20], [150, 200, 300], triton_device, 3, window=window)
 
 
+@pytest.mark.slow
 def test_scores_are_capped_and_sinks_take_weight_once(triton_device: torch.device, small_splits: None) -> None:
     sinks = torch.tensor([0.5, -20.0, 3.0, 20.0], device=triton_device)
     check(*MIXED, triton_device, 3, soft_cap=0.5)
@@ -140,6 +144,7 @@ def test_few_keys_stay_with_one_program(triton_device: torch.device) -> None:
     assert plan.split.tops.isnan().all()
 
 
+@pytest.mark.slow
 def test_padding_becomes_zero_and_changes_nothing(triton_device: torch.device, small_splits: None) -> None:
     sequences = on_device(paged_sequences(*MIXED, head_dim=16), triton_device)
     batch, tokens = sequences.batch, sequences.batch.num_tokens
@@ -157,6 +162,7 @@ def test_padding_becomes_zero_and_changes_nothing(triton_device: torch.device, s
     assert torch.equal(result[tokens:], torch.zeros_like(result[tokens:]))
 
 
+@pytest.mark.slow
 def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device, small_splits: None) -> None:
     sequences = on_device(paged_sequences([9], [300], head_dim=16), triton_device)
     q = queries(sequences.batch, 4, 16, torch.float32)

@@ -102,6 +102,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 gpu = pytest.importorskip("baton.kernels.causal_conv.gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -121,6 +122,7 @@ def test_channels_of_any_number(channels: int, in_place: bool, triton_device: to
     dataclasses.replace(step, silu=False).check(gpu.causal_conv)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.device) -> None:
     checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
     step = conv_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
@@ -160,6 +162,7 @@ def test_padding_of_a_captured_graph_writes_nothing(triton_device: torch.device)
     padded.check(causal_conv)
 
 
+@pytest.mark.slow
 def test_tokens_are_loaded_16_bytes_at_a_time() -> None:
     types = {
         **dict.fromkeys(("x", "weight", "bias", "state", "out", "drafts"), "*bf16"),

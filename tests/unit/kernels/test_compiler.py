@@ -150,6 +150,7 @@ assert keys(one, other) == keys(other, one)
 """
 
 
+@pytest.mark.slow
 def test_the_cache_key_of_a_kernel_does_not_depend_on_which_others_were_compiled_before() -> None:
     run(KEYS)
 

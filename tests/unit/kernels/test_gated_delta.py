@@ -20,6 +20,7 @@ ON_CPUS = [gated_delta, cpu.by_spans]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 
 
+@pytest.mark.slow
 def test_the_definition_agrees_with_that_of_transformers() -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     step = delta_step([20], CPU, heads=Heads(4, 4, 16, 32))
@@ -46,6 +47,7 @@ def test_a_decay_that_is_the_same_in_all_dimensions_is_one_a_head() -> None:
     torch.testing.assert_close(again_state, state, equal_nan=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

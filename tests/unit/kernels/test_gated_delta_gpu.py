@@ -38,6 +38,7 @@ QWEN, OLMO = Heads(16, 32, 128, 128), Heads(30, 30, 96, 192)
 HEADS = [Heads(1, 1), Heads(2, 2, 16, 64), Heads(1, 4, 64, 16), Heads(3, 6), Heads(2, 2, 96, 192), Heads(1, 2, 48, 80)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -48,6 +49,7 @@ def test_ragged_sequences_with_states_and_checkpoints(
     step.check(gpu.gated_delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_head_groups_and_sizes(heads: Heads, per_dim: bool, triton_device: torch.device) -> None:
@@ -70,6 +72,7 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(per_dim: bool, triton_dev
     step.check(gpu.gated_delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
 def test_a_step_of_any_mix_passes_over_what_is_not_its_own(per_dim: bool, triton_device: torch.device) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
@@ -85,6 +88,7 @@ def test_a_few_tokens_go_one_by_one(per_dim: bool, triton_device: torch.device) 
     step.check(gpu.gated_delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("strength", [0.0, 50.0])
 def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float, triton_device: torch.device) -> None:
@@ -109,6 +113,7 @@ def test_options_change_nothing_but_the_time(heads: int, values: int, triton_dev
     delta_step([1, 100], triton_device).check(gpu.gated_delta, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_is_not_a_number_stays_one(triton_device: torch.device) -> None:
     step = delta_step([1, 40, 70], triton_device)
     clean, clean_state = step.run(gpu.gated_delta)
@@ -129,6 +134,7 @@ def test_padding_of_a_captured_graph_reads_and_writes_nothing(per_dim: bool, tri
     padded.check(gpu.gated_delta)
 
 
+@pytest.mark.slow
 def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
     step = delta_step([1, 70], triton_device)
     tokens = len(step.q)

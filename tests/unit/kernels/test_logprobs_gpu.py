@@ -43,6 +43,7 @@ def assert_right(logits: Tensor, k: int) -> None:
     assert all(len(set(row)) == k for row in top_ids.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [1, 100, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.usefixtures("small_tiles", "poisoned_outputs")

@@ -105,6 +105,7 @@ def test_experts_in_8_bits_equal_their_definition(
     assert_as_accurate(result, exact, reference.fused_experts(*case.inputs), slack=4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (2, 2), (30, 3)])
 def test_the_op_takes_any_number_of_tokens(num_tokens: int, top_k: int, triton_device: torch.device) -> None:
     case = mixture(num_tokens, 4, top_k, 128, 32).to(triton_device)

@@ -94,6 +94,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(
     assert build.cache_folder().stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_the_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     code = "from baton.kernels.native import build; print(build.cache_folder()); assert build.cache_folder().is_dir()"
@@ -105,6 +106,7 @@ def test_the_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_references_serve_after_one_warning(tmp_path: Path) -> None:
     code = """
 import logging, torch
@@ -128,6 +130,7 @@ except native.NativeBuildError as error:
     assert "REFUSED no C++ compiler" in result.stdout
 
 
+@pytest.mark.slow
 def test_torch_and_the_kernels_share_one_openmp_runtime_and_its_threads() -> None:
     code = """
 import os, torch

@@ -139,6 +139,7 @@ def impl_of(request: pytest.FixtureRequest) -> Callable[[object], object]:
     return lambda op: importlib.import_module(f"{op.__name__}.{name}")  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("name", OPS)
 def test_two_steps_with_drafts_are_one_run_of_what_was_accepted(

@@ -11,6 +11,7 @@ EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (1, 1000), (3, 17), (200, 1024), (4, 5, 48), (64,)])

@@ -121,6 +121,7 @@ def test_gates_that_do_not_fit_are_refused() -> None:
         gated_rms_norm(x, weight, x.mT.contiguous().mT, EPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
 def test_loads_are_wide_and_a_row_stays_in_registers(weight: str) -> None:
     types = {**dict.fromkeys(("x", "residual", "out", "total"), "*bf16"), "weight": weight}

@@ -99,6 +99,7 @@ def kept_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: float
     return set(nucleus)
 
 
+@pytest.mark.exhaustive
 @both
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize(
@@ -191,6 +192,7 @@ def penalized_plainly(
     return result
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_penalties_count_as_the_papers_say(sample: Sample, dtype: torch.dtype) -> None:
@@ -249,6 +251,7 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "+".join(features) or "plain")
 @pytest.mark.parametrize("vocab_size", [1, 15, 63, 64, 65, 1000, 8192])
 @pytest.mark.parametrize("kind", ["smooth", "ties", "masked"])

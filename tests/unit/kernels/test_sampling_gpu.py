@@ -107,6 +107,7 @@ def test_tokens_are_those_of_the_reference(triton_device: torch.device, kind: st
         assert drawn(logits, batch).equal(reference.sample(logits, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_half_precision_is_read_as_it_is(triton_device: torch.device) -> None:
     logits = logits_of("smooth", 150, torch.float16).to(triton_device)
@@ -125,6 +126,7 @@ def test_close_contests_are_decided_by_the_scores_themselves(triton_device: torc
     assert drawn(logits, batch).equal(reference.sample(logits, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_without_a_temperature_every_row_is_greedy(triton_device: torch.device) -> None:
     logits = logits_of("ties", 150).to(triton_device)
@@ -132,6 +134,7 @@ def test_without_a_temperature_every_row_is_greedy(triton_device: torch.device) 
     assert drawn(logits, batch).equal(logits.argmax(dim=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_rows_find_their_numbers_in_the_table_and_padding_draws_token_0(triton_device: torch.device) -> None:
     from baton.kernels.sampling import gpu
@@ -188,6 +191,7 @@ def test_truncation_keeps_the_tokens_that_the_reference_keeps(
     assert (clean >= floors[:, None]).equal(clean.double() >= expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_p", [0.1, 0.3, 0.45])
 @pytest.mark.usefixtures("small_tiles")
 def test_min_p_is_exact_at_its_border(triton_device: torch.device, min_p: float) -> None:

@@ -75,6 +75,7 @@ def test_tokens_come_up_as_often_as_softmax_says(temperature: float) -> None:
     assert_fits(counts[expected > 0], expected[expected > 0])
 
 
+@pytest.mark.slow
 def test_no_part_of_a_large_vocabulary_is_preferred() -> None:
     vocab_size, count = 32_064, 6_000
     parts = draws(torch.zeros(vocab_size), count).bincount(minlength=vocab_size).view(-1, GROUPED).sum(dim=1)

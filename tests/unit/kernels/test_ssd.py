@@ -40,6 +40,7 @@ def test_the_definition_is_attention_without_softmax_whose_weights_decay() -> No
         torch.testing.assert_close(state[step.batch.targets.item(), head], last)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("run", ON_CPUS)

@@ -80,6 +80,7 @@ COMPILED: list[tuple[str, dict[str, str], dict[str, object]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "signature", "constexprs"), COMPILED, ids=[case[0] for case in COMPILED])
 def test_the_kernels_compile_for_an_h200(name: str, signature: dict[str, str], constexprs: dict[str, object]) -> None:
     pytest.importorskip("triton")

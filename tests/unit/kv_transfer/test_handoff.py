@@ -77,6 +77,7 @@ def test_a_read_of_a_peer_that_is_cut_off_fails_at_once_and_its_blocks_come_back
     assert engines.reader.stats().peers_ready == 1, "it was greeted again"
 
 
+@pytest.mark.slow
 def test_a_prompt_of_a_million_tokens_is_proven_whatever_one_message_takes() -> None:
     """The network ends a connection over which a longer message comes, as the real one does."""
     proving = SETTINGS.model_copy(update={"digest": DigestMode.VERIFY})

@@ -264,6 +264,7 @@ GROUP_BUGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", GROUP_BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_planted_in_a_group_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
@@ -301,6 +302,7 @@ def commit_when_some_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
 DIGEST_BUGS = [compare_no_digests, commit_before_the_digests_came, commit_when_some_are_proven]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", DIGEST_BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_planted_in_the_comparison_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

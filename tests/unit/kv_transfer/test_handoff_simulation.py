@@ -27,6 +27,7 @@ def test_nothing_is_lost_or_mixed_up_whatever_happens() -> None:
     assert reached >= {"rank missed", "block read early"}
 
 
+@pytest.mark.slow
 def test_a_block_written_after_it_was_freed_is_caught() -> None:
     world = World(0)
     engine: Engine = world.engines["D0"]

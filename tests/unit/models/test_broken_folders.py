@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ values = st.recursive(
 ropes = st.dictionaries(st.sampled_from(ROPE), values | st.sampled_from(["yarn", "llama3", "linear"]), max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     architecture=st.sampled_from(["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"]),
@@ -104,6 +106,7 @@ entries = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(header=values | st.dictionaries(st.text(max_size=5), values | entries, max_size=3), data=st.binary(max_size=8))
 def test_any_header_of_a_weights_file_is_read_or_refused(tmp_path_factory: Any, header: Any, data: bytes) -> None:

@@ -23,6 +23,7 @@ MISROUTED = 0.2
 WHOLE = [*ARCHITECTURES, "gemma4_text-experts"]  # those that are tried in every way
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logprobs_equal_those_of_transformers_in_chunks_and_token_by_token(
     variant: str, pair: Callable[..., Pair]
@@ -35,6 +36,7 @@ def test_logprobs_equal_those_of_transformers_in_chunks_and_token_by_token(
     assert_close(chunked_logprobs(model, tokens[:40], 1), expected[:40], model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*WHOLE, "llama-rope-llama3", "qwen3-yarn", "qwen2-window"])
 def test_greedy_tokens_of_ragged_prompts_run_together_equal_those_of_transformers_alone(
     variant: str, pair: Callable[..., Pair]

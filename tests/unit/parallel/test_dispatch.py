@@ -52,6 +52,7 @@ def mixture(groups: ParallelGroups, **changes: Any) -> MoE:
     return moe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [0, 40], ids=["routed", "routed and shared"])
 @pytest.mark.parametrize("redundant", [0, 12])
 @pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)

@@ -33,6 +33,7 @@ MAMBA: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -41,6 +42,7 @@ def test_a_divided_model_is_the_whole_one(architecture: str, load_format: str, r
     check_divided(write_checkpoint(tmp_path / "model", architecture, **MODELS[architecture]), load_format, ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MAMBA)
 def test_ranks_divide_heads_of_mamba_and_share_groups_that_are_fewer(name: str, ranks: int, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ def test_each_request_takes_a_block_every_so_many_steps() -> None:
         assert sum(len(plan.chunks[row].new_block_ids) for plan in plans) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_plan_is_timed_once() -> None:
     seconds = measure(num_requests=4, num_steps=5, every_s=0.0)

@@ -145,6 +145,7 @@ def test_a_key_that_is_written_twice_beside_a_merged_one_is_refused(tmp_path: Pa
     check_it_is_refused(written(tmp_path, content), "is no YAML: line 5, column 3: the key 'x' is there twice")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("content", "said"), WRONG.items(), ids=lambda text: text[:60])
 def test_what_is_wrong_is_named_with_what_was_given_and_what_is_allowed(
     tmp_path: Path, content: str, said: str

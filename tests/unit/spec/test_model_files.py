@@ -105,6 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damage_is_told_before_anything_starts(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []

@@ -10,6 +10,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.spec import load_spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fleet", "device", "cluster_gpus", "expected"),
     [

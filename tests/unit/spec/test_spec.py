@@ -287,6 +287,7 @@ def test_sizes_of_arguments_that_are_wrong_leave_those_to_be_named(
         specs_in_file(file)
 
 
+@pytest.mark.slow
 def test_control_plane_processes_do_not_load_torch() -> None:
     code = (
         "import sys, baton.cluster.app;"

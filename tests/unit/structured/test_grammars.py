@@ -43,6 +43,7 @@ def tokens_of(mask: bytes) -> set[int]:
     return set(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0].tolist())
 
 
+@pytest.mark.slow
 def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(choice=CHOICES))
     output, choices = b"", [choice.encode() for choice in CHOICES]
@@ -210,6 +211,7 @@ class FailingOnce(GrammarCompiler):
         return super().compile(asked, is_wanted)
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_compiled_again(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = FailingOnce(vocabulary)
     source = XGrammarBackend(vocabulary, quick=quick)
@@ -310,6 +312,7 @@ def wait_for_the_starting_thread() -> None:
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_compiler_that_was_started_ahead_is_the_one_that_the_first_grammar_finds(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:

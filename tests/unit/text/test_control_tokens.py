@@ -251,6 +251,7 @@ THINKS = """\
 PARTS = ["<think>", "</think>", "<|im_end|>", "<tool_response>", "</tool_response>", "\n", "x"]
 
 
+@pytest.mark.slow
 @QUIET
 @given(said=st.lists(st.lists(st.sampled_from(PARTS), max_size=5).map("".join), min_size=3, max_size=3))
 def test_a_template_that_looks_into_a_text_sees_it_as_it_is(said: list[str]) -> None:

@@ -97,6 +97,7 @@ def test_a_call_is_whole_only_where_the_model_wrote_its_end(writer: Writer, fini
         check_ended_early(writer, words, calls, length, [3] * (length // 3), finished)
 
 
+@pytest.mark.slow
 @ENDS
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @untimed

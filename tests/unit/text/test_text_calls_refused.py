@@ -35,6 +35,7 @@ def test_what_resembles_a_mark_is_text_to_the_last_blank(form: str, data: st.Dat
         assert read(text, form, sizes) == ([ContentPart(text)] if text else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "harmony"])
 @untimed
 @given(data=st.data())

@@ -21,6 +21,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] = [], s
     return [*(detokenizer.push([token]) for token in token_ids), detokenizer.flush()]
 
 
+@pytest.mark.slow
 @every
 @settings(deadline=None, max_examples=150)
 @given(text=texts, skip=st.booleans())
@@ -40,6 +41,7 @@ def test_byte_level_deltas_add_up_also_for_tokens_that_are_no_text(
     assert "".join(stream(byte_level, tokens, skip=skip)) == byte_level.decode(tokens, skip_special_tokens=skip)
 
 
+@pytest.mark.slow
 @concatenating
 @settings(deadline=None, max_examples=100)
 @given(prompt=texts.filter(lambda text: text.strip()), text=texts)
@@ -50,6 +52,7 @@ def test_an_output_continues_its_prompt(tokenizers: dict[str, Tokenizer], kind: 
     assert tokenizer.decode(before) + "".join(stream(tokenizer, after, before)) == whole
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(text=texts, data=st.data())
 def test_a_character_that_the_prompt_began_is_completed(byte_level: Tokenizer, text: str, data: st.DataObject) -> None:

@@ -39,6 +39,7 @@ def test_text_comes_out_up_to_the_first_stop_string(stops: list[str], pieces: li
         assert finder.flush() == ""
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(stops=stop_lists, pieces=pieces_of_text)
 def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:

@@ -157,6 +157,7 @@ def test_progress_ends_at_the_size_of_the_model(folder: Path) -> None:
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_has_exactly_the_tensors_that_transformers_saves(architecture: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, architecture)

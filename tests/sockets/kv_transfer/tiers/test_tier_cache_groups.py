@@ -96,6 +96,7 @@ def test_what_comes_back_of_all_groups_gives_the_tokens_of_computing(
         assert stats.failures == {}
 
 
+@pytest.mark.slow
 def test_the_next_engine_restores_all_groups_and_what_was_damaged_is_computed(
     model: Path, expected: Tokens, tmp_path: Path
 ) -> None:

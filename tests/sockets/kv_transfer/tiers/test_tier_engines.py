@@ -41,6 +41,7 @@ BOTH: Where = lambda folder: TierSettings(  # noqa: E731
 )
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("where", "overlap"),
@@ -60,6 +61,7 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(
         assert all(stats.blocks.values()), "every tier was used"
 
 
+@pytest.mark.slow
 def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expected: Tokens, tmp_path: Path) -> None:
     # With few blocks some would be evicted while they wait for their turn to be stored.
     with engine(model, DISK(tmp_path), num_gpu_blocks_override=MANY_BLOCKS) as first:
@@ -78,6 +80,7 @@ def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expect
         assert stats.restore_s.keys() == {"disk"}
 
 
+@pytest.mark.slow
 def test_blocks_with_other_bytes_are_computed_again_and_counted(model: Path, expected: Tokens, tmp_path: Path) -> None:
     with engine(model, DISK(tmp_path)) as first:
         first.run(a_batch())
@@ -101,6 +104,7 @@ def _serve_for_ever(pipe: multiprocessing.connection.Connection, model: Path, se
             pipe.send(number)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_leaves_blocks_that_the_next_one_restores(
     model: Path, expected: Tokens, tmp_path: Path
 ) -> None:

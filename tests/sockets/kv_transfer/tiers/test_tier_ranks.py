@@ -250,6 +250,7 @@ def a_group_with(what: str, folder: Path, *, host: int, disk: int) -> Iterator[t
 
 
 class TestOneRanksFullDisk:
+    @pytest.mark.slow
     def test_means_no_disk_tier_on_any_and_is_counted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with a_group_with("full", tmp_path, host=0, disk=16) as (group, _):
             assert group.store.stats().failures == {"disk_full": 1}
@@ -257,6 +258,7 @@ class TestOneRanksFullDisk:
             assert group.known([1]) == []
         assert "no disk tier until the next start: rank 1: " in caplog.text
 
+    @pytest.mark.slow
     def test_costs_only_the_blocks_that_it_could_not_write(self, tmp_path: Path) -> None:
         with a_group_with("fills_up", tmp_path, host=0, disk=16) as (group, process):
             group.save([1])
@@ -275,6 +277,7 @@ class TestOneRanksFullDisk:
 
 
 class TestGone:
+    @pytest.mark.slow
     def test_a_rank_that_dies_ends_the_store_at_once(self, tmp_path: Path) -> None:
         with a_group_with("lives", tmp_path, host=0, disk=4) as (group, process):
             group.save([1])

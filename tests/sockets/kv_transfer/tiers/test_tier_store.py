@@ -270,6 +270,7 @@ class TestBadBytes:
             save(store, pool, [9])
             assert load(store, pool, [9]) == 1, "memory goes on"
 
+    @pytest.mark.slow
     def test_a_process_killed_while_it_writes_leaves_only_blocks_that_are_right(self, tmp_path: Path) -> None:
         process = subprocess.Popen([*COMMAND, tmp_path, "64", "write"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -290,12 +291,14 @@ class TestBadBytes:
 
 
 class TestFullDisk:
+    @pytest.mark.slow
     def test_a_disk_without_room_means_no_disk_tier_and_is_counted(self, tmp_path: Path) -> None:
         stats, found = run(tmp_path, 16, "full")
         assert found == 1, "the memory tier works"
         assert stats.blocks == {"host": 2}
         assert stats.failures == {"disk_full": 1}
 
+    @pytest.mark.slow
     def test_writes_that_fail_later_cost_only_the_blocks(self, tmp_path: Path) -> None:
         stats, found = run(tmp_path, 16, "fills_up")
         assert found == 1, "what was stored before is there"

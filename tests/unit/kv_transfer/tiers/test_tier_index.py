@@ -255,6 +255,7 @@ SETTINGS = settings(
 TO_THE_FIRST_FAULT = settings(SETTINGS, max_examples=2_000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
+@pytest.mark.slow
 def test_no_restore_ever_brings_another_block_than_the_one_that_was_asked_for() -> None:
     run_state_machine_as_test(BooksMachine, settings=SETTINGS)
 
@@ -266,6 +267,7 @@ def _first_of_all(shelf: SlotLru) -> Iterator[bytes]:
 class TestPlantedBugs:
     """The machine above is able to fail."""
 
+    @pytest.mark.slow
     def test_evicting_what_is_being_read_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SlotLru, "victim", lambda shelf: next(_first_of_all(shelf), None))
         with pytest.raises((AssertionError, KeyError)):
