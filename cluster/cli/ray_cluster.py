@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from baton.cluster.spec import FleetSpec
 from baton.engine.net.sockets import split_endpoint
 
-# Ray's own switches; it reads them when it is imported. Its token authentication stays on.
+# Ray's own switches; it reads them when it is imported.
 ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after Ray's end would join any other cluster of this machine
@@ -34,6 +34,7 @@ POLL_S = 0.2
 FREED_S = 4.0  # in which resources of processes that have just ended become free
 NEEDED = frozenset({"gcs_server", "raylet"})  # processes of a cluster, as Ray calls them
 START_S = 5.0
+TOKEN_FILE = Path("~/.ray/auth_token")
 
 
 class NoRayCluster(RuntimeError):
@@ -45,7 +46,7 @@ def connect(address: str | None, **own: Any) -> None:
 
     To be called in the main thread. Raises `NoRayCluster`.
     """
-    for name, value in ENVIRONMENT.items():
+    for name, value in ray_environment(joins=address is not None).items():
         os.environ.setdefault(name, value)
     import ray
     from ray._private import utils
@@ -58,6 +59,18 @@ def connect(address: str | None, **own: Any) -> None:
     except Exception as error:  # Ray's errors have no common type
         what = "Ray does not start on this machine" if address is None else f"the Ray cluster at {address} takes nobody"
         raise NoRayCluster(f"{what}: {error}") from error
+
+
+def ray_environment(*, joins: bool) -> dict[str, str]:
+    """Return the variables with which this process uses Ray, unless its environment says otherwise.
+
+    A cluster of our own asks for Ray's token. One that runs already (`joins`) may have none: this process shows the
+    token that it has, which a cluster without one ignores.
+    """
+    has_token = (
+        "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or TOKEN_FILE.expanduser().is_file()
+    )
+    return ENVIRONMENT | ({"RAY_AUTH_MODE": "token"} if has_token or not joins else {})
 
 
 def leave() -> None:

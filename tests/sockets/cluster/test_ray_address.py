@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from ray._private import services
 
-from baton.cluster.cli.ray_cluster import NoRayCluster, find_running
+from baton.cluster.cli.ray_cluster import NoRayCluster, find_running, ray_environment
 
 from ...helpers.free_ports import free_port
 
@@ -71,3 +72,19 @@ def test_auto_says_where_no_cluster_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.raises(NoRayCluster, match=f"no Ray cluster runs on this machine .*{gone}, does not answer"),
     ):
         find_running("auto")
+
+
+@pytest.mark.parametrize("token", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "file"])
+def test_a_cluster_is_joined_with_the_token_that_is_here_and_without_one_where_there_is_none(
+    token: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if token == "file":
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray/auth_token").write_text("abc")
+    elif token is not None:
+        monkeypatch.setenv(token, "abc")
+    assert ray_environment(joins=True).get("RAY_AUTH_MODE") == (None if token is None else "token")
+    assert ray_environment(joins=False)["RAY_AUTH_MODE"] == "token", "a cluster of our own has one"
