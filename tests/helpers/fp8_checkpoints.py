@@ -21,7 +21,8 @@ from .draft_layers import with_draft_layer
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 2}
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-_QUANTIZED = ("*proj*.weight", "*.experts.*.weight", "*_linear.weight")  # tensors, less those that a family keeps
+# Tensors, less those that a family keeps:
+_QUANTIZED = ("*proj*.weight", "*.experts.*.weight", "*_linear.weight", "*.per_layer_input_gate.weight")
 
 
 def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
@@ -49,7 +50,13 @@ MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8", "pr
 
 
 def write_fp8_checkpoint(
-    folder: Path, form: str, architecture: str = "qwen3", *, keep: Sequence[str] = (), drafts: bool = False, **config: Any
+    folder: Path,
+    form: str,
+    architecture: str = "qwen3",
+    *,
+    keep: Sequence[str] = (),
+    drafts: bool = False,
+    **config: Any,
 ) -> tuple[Path, Path]:
     """Return (a checkpoint in 8 bits, the plain one of exactly the same values).
 

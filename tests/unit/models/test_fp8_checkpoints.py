@@ -17,11 +17,11 @@ from baton.engine.layers.experts import Experts
 from baton.engine.layers.fp8 import Fp8Linear, Fp8LinearWeight
 from baton.engine.layers.linear import Linear
 from baton.engine.models import load_config, load_model
-from baton.kernels import fp8
 
 from ...helpers.checkpoints import edit_config, write_checkpoint
 from ...helpers.fp8_checkpoints import BLOCKS, FORMATS, SHAPE, compressed_tensors, quantized, write_fp8_checkpoint
 from ...helpers.paged import chunked_logprobs, random_tokens
+
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Path, form: str) -> None:
