@@ -8,7 +8,7 @@ allocated. A method never sees the device: a device without kernels for it gets 
 
     method           stored                                       in memory       multiplied by
     plain            any floating-point type                       model's dtype   kernels.linear, kernels.moe
-    FP8              E4M3, a float32 scale a block, row or tensor  the same        kernels.fp8, kernels.moe
+    FP8              E4M3, a scale a block, row or tensor          the same        kernels.fp8, kernels.moe
     MXFP4 (experts)  E2M1 in bytes, a power of two a group of 32   model's dtype   kernels.moe
 """
 
