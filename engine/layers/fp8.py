@@ -108,8 +108,8 @@ class Fp8Linear(LinearMethod):
         return {"weight": Parameter.part(rows, columns, dtype=E4M3), self.quantization.scale_name: scales}
 
     def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
-        """Multiply the scales: codes stay what they are. Merged layers and sections share no block, so neither do
-        factors.
+        """Multiply the scales: codes stay what they are. Merged layers and sections (`Share.sections`) share no block,
+        so neither do factors.
         """
         each = BLOCK if self.quantization.in_blocks else 1
         counts = [(-(-count // each), factor) for count, factor in factors]

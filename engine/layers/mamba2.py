@@ -41,8 +41,6 @@ class Mamba2(TokenMixer):
         assert shape is not None, "a config of this family has Mamba-2"
         self.shape = shape  # of this rank
         self.in_proj = Linear(config.hidden_size, sum(shape.parts), bias=shape.projection_bias)
-        if any(factor != 1.0 for factor in shape.multipliers):  # parts are told apart, as no scale can take two factors
-            self.in_proj.keep_rows(Share.of_sections([Share.all(width) for width in shape.parts]))
         self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width, bias=shape.conv_bias)
         self.A_log, self.D, self.dt_bias = (Parameter(shape.num_heads, dtype=torch.float32) for _ in range(3))
         self._order = MambaNorm(shape.norm)

@@ -219,9 +219,8 @@ def _recurrent(model: ModelConfig, path: str, ranks: int) -> Iterator[_Matrix]:
 def _mamba(model: ModelConfig, shape: MambaShape, path: str, ranks: int) -> Iterator[_Matrix]:
     width, groups = shape.width / ranks, _mamba_groups(shape, ranks)
     parts = (width, width, groups, groups, shape.num_heads / ranks)
-    is_cut = ranks > 1 or any(factor != 1.0 for factor in shape.multipliers)
     names = ("mamba.in_proj", "mixer.in_proj")
-    stretches = parts[: -1 if ranks == 1 else None] if is_cut else ()
+    stretches = parts if ranks > 1 else parts[:-1]
     yield _Matrix(path, (_Part(names, sum(shape.parts), sum(parts), stretches),), _Part.all(model.hidden_size))
     output = _Part.all(model.hidden_size, "mamba.out_proj", "mixer.out_proj")
     yield _Matrix(path, (output,), _divided(shape.width, ranks))

@@ -95,6 +95,15 @@ FAMILIES = {
         "granitemoehybrid", "rows", (), {"num_hidden_layers": 3}, ("block_sparse_moe",), ("block_sparse_moe",)
     ),
     "falcon_h1": Published("falcon_h1", "compressed blocks", (), {"num_hidden_layers": 2}, ()),
+    # Its factors are of parts of one matrix, and here C begins within a block of scales.
+    "falcon_h1 parts": Published(
+        "falcon_h1",
+        "compressed blocks",
+        (),
+        {"num_hidden_layers": 2, "mamba_d_state": 32},
+        ("mamba.in_proj",),
+        ("mamba.in_proj",),
+    ),
     "bamba": Published("bamba", "rows", (), {}, ()),
     "olmo_hybrid": Published("olmo_hybrid", "rows", (), TWO_LAYERS, ()),
     "gemma4": Published("gemma4_text", "rows", (), {"num_hidden_layers": 6}, ()),
