@@ -13,7 +13,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,7 @@ _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 # safetensors' names of the types that weights come in: bytes an element, torch's name
 DTYPES = {"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")}
+_CACHE_SCALE = re.compile(r"(.+)\.[kv]_proj\.([kv]_scale)")  # as NVIDIA's Model Optimizer names those of a cache
 E4M3 = "F8_E4M3"  # a type of weights that are nothing without their scales
 
 
@@ -120,13 +121,14 @@ class Checkpoint:
         return DTYPES[max(sorted(set(known)), key=known.count)][1] if known else None
 
     def has_8_bit_weight(self, layer: str) -> bool:
-        entry = self.entries.get(f"{layer}.weight")
+        """Return whether the weight of a linear layer, or the stack of matrices of this name, is in 8 bits."""
+        entry = self.entries.get(f"{layer}.weight") or self.entries.get(layer)
         return entry is not None and entry.dtype == E4M3
 
     @property
     def has_cache_scales(self) -> bool:
         """True where scales of cached keys and values were measured for the layers."""
-        return any(name.endswith(".self_attn.k_scale") for name in self.entries)
+        return any(name.endswith(".k_scale") for name in self.entries)
 
     def by_file(self) -> Iterator[tuple[Path, list[TensorEntry]]]:
         """Yield the entries of each file in the order of their data, so that a disk is read from front to back."""
@@ -249,4 +251,7 @@ def _read_header(file: Path) -> list[TensorEntry]:
 def _entry(file: Path, name: str, value: msgspec.Raw, data_start: int) -> TensorEntry:
     described = msgspec.json.decode(value, type=_Described)
     begin, end = described.data_offsets
-    return TensorEntry(name, file, described.dtype, described.shape, data_start + begin, data_start + max(begin, end))
+    end = max(begin, end)
+    entry = TensorEntry(name, file, described.dtype, described.shape, data_start + begin, data_start + end)
+    scale = _CACHE_SCALE.fullmatch(name)
+    return entry if scale is None else replace(entry, name=f"{scale[1]}.{scale[2]}", renamed_from=name)

@@ -158,9 +158,6 @@ def _of_some_families(
 ) -> dict[str, Any]:
     """Return the fields that most families leave at their defaults: without them identities stay what they were."""
     fields: dict[str, Any] = {}
-    has_states = rules.linear is not None or rules.mamba is not None
-    if has_states and keys.values.get("quantization_config"):
-        raise UnsupportedModel(f"config.json: quantized weights of {rules.architecture} are not supported")
     if rules.linear is not None:
         fields["linear"] = rules.linear(keys, shape["num_layers"])
     if rules.heads is not None:
@@ -311,7 +308,7 @@ def text_part(folder: ModelFolder, kinds: Mapping[str, str]) -> ModelFolder:
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
     """Return the tensors of the text model, under the names that it has alone."""
     entries = {
-        own: dataclasses.replace(entry, name=own, renamed_from=name)
+        own: dataclasses.replace(entry, name=own, renamed_from=entry.name_in_file)
         for name, entry in checkpoint.entries.items()
         if (own := _own_name(name)) is not None
     }
@@ -324,7 +321,17 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, dict):
         raise InvalidModelConfig(f"config.json: 'text_config' must be an object for a model of images, not {text!r}")
     given = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    quantization = given.get("quantization_config")
+    if isinstance(quantization, dict):
+        given["quantization_config"] = {name: _own_names(value) for name, value in quantization.items()}
     return {**text, **given}
+
+
+def _own_names(value: Any) -> Any:
+    """Give the layers of a list the names that they have in the text model."""
+    if not isinstance(value, list):
+        return value
+    return [(_own_name(name) or name) if isinstance(name, str) else name for name in value]
 
 
 def _own_name(name: str) -> str | None:

@@ -13,6 +13,9 @@ from .checkpoint import Checkpoint
 from .errors import InvalidModelConfig
 from .keys import Keys
 
+# Beside config.json: what versions of NVIDIA's Model Optimizer that leave config.json as it is say of the weights.
+MODELOPT_FILE = "hf_quant_config.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
@@ -25,6 +28,9 @@ class ModelFolder:
     def open(cls, path: Path, *, with_weights: bool) -> ModelFolder:
         """Read the folder of a model. Raises `ModelError`."""
         config = _read_json(path, "config.json")
+        if config.get("quantization_config") is None and (path / MODELOPT_FILE).is_file():
+            described = _read_json(path, MODELOPT_FILE).get("quantization")
+            config["quantization_config"] = {"quant_method": "modelopt", **_object("quantization", described)}
         defaults = path / "generation_config.json"
         generation = _read_json(path, defaults.name) if defaults.is_file() or defaults.is_symlink() else {}
         return cls(
@@ -38,6 +44,12 @@ class ModelFolder:
     def tensors(self) -> tuple[str, ...]:
         """The names of its weights."""
         return () if self.checkpoint is None else tuple(self.checkpoint.entries)
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidModelConfig(f"{MODELOPT_FILE}: {name!r} must be an object, not {value!r}")
+    return value
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

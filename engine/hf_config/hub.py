@@ -26,12 +26,14 @@ import msgspec
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE
 from .errors import HubUnreachable, ModelNotFetched
+from .folder import MODELOPT_FILE
 
 logger = logging.getLogger(__name__)
 
 TEXT_FILES = (
     "config.json",
     "generation_config.json",
+    MODELOPT_FILE,
     INDEX_FILE,
     "tokenizer.json",
     "tokenizer_config.json",

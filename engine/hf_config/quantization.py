@@ -2,24 +2,27 @@
 
     quant_method "fp8"                 DeepSeek-V3, Qwen3-FP8: a scale a block of 128 x 128, or of the whole weight
     quant_method "compressed-tensors"  what llm-compressor writes: a scale a row, a block, or of the whole weight
+    quant_method "modelopt"            what NVIDIA's Model Optimizer writes as "FP8": a scale of the whole weight
 
 Inputs are brought to 8 bits as they come, whatever the checkpoint says: scales that were measured for them go unread.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from .errors import InvalidModelConfig, UnsupportedModel
-from .keys import Keys
+from .keys import NEWER, Keys
 
 BLOCK = [128, 128]  # rows and columns of a weight that share a scale
 _EXPERTS_GATES = r"re:.*\.gate$"  # routers are small and are never quantized
+_TMA_BYTES = 16  # rows of a matrix begin at multiples of these, where a GPU copies it by blocks
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Quantization:
 
     in_blocks: bool  # a scale a block of 128 x 128; otherwise a row, or all rows the same
     scale_name: str  # of the tensor with a layer's scales, beside its `weight`
-    ignored: tuple[str, ...]  # names of layers, or of what they are part of, that are as ever; "re:..." a pattern
+    # Names of layers, or of what they are part of, that are as ever; "re:..." an expression, with "*" a pattern.
+    ignored: tuple[str, ...]
+    whole: bool = field(default=False, metadata=NEWER)  # whether each weight has one scale
 
     @property
     def weight_bytes(self) -> float:
@@ -37,12 +42,18 @@ class Quantization:
         return 1 + 4 / (rows * columns)
 
     def keeps_experts(self, hidden_size: int, *borders: int) -> bool:
-        """Return whether experts can stay in 8 bits whose widths are cut at these `borders`: only between blocks."""
-        return self.in_blocks and all(border % BLOCK[0] == 0 for border in (hidden_size, *borders))
+        """Return whether experts can stay in 8 bits whose widths are cut at these `borders`: only between blocks.
+
+        One scale of a whole matrix becomes that of all blocks of any rank's stretch.
+        """
+        unit = BLOCK[0] if self.in_blocks else _TMA_BYTES
+        return (self.in_blocks or self.whole) and all(border % unit == 0 for border in (hidden_size, *borders))
 
     def scale_of(self, weight: str) -> str:
-        """Return the name of the tensor with the scales of the tensor `weight`."""
-        return f"{weight.removesuffix('weight')}{self.scale_name}"
+        """Return the name of the tensor with the scales of the tensor `weight`: `x.weight`, or a stack of matrices."""
+        if weight.endswith("weight"):
+            return f"{weight.removesuffix('weight')}{self.scale_name}"
+        return f"{weight}_{self.scale_name.removeprefix('weight_')}"
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -81,7 +92,13 @@ class _CompressedTensors(msgspec.Struct):
     ignore: list[str] | None = None
 
 
-_Described = TypeVar("_Described", _Fp8, _CompressedTensors)
+class _ModelOpt(msgspec.Struct):
+    quant_algo: str | None = None
+    ignore: list[str] | None = None
+    exclude_modules: list[str] | None = None
+
+
+_Described = TypeVar("_Described", _Fp8, _CompressedTensors, _ModelOpt)
 
 
 def read_quantization(keys: Keys, tensors: Iterable[str] = ()) -> Quantization | None:
@@ -97,6 +114,8 @@ def read_quantization(keys: Keys, tensors: Iterable[str] = ()) -> Quantization |
         return _read_fp8(_read(described, _Fp8), tensors)
     if method == "compressed-tensors":
         return _read_compressed_tensors(_read(described, _CompressedTensors))
+    if method == "modelopt":
+        return _read_modelopt(_read(described, _ModelOpt))
     if method == "mxfp4":  # of experts only, which are multiplied out as they come (`layers.mxfp4`)
         return None
     raise _unsupported(f"quant_method {method!r}")
@@ -118,7 +137,8 @@ def _read_fp8(described: _Fp8, tensors: Iterable[str]) -> Quantization:
         raise _unsupported(f"weight_block_size {block}")
     inverse = block is not None or any(name.endswith(".weight_scale_inv") for name in tensors)
     ignored = described.modules_to_not_convert or described.ignored_layers or ()
-    return Quantization(block is not None, "weight_scale_inv" if inverse else "weight_scale", tuple(ignored))
+    name = "weight_scale_inv" if inverse else "weight_scale"
+    return Quantization(block is not None, name, tuple(ignored), whole=block is None)
 
 
 def _read_compressed_tensors(described: _CompressedTensors) -> Quantization:
@@ -135,7 +155,17 @@ def _read_compressed_tensors(described: _CompressedTensors) -> Quantization:
     _refuse_text("block_structure", weights.block_structure)
     if in_blocks and weights.block_structure != BLOCK:
         raise _unsupported(f"block_structure {weights.block_structure} of weights")
-    return Quantization(in_blocks, "weight_scale", tuple(described.ignore or ()))
+    return Quantization(in_blocks, "weight_scale", tuple(described.ignore or ()), whole=weights.strategy == "tensor")
+
+
+def _read_modelopt(described: _ModelOpt) -> Quantization | None:
+    """Read the keys of config.json, or those of `quantization` in hf_quant_config.json."""
+    if described.quant_algo is None:  # it is about the cache alone
+        return None
+    if described.quant_algo != "FP8":
+        raise _unsupported(f"quant_algo {described.quant_algo!r} of modelopt")
+    ignored = described.ignore or described.exclude_modules or ()
+    return Quantization(False, "weight_scale", tuple(ignored), whole=True)
 
 
 def _refuse_text(name: str, given: list[int] | str | None) -> None:
@@ -147,9 +177,13 @@ def _refuse_text(name: str, given: list[int] | str | None) -> None:
 
 
 def _is_named(layer: str, pattern: str) -> bool:
-    """`pattern` is the layer's name, its beginning or its end, at a dot; or a regular expression behind "re:"."""
+    """`pattern` is the layer's name, its beginning or its end, at a dot; a regular expression behind "re:"; or has "*"
+    for any letters.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), layer) is not None
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(layer, pattern)
     return f".{pattern}." in f".{layer}."
 
 

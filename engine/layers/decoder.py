@@ -142,7 +142,7 @@ class CausalLM(Layer):
             path = rules.draft.path(self.config)
             copies = tuple(f"{path}.{name}" for name in rules.draft.copies)
         by_family = rules.ignored_tensors(self.config)
-        return ("*.rotary_emb.inv_freq", "*.self_attn.?_scale", *tied, *copies, *by_family)
+        return ("*.rotary_emb.inv_freq", "*.?_scale", *tied, *copies, *by_family)
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)

@@ -37,8 +37,9 @@ class GatedDeltaNet(TokenMixer):
         "apart"         `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `q_conv1d` and those of k and v,
                         `o_norm`, `o_proj`
 
-    Here projections lie in the order of "merged" whatever the form. `norm_eps` is that of the norm behind the rule,
-    None: the model's.
+    Here projections lie in the order of "merged" whatever the form, in one matrix. In checkpoints in 8 bits those of a
+    and b are plain, or end within a block of scales: they are a matrix of their own then. `norm_eps` is that of the
+    norm behind the rule, None: the model's.
     """
 
     def __init__(
@@ -54,10 +55,14 @@ class GatedDeltaNet(TokenMixer):
         self.shape = shape
         self._stored = stored
         heads, key_heads = Share.all(shape.num_value_heads), Share.all(shape.num_key_heads)
-        projections = self._projections(key_heads, heads)
-        self.in_proj = MergedLinear(config.hidden_size, {name: share.whole for name, share in projections.items()})
+        wide, gates = self._projections(key_heads, heads)
+        together = [wide | gates] if config.quantization is None else [wide, gates]
+        self.in_proj, *others = (
+            MergedLinear(config.hidden_size, {name: share.whole for name, share in parts.items()}) for parts in together
+        )
+        self.gate_proj = others[0] if others else None
         if stored == "by key head":
-            self.in_proj.keep_parts(projections)
+            self._keep_projections(wide, gates)
         self.conv1d: DepthwiseConv
         if stored == "apart":
             channels = self._convolutions(key_heads, heads)
@@ -80,7 +85,7 @@ class GatedDeltaNet(TokenMixer):
         """Give key heads to the ranks in order, and the value heads that share them."""
         shape, tp = self.shape, groups.tp
         key_heads, heads = Share.part(shape.num_key_heads, tp), Share.part(shape.num_value_heads, tp)
-        self.in_proj.keep_parts(self._projections(key_heads, heads))
+        self._keep_projections(*self._projections(key_heads, heads))
         channels = self._convolutions(key_heads, heads)
         if isinstance(self.conv1d, MergedConv):
             self.conv1d.keep_parts(channels)
@@ -102,9 +107,7 @@ class GatedDeltaNet(TokenMixer):
         add_to: Tensor | None = None,
     ) -> Tensor:
         shape, cache = self.shape, context.states_at(self.place)
-        heads = shape.num_value_heads
-        projected = self.in_proj(hidden, norm=norm)
-        qkv, z, b, a = projected.split([shape.conv_channels, shape.value_width, heads, heads], dim=1)
+        qkv, z, b, a = self._project(hidden, norm)
         tail, state = self._states.slots(cache.slots)
         kept = self._states.drafts(cache.drafts)
         qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch, drafts=kept[0] if kept else None)
@@ -124,21 +127,38 @@ class GatedDeltaNet(TokenMixer):
         ).flatten(1)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
 
-    def _projections(self, key_heads: Share, heads: Share) -> dict[str, Share]:
-        """Return the outputs of each projection that these heads have."""
+    def _project(self, hidden: Tensor, norm: RowNorm | None) -> list[Tensor]:
+        """Return what goes through the convolution, the output gates, b and a, each [T, width]."""
+        shape = self.shape
+        wide, gates = [shape.conv_channels, shape.value_width], [shape.num_value_heads] * 2
+        if self.gate_proj is None:
+            return list(self.in_proj(hidden, norm=norm).split(wide + gates, dim=1))
+        projections = ((self.in_proj, wide), (self.gate_proj, gates))
+        return [part for layer, sizes in projections for part in layer(hidden, norm=norm).split(sizes, dim=1)]
+
+    def _keep_projections(self, wide: dict[str, Share], gates: dict[str, Share]) -> None:
+        """Compute only these outputs here."""
+        if self.gate_proj is None:
+            self.in_proj.keep_parts(wide | gates)
+        else:
+            self.in_proj.keep_parts(wide)
+            self.gate_proj.keep_parts(gates)
+
+    def _projections(self, key_heads: Share, heads: Share) -> tuple[dict[str, Share], dict[str, Share]]:
+        """Return the outputs of each projection that these heads have: of the wide ones, and of b and a."""
         shape = self.shape
         keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
         if self._stored == "apart":
             qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
-            return {**qkv, "g_proj": values, "b_proj": heads, "a_proj": heads}
+            return {**qkv, "g_proj": values}, {"b_proj": heads, "a_proj": heads}
         if self._stored == "merged":
             qkv = {"in_proj_qkv": Share.of_sections([keys, keys, values])}
-            return {**qkv, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+            return {**qkv, "in_proj_z": values}, {"in_proj_b": heads, "in_proj_a": heads}
         group = shape.num_value_heads // shape.num_key_heads
         of_group = group * shape.value_dim
-        return {  # each projection's of all heads side by side
-            "in_proj_qkvz": Share.of_parts(key_heads, [shape.key_dim, shape.key_dim, of_group, of_group]),
-            "in_proj_ba": Share.of_parts(key_heads, [group, group]),
+        parts = [shape.key_dim, shape.key_dim, of_group, of_group]  # each one's of all heads side by side
+        return {"in_proj_qkvz": Share.of_parts(key_heads, parts)}, {
+            "in_proj_ba": Share.of_parts(key_heads, [group, group])
         }
 
     def _convolutions(self, key_heads: Share, heads: Share) -> dict[str, Share]:

@@ -16,7 +16,7 @@ from baton.kernels.rms_norm import rms_norm
 from .base import Held, Layer, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
 from .mxfp4 import Mxfp4Experts
-from .plain_experts import PlainExperts
+from .plain_experts import STACKS, PlainExperts
 
 
 class Router(Layer):
@@ -129,9 +129,9 @@ class Experts(Layer):
                 bias.keep(0, self.held.places)
 
     def parts_at(self, path: str) -> list[str]:
-        """Return the checkpoint's linear layers that this one at `path` is made of, where it stores each by itself."""
+        """Return the checkpoint's linear layers, or stacks of matrices, that this one at `path` is made of."""
         if self.stored != "each":
-            return []
+            return [join(path, name) for name in STACKS[self.stored]]
         names = self.shape.projections
         return [join(path, f"{expert}.{name}") for expert in range(self.held.whole) for name in names]
 

@@ -9,6 +9,7 @@ weight_scale(_inv) one a block     scales [N / 128, K / 128]  ─┼──> Fp8W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,22 +97,20 @@ class Fp8Linear(LinearMethod):
     quantization: Quantization
 
     def fits(self, columns: Share, parts: Sequence[Share]) -> bool:
-        """Return true where no block belongs to two of the merged layers."""
+        """Return true where no block belongs to two of the merged layers, or to two ranks."""
         sizes = (columns.whole, *(part.whole for part in parts[:-1]))
-        return not self.quantization.in_blocks or all(size % BLOCK == 0 for size in sizes)
-
-    def divides(self, columns: Share, parts: Sequence[Share]) -> bool:
-        """Return true where no block belongs to two ranks."""
         stretches = [stretch for share in (columns, *parts) for stretch in share.stretches]
         borders = [border for each in stretches for border in (each.start, each.end) if border < each.whole]
-        return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in borders)
+        return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in (*sizes, *borders))
 
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
         scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)
         return {"weight": Parameter.part(rows, columns, dtype=E4M3), self.quantization.scale_name: scales}
 
     def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
-        """Multiply the scales: codes stay what they are. Merged layers share no block, so neither do factors."""
+        """Multiply the scales: codes stay what they are. Merged layers and sections (`Share.sections`) share no block,
+        so neither do factors.
+        """
         each = BLOCK if self.quantization.in_blocks else 1
         counts = [(-(-count // each), factor) for count, factor in factors]
         multiply_stretches(tensors[self.quantization.scale_name], counts)
@@ -145,7 +144,10 @@ class Fp8LinearWeight(LinearWeight):
 
 @dataclass(frozen=True)
 class Fp8Experts(FusedMethod):
-    """E4M3 codes, and a scale for each 128 x 128 values of a gate, an up or a down matrix; stored one by one."""
+    """E4M3 codes, and a scale for each 128 x 128 values of a gate, an up or a down matrix; stored one by one.
+
+    Where a checkpoint has one scale of each matrix, all of its blocks have that.
+    """
 
     quantization: Quantization
 
@@ -157,24 +159,56 @@ class Fp8Experts(FusedMethod):
         return self.quantization.keeps_experts(shape.hidden_size, width.start, width.end, width.whole)
 
     def declare(self, shape: ExpertsShape) -> dict[str, Parameter]:
-        places, deep, wide = shape.held.places, Share.all(shape.hidden_size // BLOCK), _blocks_of(shape.width)
+        places, deep, wide = shape.held.places, Share.all(-(-shape.hidden_size // BLOCK)), _blocks_of(shape.width)
+        if self.quantization.whole:
+            wide = Share.all(-(-shape.width.size // BLOCK))
         return {
             **super().declare(shape),
-            "gate_up_scale": Parameter.part(places, wide.times(2), deep, typical=1.0, dtype=torch.float32),
+            "gate_up_scale": Parameter.part(places, wide.times(shape.parts), deep, typical=1.0, dtype=torch.float32),
             "down_scale": Parameter.part(places, deep, wide, typical=1.0, dtype=torch.float32),
         }
 
     def slots(self, shape: ExpertsShape, parameters: Mapping[str, Parameter], path: str) -> Iterator[Slot]:
         yield from slots_of_each(shape, parameters["gate_up"], parameters["down"], path, "weight")
         gate_up, down = parameters["gate_up_scale"], parameters["down_scale"]
-        yield from slots_of_each(shape, gate_up, down, path, self.quantization.scale_name)
+        for slot in slots_of_each(shape, gate_up, down, path, self.quantization.scale_name):
+            yield _OneScaleSlot(slot) if self.quantization.whole else slot
+
+
+class _OneScaleSlot(Slot):
+    """The place of one scale of a whole matrix: all of its blocks."""
+
+    __slots__ = ()
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(slot.name, slot.parameter, slot.start, step=slot.step, item=slot.item)
+        self.shares = slot.shares
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        return math.prod(shape) == 1
+
+    def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        return ()
+
+    def place(self, tensor: Tensor) -> None:
+        if tensor.numel() == 1:  # others are dummy weights
+            tensor = tensor.reshape(()).expand(self.shape)
+        super().place(tensor)
 
 
 def plain_weight(data: Tensor, scale: Tensor, in_blocks: bool, dtype: torch.dtype) -> Tensor:
     """Return the weight [N, K] that E4M3 `data` and its `scale` stand for, for a layer that takes no 8 bits.
 
-    Raises `WeightsError` where they do not belong together.
+    Of a stack [E, N, K] with the scales of each matrix, or one of all, the same. Raises `WeightsError` where they do
+    not belong together.
     """
+    if data.dim() == 3:
+        if scale.numel() == 1:
+            scale = scale.reshape(1).expand(len(data))
+        if len(scale) != len(data):
+            raise WeightsError(f"scales are {list(scale.shape)}: give those of {len(data)} matrices")
+        matrices = zip(data, scale, strict=True)
+        return torch.stack([plain_weight(matrix, of_matrix, in_blocks, dtype) for matrix, of_matrix in matrices])
     if not in_blocks and scale.numel() in (1, len(data)):
         scale = scale.reshape(-1).expand(len(data))
     try:

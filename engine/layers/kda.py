@@ -31,6 +31,9 @@ from .recurrent import LayerStates, MergedConv
 class KimiDeltaAttention(TokenMixer):
     """One layer of it, in the checkpoint `q_proj`, `q_conv1d` and those of k and v, `f_a_proj`, `f_b_proj`, `b_proj`,
     `g_a_proj`, `g_b_proj`, `o_norm`, `o_proj`, `A_log` [1, 1, heads, 1] and `dt_bias` [heads * head_dim].
+
+    All that reads hidden states is one matrix. In checkpoints in 8 bits what gates come from is one of its own, as
+    `GatedDeltaNet`'s.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -40,7 +43,10 @@ class KimiDeltaAttention(TokenMixer):
         self.shape = shape  # of this rank
         heads, keys, values, rank = shape.num_value_heads, shape.key_width, shape.value_width, shape.gate_rank
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
-        self.in_proj = MergedLinear(config.hidden_size, {**qkv, "f_a_proj": rank, "g_a_proj": rank, "b_proj": heads})
+        gates = {"f_a_proj": rank, "g_a_proj": rank, "b_proj": heads}
+        is_plain = config.quantization is None
+        self.in_proj = MergedLinear(config.hidden_size, {**qkv, **gates} if is_plain else qkv)
+        self.gate_proj = None if is_plain else MergedLinear(config.hidden_size, gates)
         self.conv = MergedConv({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}, shape.conv_width)
         self.f_b_proj = Linear(rank, keys)
         self.g_b_proj = Linear(rank, values)
@@ -57,7 +63,12 @@ class KimiDeltaAttention(TokenMixer):
         shape, tp = self.shape, groups.tp
         heads = Share.part(shape.num_value_heads, tp)
         keys, values = heads.times(shape.key_dim), heads.times(shape.value_dim)
-        self.in_proj.keep_parts({"q_proj": keys, "k_proj": keys, "v_proj": values, "b_proj": heads})
+        qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+        if self.gate_proj is None:
+            self.in_proj.keep_parts({**qkv, "b_proj": heads})
+        else:
+            self.in_proj.keep_parts(qkv)
+            self.gate_proj.keep_parts({"b_proj": heads})
         self.conv.keep_parts({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})
         self.f_b_proj.keep_rows(keys)
         self.g_b_proj.keep_rows(values)
@@ -76,9 +87,8 @@ class KimiDeltaAttention(TokenMixer):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        shape, cache, rank = self.shape, context.states_at(self.place), self._rank
-        projected = self.in_proj(hidden, norm=norm)
-        qkv, decays, gates, beta = projected.split([shape.conv_channels, rank, rank, shape.num_value_heads], dim=1)
+        shape, cache = self.shape, context.states_at(self.place)
+        qkv, decays, gates, beta = self._project(hidden, norm)
         tail, state = self._states.slots(cache.slots)
         kept = self._states.drafts(cache.drafts)
         qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch, drafts=kept[0] if kept else None)
@@ -102,3 +112,10 @@ class KimiDeltaAttention(TokenMixer):
         gate = self.g_b_proj(gates).unflatten(1, (-1, shape.value_dim))
         gated = gated_rms_norm(out, self.o_norm.weight.data, gate, self.o_norm.eps, gating=Gating.SIGMOID).flatten(1)
         return self.o_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
+
+    def _project(self, hidden: Tensor, norm: RowNorm | None) -> list[Tensor]:
+        """Return what goes through the convolutions, what decays and gates come from, and betas, each [T, width]."""
+        wide, gates = [self.shape.conv_channels], [self._rank, self._rank, self.shape.num_value_heads]
+        if self.gate_proj is None:
+            return list(self.in_proj(hidden, norm=norm).split(wide + gates, dim=1))
+        return [self.in_proj(hidden, norm=norm), *self.gate_proj(hidden, norm=norm).split(gates, dim=1)]

@@ -8,7 +8,7 @@ allocated. A method never sees the device: a device without kernels for it gets 
 
     method           stored                                       in memory       multiplied by
     plain            any floating-point type                       model's dtype   kernels.linear, kernels.moe
-    FP8              E4M3, a float32 scale a block, row or tensor  the same        kernels.fp8, kernels.moe
+    FP8              E4M3, a scale a block, row or tensor          the same        kernels.fp8, kernels.moe
     MXFP4 (experts)  E2M1 in bytes, a power of two a group of 32   model's dtype   kernels.moe
 """
 
@@ -51,11 +51,10 @@ class LinearMethod(abc.ABC):
     """The way in which the weight [N, K] of a linear layer is stored, held and multiplied."""
 
     def fits(self, columns: Share, parts: Sequence[Share]) -> bool:
-        """Return whether layers with these rows can be merged in one matrix. Those that cannot stay plain."""
-        return True
+        """Return whether a rank's shares of these columns, and of the rows of these layers, can be one matrix.
 
-    def divides(self, columns: Share, parts: Sequence[Share]) -> bool:
-        """Return whether a rank's shares cut nothing that belongs together, such as values under one scale."""
+        Layers stay plain whose merging or division would cut what belongs together, such as values under one scale.
+        """
         return True
 
     @abc.abstractmethod

@@ -25,6 +25,14 @@ from baton.kernels.moe import ExpertWeights, GatedActivation, fused_experts
 from .base import Held, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
 
+# The names of stacks, of all experts' gates and ups, and of all downs, in each form that has them.
+STACKS = {
+    "stacked": ("gate_up_proj", "down_proj"),
+    "linears": ("input_linear", "output_linear"),
+    "transposed": ("gate_up_proj", "down_proj"),
+    "mxfp4": (),
+}
+
 
 @dataclass(frozen=True)
 class FusedExperts(PackedExperts):

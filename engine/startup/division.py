@@ -8,8 +8,6 @@ from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import UnevenHeads
 from ..hf_config.model_config import ModelConfig
 
-_BLOCK = 128  # rows and columns of a weight in 8 bits that share a scale
-
 
 def check_division(model: ModelConfig, config: EngineConfig) -> None:
     """Raises `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
@@ -36,7 +34,6 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
     except UnevenHeads as error:
         # One head of latents divides by any number.
         raise InvalidEngineConfig("tensor_parallel_size", f"is {ranks}: {error}") from None
-    _check_blocks(model, config)
     if config.enable_expert_parallel:
         _check_experts(model, config)
 
@@ -56,39 +53,6 @@ def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> 
             yield experts.intermediate_size_key, experts.intermediate_size
         if experts.shared_intermediate_size:
             yield "intermediate size of the shared experts", experts.shared_intermediate_size
-
-
-def _check_blocks(model: ModelConfig, config: EngineConfig) -> None:
-    """Blocks of weights that stay in 8 bits lie on one rank each. On a CPU weights are multiplied out."""
-    if config.device == "cpu" or model.quantization is None or not model.quantization.in_blocks:
-        return
-    ranks = config.tensor_parallel_size
-    for what, size, share in _divided_rows_and_columns(model, ranks):
-        if size % _BLOCK == 0 and share % _BLOCK:
-            raise InvalidEngineConfig(
-                "tensor_parallel_size",
-                f"is {ranks}, of which each would have {share} of {what} {size}: no multiple of {_BLOCK}, and blocks "
-                f"of {_BLOCK} x {_BLOCK} values share a scale",
-            )
-
-
-def _divided_rows_and_columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the dimensions of weights that are divided: name, size, a rank's share."""
-    heads = model.num_heads
-    if model.latent is None:
-        for each in model.head_shapes:
-            kv_heads, of_keys = each.num_kv_heads, each.key_dim
-            yield "num_attention_heads x head_dim =", heads * of_keys, heads // ranks * of_keys
-            yield "num_key_value_heads x head_dim =", kv_heads * of_keys, max(1, kv_heads // ranks) * of_keys
-            if (of_values := each.value_dim) != of_keys:
-                yield "num_attention_heads x v_head_dim =", heads * of_values, heads // ranks * of_values
-                yield "num_key_value_heads x v_head_dim =", kv_heads * of_values, max(1, kv_heads // ranks) * of_values
-    else:
-        for name, dim in (("qk_head_dim", model.latent.head_dim), ("v_head_dim", model.latent.value_dim)):
-            yield f"num_attention_heads x {name} =", heads * dim, heads // ranks * dim
-    for what, size in _divided_by_tensor_parallelism(model, experts_spread=True):
-        if "intermediate" in what:
-            yield what, size, size // ranks
 
 
 def _check_experts(model: ModelConfig, config: EngineConfig) -> None:

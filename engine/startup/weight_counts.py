@@ -6,27 +6,31 @@ ranks where they are spread. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config import EngineConfig
 from ..core.layout import DTYPE_BYTES
-from ..hf_config.attention import LinearAttentionShape
-from ..hf_config.mamba import ATTENTION, MAMBA
+from ..hf_config.attention import LatentShape, LinearAttentionShape
+from ..hf_config.mamba import ATTENTION, MAMBA, MLP, MambaShape
 from ..hf_config.model_config import Eagle3Shape, ModelConfig
+from ..hf_config.quantization import BLOCK
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Counts of one rank's weights, by whether they stay in 8 bits where the checkpoint and the device allow it."""
+    """Counts of one rank's weights, by the type that they have in memory."""
 
     plain: float  # in the model's dtype in any case
-    narrow: float  # in 8 bits
+    narrow: float  # in 8 bits, where the device has kernels for them
+    wide: float = 0.0  # in float32
 
     def num_bytes(self, model: ModelConfig, device: str) -> int:
         """Return the bytes on a "cuda" or "cpu" device; a CPU has no kernels for 8 bits, and converts them."""
         wide = DTYPE_BYTES[model.dtype]
         narrow = wide if model.quantization is None or device != "cuda" else model.quantization.weight_bytes
-        return int(self.plain * wide + self.narrow * narrow)
+        return int(self.plain * wide + self.narrow * narrow + self.wide * DTYPE_BYTES["float32"])
 
 
 def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, device: str) -> int:
@@ -44,22 +48,25 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
     if model.drafts:  # the layer is counted with the others; its projection, of two, and three norms are its own
         norms += (2 * model.hidden_size + 3) * model.hidden_size
-    mixers = _mixers(model, ranks)
-    attention, latents = _attention_of_layers(model, mixers, ranks)
-    plain = embeddings + norms + latents
-    narrow = attention + mixers.of_recurrent * mixers.recurrent
-    narrow += _matrices(model) * model.hidden_size * _mlp_widths(model) / ranks
+    plain, narrow, wide = embeddings + norms + _other_weights(model, ranks), 0.0, 0.0
     if model.layer_inputs is not None:
-        table, others = _layer_inputs(model)
-        plain, narrow = plain + table / ranks, narrow + others
-    for _ in range(_num_mixtures(model)):
-        router, shared, routed = _mixture(model, config)
-        plain, narrow = plain + router, narrow + shared
-        if _experts_stay_narrow(model, config):
+        plain += model.num_layers * model.layer_inputs.vocab_size * model.layer_inputs.width / ranks
+    for matrix in _matrices(model, ranks):
+        if matrix.stays_narrow(model):
+            narrow += matrix.size
+        else:
+            plain += matrix.size
+    for layer in _mixtures(model):
+        router, routed = _mixture(model, config)
+        if model.moe is not None and model.moe.wide_router:
+            wide += router
+        else:
+            plain += router
+        if _experts_stay_narrow(model, config, layer):
             narrow += routed
         else:
             plain += routed
-    return Weights(plain, narrow)
+    return Weights(plain, narrow, wide)
 
 
 def _eagle3(model: ModelConfig, shape: Eagle3Shape, ranks: int) -> float:
@@ -76,84 +83,219 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
     With experts spread over data-parallel ranks it is the average: tokens of other ranks come for those that go.
     """
     ranks = tensor_parallel_size
-    mixers, matrices = _mixers(model, ranks), _matrices(model)
-    weights = sum(_attention_of_layers(model, mixers, ranks)) + mixers.of_recurrent * mixers.recurrent
-    weights += matrices * model.hidden_size * _mlp_widths(model) / ranks
-    if model.layer_inputs is not None:
-        weights += _layer_inputs(model)[1]
+    weights = _other_weights(model, ranks) + sum(matrix.size for matrix in _matrices(model, ranks))
     if model.moe is not None:
-        latent = model.moe.latent_size
-        routed = matrices * model.moe.top_k * model.moe.intermediate_size * (latent or model.hidden_size)
-        shared = matrices * model.moe.shared_intermediate_size * model.hidden_size
-        router = (model.moe.num_experts + 2 * (latent or 0)) * model.hidden_size
-        weights += _num_mixtures(model) * ((routed + shared) / ranks + router)
+        width = model.moe.latent_size or model.hidden_size
+        routed = _matrices_of_mlp(model) * model.moe.top_k * model.moe.intermediate_size * width
+        weights += len(_mixtures(model)) * (routed / ranks + model.moe.num_experts * model.hidden_size)
     return weights
 
 
-def _attention_of_layers(model: ModelConfig, mixers: _Mixers, ranks: int) -> tuple[float, float]:
-    """Count the weights of all layers' attention, as `_attention` does."""
-    if model.full_heads is None:
-        projections, up = _attention(model, ranks)
-        return projections * mixers.attention, up * mixers.attention
-    weights = 0.0
-    for layer in range(model.num_run_layers):
-        heads = model.heads_of(layer)
-        queries, kv_heads = model.num_heads / ranks, max(1, heads.num_kv_heads // ranks)
-        weights += model.hidden_size * queries * (heads.key_dim + heads.value_dim)
-        if model.kv_source(layer) == layer:
-            weights += model.hidden_size * kv_heads * (heads.key_dim + heads.projects_values * heads.value_dim)
-    return weights, 0
+class _Part(NamedTuple):
+    """The rows that one of the merged layers of a matrix has, or the columns of the matrix."""
 
+    names: tuple[str, ...]  # of the layer in checkpoints: one for each way to store it
+    whole: int
+    share: float  # a rank's
+    stretches: tuple[float, ...] = ()  # widths of which it is put together: blocks must not be cut by them
 
-def _attention(model: ModelConfig, ranks: int) -> tuple[float, float]:
-    """Count a layer's attention weights: those that may be in 8 bits, and a latent's up-projections, which may not."""
-    hidden, heads = model.hidden_size, model.num_heads / ranks
-    if (latent := model.latent) is None:
-        kv_heads = max(1, model.num_kv_heads // ranks)
-        queries = 2 * heads if model.rules.has_gated_heads else heads
-        return hidden * model.head_dim * (queries + heads + 2 * kv_heads), 0
-    if latent.q_rank is None:
-        queries = hidden * heads * latent.head_dim
-    else:
-        queries = hidden * latent.q_rank + latent.q_rank * heads * latent.head_dim
-    down = hidden * (latent.rank + latent.rope_dim)
-    up = latent.rank * heads * (latent.nope_dim + latent.value_dim)
-    return queries + down + heads * latent.value_dim * hidden, up
+    @classmethod
+    def all(cls, whole: int, *names: str) -> _Part:
+        return cls(names, whole, whole)
 
 
 @dataclass(frozen=True)
-class _Mixers:
-    """The numbers of layers with each kind of mixer, and the weights of a recurrent one on one rank."""
+class _Matrix:
+    """A matrix of a layer, as one rank has it."""
 
-    attention: int
-    recurrent: int = 0
-    of_recurrent: float = 0
+    path: str
+    rows: tuple[_Part, ...]
+    columns: _Part
+
+    @property
+    def size(self) -> float:
+        return sum(part.share for part in self.rows) * self.columns.share
+
+    def stays_narrow(self, model: ModelConfig) -> bool:
+        """Return whether it is in 8 bits on a GPU: `Fp8Linear.fits`, of layers that the checkpoint has quantized."""
+        quantization = model.quantization
+        if quantization is None:
+            return False
+        if not all(quantization.covers(f"{self.path}.{name}") for part in self.rows for name in part.names):
+            return False
+        borders: list[float] = [self.columns.whole, *(part.whole for part in self.rows[:-1])]
+        for part in (self.columns, *self.rows):
+            borders += [*part.stretches, *([part.share] if part.share != part.whole else [])]
+        return not quantization.in_blocks or all(border % BLOCK[0] == 0 for border in borders)
 
 
-def _mixers(model: ModelConfig, ranks: int) -> _Mixers:
-    """Count the layers with attention, and those with linear attention or Mamba-2."""
+def _matrices(model: ModelConfig, ranks: int) -> Iterator[_Matrix]:
+    """Yield the matrices of all layers on a rank, but for those of experts and of what no token goes through alone."""
+    for layer in range(model.num_run_layers):
+        path = _path_of(model, layer)
+        if _has_recurrence(model, layer):
+            yield from _recurrent(model, path, ranks)
+        if _has_attention(model, layer):
+            if model.latent is None:
+                yield from _attention(model, layer, path, ranks)
+            else:
+                yield from _latent_attention(model, model.latent, path, ranks)
+        if _has_mlp(model, layer):
+            yield from _mlp(model, path, ("mlp", "feed_forward", "mixer"), model.mlp_width(layer), ranks)
+        if layer in _mixtures(model):
+            yield from _beside_experts(model, path, ranks)
+        if model.layer_inputs is not None and layer < model.num_layers:
+            width, hidden = model.layer_inputs.width, model.hidden_size
+            yield _Matrix(path, (_Part.all(width, "per_layer_input_gate"),), _Part.all(hidden))
+            yield _Matrix(path, (_Part.all(hidden, "per_layer_projection"),), _Part.all(width))
+            yield _Matrix("model", (_Part.all(width, "per_layer_model_projection"),), _Part.all(hidden))  # its part
+
+
+def _path_of(model: ModelConfig, layer: int) -> str:
+    """Return the path of a layer in checkpoints."""
+    if layer == model.num_layers and model.rules.draft is not None:
+        return ".".join(filter(None, (model.rules.draft.path(model), model.rules.draft.layer)))
+    return f"{model.rules.names.get('model', 'model')}.layers.{layer}"
+
+
+def _has_attention(model: ModelConfig, layer: int) -> bool:
     if model.mamba is not None:
-        shape = model.mamba
-        groups = max(1, shape.num_groups // ranks) * shape.state_dim  # the width of B on a rank, and of C
-        width, heads = shape.width / ranks, shape.num_heads / ranks
-        projections = 3 * width + 2 * groups + heads
-        weights = model.hidden_size * projections + (width + 2 * groups) * (shape.conv_width + shape.conv_bias)
-        return _Mixers(shape.count(ATTENTION), shape.count(MAMBA), weights + width)
-    if model.linear is not None:
-        linear = model.linear
-        recurrent = sum(linear.layers)
-        return _Mixers(model.num_run_layers - recurrent, recurrent, _linear(linear, model.hidden_size, ranks))
-    return _Mixers(model.num_run_layers)
+        return model.mamba.has(layer, ATTENTION)
+    return model.linear is None or not model.linear.layers[layer]
 
 
-def _linear(shape: LinearAttentionShape, hidden: int, ranks: int) -> float:
-    """Count the weights of one layer of linear attention."""
-    heads, values, conv = shape.num_value_heads, shape.value_width, shape.conv_channels * shape.conv_width
-    if shape.gate_rank is None:
-        return (hidden * (shape.conv_channels + 2 * values + 2 * heads) + conv) / ranks
-    divided = hidden * (shape.conv_channels + values + heads) + conv
-    divided += shape.gate_rank * (shape.num_value_heads * shape.key_dim + values)  # to decays, and to gates
-    return divided / ranks + 2 * hidden * shape.gate_rank
+def _has_recurrence(model: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has linear attention or Mamba-2."""
+    if model.mamba is not None:
+        return model.mamba.has(layer, MAMBA)
+    return model.linear is not None and model.linear.layers[layer]
+
+
+def _has_mlp(model: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has an MLP that is neither an expert nor shared by them."""
+    if model.mamba is not None:
+        return model.mamba.has(layer, MLP)
+    return model.moe is None or model.moe.beside_mlp or not model.moe.sparse_layers[layer]
+
+
+def _attention(model: ModelConfig, layer: int, path: str, ranks: int) -> Iterator[_Matrix]:
+    heads, count = model.heads_of(layer), model.num_heads
+    kv_heads, held = heads.num_kv_heads, max(1, heads.num_kv_heads // ranks)
+    of_query = heads.key_dim * (2 if model.rules.has_gated_heads else 1)
+    rows = [_divided(count * of_query, ranks, "self_attn.q_proj", "mixer.q_proj")]
+    if model.kv_source(layer) == layer:
+        rows.append(_Part(("self_attn.k_proj", "mixer.k_proj"), kv_heads * heads.key_dim, held * heads.key_dim))
+        if heads.projects_values:
+            names = ("self_attn.v_proj", "mixer.v_proj")
+            rows.append(_Part(names, kv_heads * heads.value_dim, held * heads.value_dim))
+    yield _Matrix(path, tuple(rows), _Part.all(model.hidden_size))
+    output = _Part.all(model.hidden_size, "self_attn.o_proj", "mixer.o_proj")
+    yield _Matrix(path, (output,), _divided(count * heads.value_dim, ranks))
+
+
+def _latent_attention(model: ModelConfig, shape: LatentShape, path: str, ranks: int) -> Iterator[_Matrix]:
+    """Yield the matrices of latent attention, but for the up-projection of keys and values."""
+    hidden, path = _Part.all(model.hidden_size), f"{path}.self_attn"
+    queries = model.num_heads * shape.head_dim
+    down = _Part.all(shape.rank + shape.rope_dim, "kv_a_proj_with_mqa")
+    if shape.q_rank is None:
+        yield _Matrix(path, (_divided(queries, ranks, "q_proj"), down), hidden)
+    else:
+        yield _Matrix(path, (_Part.all(shape.q_rank, "q_a_proj"), down), hidden)
+        yield _Matrix(path, (_divided(queries, ranks, "q_b_proj"),), _Part.all(shape.q_rank))
+    values = _divided(model.num_heads * shape.value_dim, ranks)
+    yield _Matrix(path, (_Part.all(model.hidden_size, "o_proj"),), values)
+
+
+def _recurrent(model: ModelConfig, path: str, ranks: int) -> Iterator[_Matrix]:
+    if model.mamba is not None:
+        return _mamba(model, model.mamba, path, ranks)
+    assert model.linear is not None, "a layer with states has one of them"
+    if model.linear.gate_rank is None:
+        return _delta_net(model, model.linear, f"{path}.linear_attn", ranks)
+    return _kimi_delta(model, model.linear, model.linear.gate_rank, f"{path}.self_attn", ranks)
+
+
+def _mamba(model: ModelConfig, shape: MambaShape, path: str, ranks: int) -> Iterator[_Matrix]:
+    width, groups = shape.width / ranks, _mamba_groups(shape, ranks)
+    parts = (width, width, groups, groups, shape.num_heads / ranks)
+    names = ("mamba.in_proj", "mixer.in_proj")
+    stretches = parts if ranks > 1 else parts[:-1]
+    yield _Matrix(path, (_Part(names, sum(shape.parts), sum(parts), stretches),), _Part.all(model.hidden_size))
+    output = _Part.all(model.hidden_size, "mamba.out_proj", "mixer.out_proj")
+    yield _Matrix(path, (output,), _divided(shape.width, ranks))
+
+
+def _mamba_groups(shape: MambaShape, ranks: int) -> int:
+    """Return the width of B on a rank, and of C."""
+    return max(1, shape.num_groups // ranks) * shape.state_dim
+
+
+def _delta_net(model: ModelConfig, shape: LinearAttentionShape, path: str, ranks: int) -> Iterator[_Matrix]:
+    hidden, heads = _Part.all(model.hidden_size), shape.num_value_heads
+    keys, values = shape.key_width, shape.value_width
+    names = ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_proj", "v_proj", "g_proj")
+    widths = (keys / ranks, values / ranks)
+    yield _Matrix(path, (_Part(names, 2 * (keys + values), 2 * sum(widths), widths),), hidden)
+    gates = _divided(heads, ranks, "in_proj_b", "b_proj"), _divided(heads, ranks, "in_proj_a", "a_proj", "in_proj_ba")
+    yield _Matrix(path, gates, hidden)
+    yield _Matrix(path, (_Part.all(model.hidden_size, "out_proj", "o_proj"),), _divided(values, ranks))
+
+
+def _kimi_delta(
+    model: ModelConfig, shape: LinearAttentionShape, gate_rank: int, path: str, ranks: int
+) -> Iterator[_Matrix]:
+    hidden, rank, keys, values = _Part.all(model.hidden_size), gate_rank, shape.key_width, shape.value_width
+    qkv = _divided(keys, ranks, "q_proj"), _divided(keys, ranks, "k_proj"), _divided(values, ranks, "v_proj")
+    yield _Matrix(path, qkv, hidden)
+    gates = _Part.all(rank, "f_a_proj"), _Part.all(rank, "g_a_proj"), _divided(shape.num_value_heads, ranks, "b_proj")
+    yield _Matrix(path, gates, hidden)
+    yield _Matrix(path, (_divided(keys, ranks, "f_b_proj"),), _Part.all(rank))
+    yield _Matrix(path, (_divided(values, ranks, "g_b_proj"),), _Part.all(rank))
+    yield _Matrix(path, (_Part.all(model.hidden_size, "o_proj"),), _divided(values, ranks))
+
+
+def _mlp(model: ModelConfig, path: str, places: tuple[str, ...], width: int, ranks: int) -> Iterator[_Matrix]:
+    """Yield the matrices of an MLP, which checkpoints have at one of these places below the layer's path."""
+    uppers = ("gate_proj", "up_proj")[-(_matrices_of_mlp(model) - 1) :]
+    rows = tuple(_divided(width, ranks, *(f"{place}.{name}" for place in places)) for name in uppers)
+    yield _Matrix(path, rows, _Part.all(model.hidden_size))
+    output = _Part.all(model.hidden_size, *(f"{place}.down_proj" for place in places))
+    yield _Matrix(path, (output,), _divided(width, ranks))
+
+
+def _beside_experts(model: ModelConfig, path: str, ranks: int) -> Iterator[_Matrix]:
+    """Yield the matrices of a mixture's shared experts, and those to latents and back, which every rank has."""
+    assert model.moe is not None, "only mixtures have experts"
+    if model.moe.shared_intermediate_size:
+        places = ("mlp.shared_expert", "mlp.shared_experts", "block_sparse_moe.shared_experts", "mixer.shared_experts")
+        yield from _mlp(model, path, (*places, "shared_mlp"), model.moe.shared_intermediate_size, ranks)
+    if (latent := model.moe.latent_size) is not None:
+        yield _Matrix(path, (_Part.all(latent, "mixer.fc1_latent_proj"),), _Part.all(model.hidden_size))
+        yield _Matrix(path, (_Part.all(model.hidden_size, "mixer.fc2_latent_proj"),), _Part.all(latent))
+
+
+def _divided(whole: int, ranks: int, *names: str) -> _Part:
+    return _Part(names, whole, whole / ranks)
+
+
+def _other_weights(model: ModelConfig, ranks: int) -> float:
+    """Count the weights of layers on a rank that are in no linear layer: convolutions, norms of Mamba-2, and what
+    keys and values come from in latent attention.
+    """
+    layers = range(model.num_run_layers)
+    attention = sum(_has_attention(model, layer) for layer in layers)
+    recurrent = sum(_has_recurrence(model, layer) for layer in layers)
+    count = 0.0
+    if (latent := model.latent) is not None:
+        count += attention * latent.rank * model.num_heads / ranks * (latent.nope_dim + latent.value_dim)
+    if (mamba := model.mamba) is not None:
+        width = mamba.width / ranks
+        channels = width + 2 * _mamba_groups(mamba, ranks)
+        count += recurrent * (channels * (mamba.conv_width + mamba.conv_bias) + width)
+    elif (linear := model.linear) is not None:
+        count += recurrent * linear.conv_channels * linear.conv_width / ranks
+    return count
 
 
 def _norms_of_layers(model: ModelConfig) -> int:
@@ -163,47 +305,37 @@ def _norms_of_layers(model: ModelConfig) -> int:
     return sum(min(2, len(blocks)) for blocks in model.mamba.blocks)
 
 
-def _mlp_widths(model: ModelConfig) -> int:
-    """Return the widths of all MLPs that are no mixtures, added up."""
-    if not model.doubles_shared_mlps:
-        return model.num_mlps * model.intermediate_size
-    return sum(model.mlp_width(layer) for layer in range(model.num_layers))
-
-
-def _layer_inputs(model: ModelConfig) -> tuple[int, int]:
-    """Count the weights of the table of per-layer embeddings, and of the projections around them, of all layers."""
-    assert model.layer_inputs is not None, "few models have per-layer embeddings"
-    shape = model.layer_inputs
-    return model.num_layers * shape.vocab_size * shape.width, 3 * model.num_layers * shape.width * model.hidden_size
-
-
-def _matrices(model: ModelConfig) -> int:
+def _matrices_of_mlp(model: ModelConfig) -> int:
     """Return the number of matrices of an MLP and of an expert: without gates they have no third one."""
     return 2 if model.rules.activation == "relu2" else 3
 
 
-def _num_mixtures(model: ModelConfig) -> int:
-    return 0 if model.moe is None else sum(model.moe.sparse_layers)
+def _mixtures(model: ModelConfig) -> list[int]:
+    """Return the layers with experts."""
+    return [] if model.moe is None else [layer for layer, sparse in enumerate(model.moe.sparse_layers) if sparse]
 
 
-def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float, float]:
-    """Count the weights of one mixture layer: the router, the shared expert, the routed experts."""
+def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float]:
+    """Count the weights of one mixture layer: the router, the routed experts."""
     experts = model.moe
     assert experts is not None, "only mixtures have experts"
-    one = _matrices(model) * (experts.latent_size or model.hidden_size) * experts.intermediate_size
+    one = _matrices_of_mlp(model) * (experts.latent_size or model.hidden_size) * experts.intermediate_size
     if config.enable_expert_parallel:
         routed = one * (experts.num_experts + config.num_redundant_experts) / config.world_size
     else:
         routed = one * experts.num_experts / config.tensor_parallel_size
-    shared = _matrices(model) * model.hidden_size * experts.shared_intermediate_size / config.tensor_parallel_size
-    latents = 2 * (experts.latent_size or 0) * model.hidden_size  # to experts and back, on every rank
-    return experts.num_experts * model.hidden_size + latents, shared, routed
+    return experts.num_experts * model.hidden_size, routed
 
 
-def _experts_stay_narrow(model: ModelConfig, config: EngineConfig) -> bool:
-    """Return whether a rank's experts stay in 8 bits on a GPU."""
-    assert model.moe is not None, "only mixtures have experts"
-    width = model.moe.intermediate_size
-    if not config.enable_expert_parallel:
-        width //= config.tensor_parallel_size
-    return model.quantization is not None and model.quantization.keeps_experts(model.hidden_size, width)
+def _experts_stay_narrow(model: ModelConfig, config: EngineConfig, layer: int) -> bool:
+    """Return whether a rank's experts of a layer stay in 8 bits on a GPU."""
+    experts, quantization = model.moe, model.quantization
+    assert experts is not None, "only mixtures have experts"
+    if quantization is None or experts.stored != "each":
+        return False
+    places, path = ("mlp", "block_sparse_moe", "mixer"), _path_of(model, layer)
+    names = [f"{path}.{place}.experts.0.{name}" for place in places for name in experts.projections]
+    width = experts.intermediate_size
+    share = width if config.enable_expert_parallel else width // config.tensor_parallel_size
+    depth = experts.latent_size or model.hidden_size
+    return quantization.keeps_experts(depth, share, width) and all(quantization.covers(name) for name in names)

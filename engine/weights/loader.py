@@ -61,8 +61,11 @@ def load_weights(model: Loadable, *, device: torch.device | str = "cpu", progres
         logger.info("weights in 8 bits are multiplied out: no kernels take them on %s", device)
     if expanded:
         logger.warning(
-            "%d layers whose weights come in 8 bits are multiplied out, as no kernel takes their scales: %s",
+            "%d layers whose weights come in 8 bits are multiplied out, as no kernel takes their scales, or layers or "
+            "ranks would share a block of %d x %d values: %s",
             len(expanded),
+            BLOCK,
+            BLOCK,
             some(expanded),
         )
     slots = {slot.name: slot for slot in model.slots()}
@@ -253,14 +256,14 @@ def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized
     """Give the layers of `model` that the checkpoint has quantized the method for it, before anything is allocated.
 
     `is_quantized` tells by a linear layer's name in the checkpoint. Returns the layers that stay plain nevertheless:
-    those merged of both kinds, or of parts that would share a block, and experts that there are no kernels for. Raises
-    `WeightsError` for a layer whose ranks would divide blocks.
+    those merged of both kinds, those of which parts or ranks would share a block, and experts that there are no
+    kernels for.
     """
     plain = [path for path, layer in layers_of(Linear, model) if not _quantize(path, layer, quantization, is_quantized)]
     method = Fp8Experts(quantization)
     for path, experts in layers_of(Experts, model):
         parts = experts.parts_at(path)
-        if parts and method.fits(experts.shape) and all(is_quantized(name) for name in parts):
+        if experts.stored == "each" and method.fits(experts.shape) and all(is_quantized(name) for name in parts):
             experts.use(method)
         elif any(is_quantized(name) for name in parts):
             plain.append(path)
@@ -273,10 +276,5 @@ def _quantize(path: str, layer: Linear, quantization: Quantization, is_quantized
     shares, quantized = list(parts.values()), [is_quantized(name) for name in parts]
     if not all(quantized) or not method.fits(layer.columns, shares):
         return not any(quantized)
-    if not method.divides(layer.columns, shares):
-        raise WeightsError(
-            f"tensor_parallel_size: {path} has a scale for every {BLOCK} x {BLOCK} values, and so many ranks would "
-            "divide them; give fewer"
-        )
     layer.use(method)
     return True

@@ -90,7 +90,7 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None  # [E, 2 F]
     down_bias: Tensor | None = None  # [E, H]
     activation: GatedActivation | Pointwise = SILU
-    gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)]
+    gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)], without gates half as many
     down_scale: Tensor | None = None  # float32 [E, ceil(H / 128), ceil(F / 128)]
 
     def __post_init__(self) -> None:
@@ -100,8 +100,6 @@ class ExpertWeights:
                 f"gate_up {list(self.gate_up.shape)} and down {list(self.down.shape)} do not fit: "
                 f"give [E, {'2 F' if self.is_gated else 'F'}, H] and [E, H, F]"
             )
-        if self.in_8_bits and not self.is_gated:
-            raise ValueError("weights in float8_e4m3fn without gates: give gates, or a wider type")
         for name, bias, weight in (
             ("gate_up_bias", self.gate_up_bias, self.gate_up),
             ("down_bias", self.down_bias, self.down),
@@ -113,7 +111,8 @@ class ExpertWeights:
             raise ValueError(f"weights in {self.down.dtype}: give scales for float8_e4m3fn, and for nothing else")
         if self.gate_up_scale is not None and self.down_scale is not None:
             width_blocks, hidden_blocks = -(-self.width // BLOCK), -(-self.hidden_size // BLOCK)
-            expected = (num_experts, 2 * width_blocks, hidden_blocks), (num_experts, hidden_blocks, width_blocks)
+            upper_blocks = self.parts * width_blocks
+            expected = (num_experts, upper_blocks, hidden_blocks), (num_experts, hidden_blocks, width_blocks)
             given = tuple(self.gate_up_scale.shape), tuple(self.down_scale.shape)
             if given != expected:
                 raise ValueError(f"scales are {given[0]} and {given[1]}: give {expected[0]} and {expected[1]}")
@@ -123,9 +122,9 @@ class ExpertWeights:
         gate_up, down = self.gate_up[expert], self.down[expert]
         if self.gate_up_scale is None or self.down_scale is None:
             return gate_up.to(dtype), down.to(dtype)
-        pairs = self.gate_up_scale[expert].unflatten(0, (-1, 2)).transpose(0, 1)  # of gates, of ups
-        gate_scales, up_scales = (_expand_scales(scales, self.width, self.hidden_size) for scales in pairs)
-        scales = torch.stack([gate_scales, up_scales], dim=1).flatten(0, 1)
+        of_parts = self.gate_up_scale[expert].unflatten(0, (-1, self.parts)).transpose(0, 1)  # of gates, of ups
+        expanded = [_expand_scales(scales, self.width, self.hidden_size) for scales in of_parts]
+        scales = torch.stack(expanded, dim=1).flatten(0, 1)
         down_scales = _expand_scales(self.down_scale[expert], self.hidden_size, self.width)
         return (gate_up.float() * scales).to(dtype), (down.float() * down_scales).to(dtype)
 

@@ -57,11 +57,12 @@ def gated(gate, up, GATE: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr
 
 
 @triton.jit
-def gate_up_scales(scale, expert, column, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def gate_up_scales(scale, expert, column, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UNGATED: tl.constexpr):
     """Return pointers to the first scale of each of these rows of `gate_up`: even rows are gates, odd ones ups."""
-    ROWS: tl.constexpr = (COLUMNS + 2 * BLOCK - 1) // (2 * BLOCK) * 2
+    PARTS: tl.constexpr = 2 if UNGATED is None else 1
+    ROWS: tl.constexpr = (COLUMNS + PARTS * BLOCK - 1) // (PARTS * BLOCK) * PARTS
     DEEP: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
-    row = column // (2 * BLOCK) * 2 + column % 2
+    row = column // (PARTS * BLOCK) * PARTS + column % PARTS
     return scale + expert.to(tl.int64) * (ROWS * DEEP) + row * DEEP
 
 

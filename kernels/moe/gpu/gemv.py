@@ -91,7 +91,7 @@ def preloaded(width: int, top_k: int, options: GemvOptions) -> int:
 def gate_up_few_kernel(
     x,  # [T, DEPTH]
     weight,  # [E, COLUMNS, DEPTH]
-    scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
+    scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH], without gates as many as `down`'s, or None
     bias,  # [E, COLUMNS] or None
     expert_ids,  # [T * TOP_K]
     out,  # [T * TOP_K, COLUMNS / 2], without gates [T * TOP_K, COLUMNS]
@@ -119,7 +119,7 @@ def gate_up_few_kernel(
         SPAN: tl.constexpr = BLOCK if BLOCK_DEPTH > BLOCK else BLOCK_DEPTH  # of the depth, under one scale
         span = tl.arange(0, BLOCK_DEPTH // SPAN) * SPAN
         if scale is not None:
-            scale_rows = gate_up_scales(scale, expert, column, COLUMNS, DEPTH)
+            scale_rows = gate_up_scales(scale, expert, column, COLUMNS, DEPTH, UNGATED)
         sums = tl.zeros([BLOCK_COLUMNS, BLOCK_DEPTH], tl.float32)
         for start in tl.static_range(0, DEPTH, BLOCK_DEPTH):
             inside = k < DEPTH - start

@@ -139,7 +139,7 @@ def _blocks(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def gate_up_kernel(
     x,  # [T, DEPTH]
     weight,  # blocks of [E * COLUMNS, DEPTH]
-    scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH] or None
+    scale,  # [E, 2 * blocks of COLUMNS / 2, blocks of DEPTH], without gates as many as `down`'s, or None
     bias,  # [E, COLUMNS] or None
     out,  # [T * K, COLUMNS / 2], without gates [T * K, COLUMNS]
     order,
@@ -234,7 +234,7 @@ def _gate_up_tile(
     NARROW: tl.constexpr = scale is not None
     if NARROW:
         last = tl.minimum(column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), COLUMNS - 1)
-        scale_rows = gate_up_scales(scale, expert, last, COLUMNS, DEPTH)
+        scale_rows = gate_up_scales(scale, expert, last, COLUMNS, DEPTH, UNGATED)
     sums = tl.zeros([BLOCK_COLUMNS, ROWS] if NARROW else [ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         if DEPTH % BLOCK_DEPTH == 0:

@@ -40,8 +40,9 @@ def test_a_name_is_fetched_once_and_only_what_is_read(client: Client, hub: HubSe
     assert hub.requests == [], hub.requests  # a commit never changes
 
 
-def test_gateways_and_plans_fetch_no_weights(client: Client, hub: HubServer) -> None:
-    assert client.fetch(files="TEXT").files == TEXT
+def test_gateways_and_plans_fetch_no_weights(client: Client, hub: HubServer, repository: Path) -> None:
+    (repository / "hf_quant_config.json").write_text("{}")  # says of weights what config.json may leave out
+    assert client.fetch(files="TEXT").files == sorted([*TEXT, "hf_quant_config.json"])
     assert hub.downloads(".safetensors") == []
 
 

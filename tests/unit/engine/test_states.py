@@ -201,7 +201,6 @@ def test_what_does_not_serve_these_states_is_refused_by_name(folder: Path, argum
         ({"layer_types": ["linear_attention"] * 4}, UnsupportedModel, "without a full_attention layer"),
         ({"layer_types": ["linear_attention"]}, InvalidModelConfig, "names 1 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "sliding_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantized weights"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.01}},
             InvalidModelConfig,

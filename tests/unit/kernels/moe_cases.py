@@ -68,8 +68,9 @@ def in_8_bits(experts: ExpertWeights) -> ExpertWeights:
         data, scales = zip(*made, strict=True)
         return torch.stack(data), torch.stack(scales)
 
-    gates, ups, down = narrow(experts.gate_up[:, 0::2]), narrow(experts.gate_up[:, 1::2]), narrow(experts.down)
-    data, scales = (torch.stack(pair, dim=2).flatten(1, 2) for pair in zip(gates, ups, strict=True))
+    parts, down = experts.parts, narrow(experts.down)
+    each = [narrow(experts.gate_up[:, first::parts]) for first in range(parts)]  # gates and ups, or ups
+    data, scales = (torch.stack(of_each, dim=2).flatten(1, 2) for of_each in zip(*each, strict=True))
     return replace(experts, gate_up=data, gate_up_scale=scales, down=down[0].contiguous(), down_scale=down[1])
 
 

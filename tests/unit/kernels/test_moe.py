@@ -130,8 +130,6 @@ def test_experts_without_gates_are_the_formula() -> None:
     torch.testing.assert_close(fused_experts(*inputs, add_to=add_to)[0], expected)
     with pytest.raises(ValueError, match=r"give \[E, F, H\]"):
         replace(case.experts, gate_up=case.experts.gate_up[:, :3])
-    with pytest.raises(ValueError, match="without gates"):
-        replace(case.experts, down=case.experts.down.to(torch.float8_e4m3fn))
 
 
 def test_an_activation_with_limits_is_the_formula() -> None:
@@ -151,26 +149,28 @@ def test_an_activation_with_limits_is_the_formula() -> None:
     torch.testing.assert_close(result[0], expected)
 
 
-@pytest.mark.parametrize(("hidden_size", "width"), [(256, 128), (144, 200)])
-def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, width: int) -> None:
-    case = mixture(9, 3, 2, hidden_size, width)
+@pytest.mark.parametrize(("hidden_size", "width", "gated"), [(256, 128, True), (144, 200, True), (144, 200, False)])
+def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, width: int, gated: bool) -> None:
+    case = mixture(9, 3, 2, hidden_size, width, gated=gated)
+    parts = case.experts.parts
     narrow = in_8_bits(case.experts)
     assert narrow.gate_up_scale is not None
     assert narrow.down_scale is not None
     for expert in range(3):
         gate_up, down = narrow.matrices(expert, torch.float32)
-        for row in (0, 1, 2 * width - 2, 2 * width - 1):
+        for row in (0, 1, parts * width - 2, parts * width - 1):
             for column in (0, hidden_size - 1):
-                scale = narrow.gate_up_scale[expert, row // 2 // 128 * 2 + row % 2, column // 128]
+                scale = narrow.gate_up_scale[expert, row // parts // 128 * parts + row % parts, column // 128]
                 assert gate_up[row, column] == narrow.gate_up[expert, row, column].float() * scale
         last = narrow.down_scale[expert, -1, -1]
         assert down[-1, -1] == narrow.down[expert, -1, -1].float() * last
     wide = [narrow.matrices(expert, torch.float32) for expert in range(3)]
-    plain = ExpertWeights(*(torch.stack(matrices) for matrices in zip(*wide, strict=True)))
+    matrices = (torch.stack(of_each) for of_each in zip(*wide, strict=True))
+    plain = ExpertWeights(*matrices, activation=case.experts.activation)
     inputs = case.expert_ids, case.weights
     torch.testing.assert_close(fused_experts(case.x, narrow, *inputs), fused_experts(case.x, plain, *inputs))
     with pytest.raises(ValueError, match="give scales for float8_e4m3fn"):
-        ExpertWeights(narrow.gate_up, narrow.down)
+        ExpertWeights(narrow.gate_up, narrow.down, activation=narrow.activation)
     with pytest.raises(ValueError, match="scales are"):
         replace(narrow, down_scale=narrow.down_scale[:, :, :-1])
 

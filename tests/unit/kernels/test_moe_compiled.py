@@ -160,6 +160,31 @@ def test_experts_without_gates_compile_to_wide_loads_and_warp_groups() -> None:
 
 
 @pytest.mark.slow
+def test_experts_without_gates_in_8_bits_compile_for_a_device() -> None:
+    """At the sizes of Nemotron 3, whose width ends within a block of scales."""
+    sizes = {"bias": None, "COLUMNS": 1856, "DEPTH": 2688, "TOP_K": 6, **activation_constants(Pointwise.RELU2)}
+    types = {"x": "*bf16", "scale": "*fp32", "out": "*bf16"}
+    few = GemvOptions()
+    compiled = compile_for_h200(
+        gemv.gate_up_few_kernel,
+        {**types, "x_stride": "i32:16", "weight": "*fp8e4nv", "expert_ids": "*i32"},
+        {**sizes, "BLOCK_COLUMNS": few.gate_up_columns, "BLOCK_DEPTH": few.gate_up_depth},
+        num_warps=few.gate_up_warps,
+    )
+    assert compiled.widest_load_bytes == 16
+    chosen = default_grouped(MoeShape(2048, 128, 6, 2688, 1856, True))
+    options = chosen.gate_up
+    compiled = compile_for_h200(
+        grouped_gemm.gate_up_kernel,
+        {**types, "x_stride": "i64:16", **TILE_TYPES}
+        | {"weight": f"tensordesc<fp8e4nv[{options.block_columns}, {options.block_depth}]>"},
+        {**sizes, "BLOCK_ROWS": chosen.block_rows, "SHORT_ROWS": chosen.short_rows, **upper(options)},
+        **lower(options),
+    )
+    assert compiled.wgmma
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES_IN_8_BITS)
 @pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block_rows: int) -> None:

@@ -89,11 +89,14 @@ def test_few_tokens_equal_the_loop_over_experts(
 @pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("rows", [None, (16, 16), (32, 32), (32, 2)])
-@pytest.mark.parametrize(("hidden_size", "width", "depth"), [(144, 272, 256), (256, 128, 64)])
+@pytest.mark.parametrize(
+    ("hidden_size", "width", "depth", "gated"),
+    [(144, 272, 256, True), (256, 128, 64, True), (144, 272, 256, False)],
+)
 def test_experts_in_8_bits_equal_their_definition(
-    rows: tuple[int, int] | None, hidden_size: int, width: int, depth: int, triton_device: torch.device
+    rows: tuple[int, int] | None, hidden_size: int, width: int, depth: int, gated: bool, triton_device: torch.device
 ) -> None:
-    case = mixture(5, 4, 2, hidden_size, width, padding=1, like_gpt_oss=True)
+    case = mixture(5, 4, 2, hidden_size, width, padding=1, like_gpt_oss=True, gated=gated)
     case = replace(case, experts=in_8_bits(case.experts)).to(triton_device)
     if rows is None:
         options = GemvOptions(gate_up_columns=32, gate_up_depth=depth, down_columns=16, down_depth=depth)
@@ -154,12 +157,13 @@ def test_in_bfloat16_experts_are_as_accurate_as_their_definition(
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("num_tokens", [1, 3, 9, 64, 700, 5000])
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "hidden_size", "width"), [(16, 4, 512, 256), (64, 6, 256, 1408), (8, 4, 2048, 2048)]
+    ("num_experts", "top_k", "hidden_size", "width", "gated"),
+    [(16, 4, 512, 256, True), (64, 6, 256, 1408, True), (8, 4, 2048, 2048, True), (16, 6, 2688, 1856, False)],
 )
 def test_in_8_bits_experts_are_as_accurate_as_their_definition(
-    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int, gated: bool
 ) -> None:
-    case = mixture(num_tokens, num_experts, top_k, hidden_size, width, padding=num_tokens // 3)
+    case = mixture(num_tokens, num_experts, top_k, hidden_size, width, padding=num_tokens // 3, gated=gated)
     case = replace(case, experts=in_8_bits(case.experts)).to(torch.device("cuda"))
     case = replace(case.to(torch.bfloat16), weights=case.weights)
     scales = {name: getattr(case.experts, name).float() for name in ("gate_up_scale", "down_scale")}
@@ -167,7 +171,8 @@ def test_in_8_bits_experts_are_as_accurate_as_their_definition(
     exact = reference.fused_experts(*case.to(torch.float64).inputs)
     # Weights multiplied out are rounded once more: to what a checkpoint of plain weights would hold.
     wide = [case.experts.matrices(expert, torch.bfloat16) for expert in range(num_experts)]
-    plain = ExpertWeights(*(torch.stack(matrices) for matrices in zip(*wide, strict=True)))
+    matrices = (torch.stack(of_each) for of_each in zip(*wide, strict=True))
+    plain = ExpertWeights(*matrices, activation=case.experts.activation)
     *inputs, add_to = case.inputs
     result = fused_experts(*inputs, add_to=add_to)
     rounded = reference.fused_experts(*replace(case, experts=plain).inputs)

@@ -12,6 +12,7 @@ import pytest
 
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, load_model
+from baton.kernels import fp8
 
 from ...helpers.checkpoints import make_model, write_checkpoint
 from .parity_pairs import VARIANTS, Pair
@@ -45,3 +46,9 @@ def read(tmp_path: Path) -> Callable[..., ModelConfig]:
         return load_config(tmp_path, load_format="dummy", **(given or {}))
 
     return make
+
+
+@pytest.fixture
+def keeps_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps 8 bits, as a GPU does: the reference computes with them."""
+    monkeypatch.setattr(fp8, "has_gpu_kernels", lambda device: True)

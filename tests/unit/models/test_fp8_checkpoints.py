@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel, WeightsError
 from baton.engine.hf_config.keys import Keys
@@ -19,75 +17,10 @@ from baton.engine.layers.experts import Experts
 from baton.engine.layers.fp8 import Fp8Linear, Fp8LinearWeight
 from baton.engine.layers.linear import Linear
 from baton.engine.models import load_config, load_model
-from baton.kernels import fp8
 
 from ...helpers.checkpoints import edit_config, write_checkpoint
+from ...helpers.fp8_checkpoints import BLOCKS, FORMATS, SHAPE, compressed_tensors, quantized, write_fp8_checkpoint
 from ...helpers.paged import chunked_logprobs, random_tokens
-
-# Sizes that blocks of 128 divide, except for what a model's vocabulary is.
-SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 2}
-BLOCKS: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-
-
-def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
-    e4m3 = {"num_bits": 8, "type": "float"}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**e4m3, "strategy": strategy, **weights},
-        "input_activations": {**e4m3, "strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
-FORMATS = {
-    "blocks": BLOCKS,
-    "rows": compressed_tensors("channel"),
-    "compressed blocks": compressed_tensors("block", block_structure=[128, 128]),
-    "whole": WHOLE,
-}
-
-
-def write_fp8_checkpoint(folder: Path, form: str, architecture: str = "qwen3", **config: Any) -> tuple[Path, Path]:
-    """(a checkpoint in 8 bits, the plain one of exactly the same values)."""
-    write_checkpoint(folder / "plain", architecture, **{**SHAPE, **config})
-    tensors = load_file(folder / "plain" / "model.safetensors")
-    narrow, plain = dict(tensors), dict(tensors)
-    for name, tensor in tensors.items():
-        if ("proj" in name or ".experts." in name) and name.endswith(".weight"):
-            data, scale = quantized(tensor, form)
-            narrow[name] = data
-            narrow[f"{name}_scale_inv" if form == "blocks" else f"{name}_scale"] = scale
-            if form == "whole":
-                narrow[name.replace("weight", "input_scale")] = torch.ones(())
-            whole = scale.reshape(-1).expand(len(data)) if scale.numel() in (1, len(data)) else scale
-            plain[name] = fp8.dequantize(data, whole, torch.float32)
-    save_file(plain, folder / "plain" / "model.safetensors")
-    fp8_folder = folder / "fp8"
-    fp8_folder.mkdir()
-    save_file(narrow, fp8_folder / "model.safetensors")
-    keys = json.loads((folder / "plain" / "config.json").read_text())
-    (fp8_folder / "config.json").write_text(json.dumps({**keys, "quantization_config": FORMATS[form]}))
-    return fp8_folder, folder / "plain"
-
-
-def quantized(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    if form == "whole":
-        scale = weight.abs().max() / 448
-        return (weight / scale).to(torch.float8_e4m3fn), scale
-    made = fp8.quantize_weight(weight, in_blocks="blocks" in form)
-    return made.data, made.scale[:, None] if form == "rows" else made.scale
-
-
-@pytest.fixture
-def as_if_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU keeps 8 bits, as a GPU does: the reference computes with them."""
-    monkeypatch.setattr(fp8, "has_gpu_kernels", lambda device: True)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -99,7 +32,7 @@ def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Pa
     assert torch.equal(chunked_logprobs(in_8_bits, tokens, 20), chunked_logprobs(plain, tokens, 20))
 
 
-@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.usefixtures("keeps_8_bits")
 @pytest.mark.parametrize("form", FORMATS)
 def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, form: str) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form, attention_bias=True)
@@ -115,7 +48,7 @@ def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, 
     assert 0 < error < 0.1
 
 
-@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.usefixtures("keeps_8_bits")
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_part_of_a_merged_layer_gets_its_own_scales(tmp_path: Path, form: str) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form)
@@ -149,7 +82,7 @@ def test_factors_of_outputs_go_into_scales(form: str) -> None:
     torch.testing.assert_close(of_some, torch.cat([whole[:, :128], 0.6 * whole[:, 128:]], 1), **rounding)
 
 
-@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.usefixtures("keeps_8_bits")
 def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)
     model = load_model(load_config(folder, dtype="float32"))
@@ -194,7 +127,7 @@ def test_experts_in_8_bits_are_multiplied_out(
 QWEN3_MOE = {"moe_intermediate_size": 128}
 
 
-@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.usefixtures("keeps_8_bits")
 @pytest.mark.parametrize(
     ("architecture", "form", "config"),
     [
@@ -222,7 +155,7 @@ def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.usefixtures("keeps_8_bits")
 def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,7 +166,7 @@ def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
     assert [message.rpartition(": ")[2] for message in caplog.messages] == [names]
 
 
-@pytest.mark.usefixtures("as_if_kernels")
+@pytest.mark.usefixtures("keeps_8_bits")
 @pytest.mark.parametrize("form", FORMATS)
 def test_dummy_weights_have_the_format_that_the_config_names(tmp_path: Path, form: str) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, form)

@@ -109,7 +109,6 @@ def test_states_are_kept_in_float32_beside_a_tail_in_the_type_of_the_model(read:
         ("bamba", {"time_step_limit": [1.0, 0.5]}, InvalidModelConfig, "two numbers of 0 or more"),
         ("bamba", {"time_step_limit": 0.5}, InvalidModelConfig, "two numbers of 0 or more"),
         ("bamba", {"hidden_act": "gelu"}, UnsupportedModel, "hidden_act 'gelu'"),
-        ("bamba", {"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantized weights"),
         ("falcon_h1", {"attention_bias": True}, UnsupportedModel, "attention_bias true"),
         ("falcon_h1", {"mlp_bias": True}, UnsupportedModel, "mlp_bias true"),
         ("falcon_h1", {"projectors_bias": True}, UnsupportedModel, "projectors_bias true"),

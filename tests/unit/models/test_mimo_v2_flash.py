@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.config import EngineConfig
 from baton.engine.core.layout import CacheKind
 from baton.engine.hf_config.attention import HeadShape
 from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, UnsupportedModel
@@ -18,6 +19,7 @@ from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import Rope
 from baton.engine.models import load_config, load_model
+from baton.engine.startup.weight_counts import weights_of_rank
 from baton.kernels.moe import router_logits
 
 from ...helpers.checkpoints import write_checkpoint
@@ -113,6 +115,29 @@ def test_routers_stay_in_the_type_in_which_they_are_stored(tmp_path: Path) -> No
     assert torch.equal(held[name], stored)
     hidden = torch.randn(3, 64, dtype=torch.bfloat16)
     torch.testing.assert_close(router_logits(hidden, stored), hidden.float() @ stored.T)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_plans_know_of_routers_in_float32_and_of_plain_output_projections(
+    read: Callable[..., ModelConfig], ranks: int
+) -> None:
+    plain = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(48)]
+    described = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    sizes = []
+    for ignored in ([], plain):
+        model = read(quantization_config={**described, "ignored_layers": ignored})
+        sizes.append(weights_of_rank(model, EngineConfig(model="m", tensor_parallel_size=ranks)))
+    both, published = sizes
+    outputs = 48 * 4096 * 64 * 128 / ranks
+    assert (published.wide, published.plain, published.narrow) == (
+        47 * 256 * 4096,
+        both.plain + outputs,
+        both.narrow - outputs,
+    )
+    # Of four ranks, each has 192 rows of the keys of layers that see all, which cut a block.
+    multiplied_out = 9 * 4096 * (64 * 192 + 4 * 192 + 4 * 128) / 4 if ranks == 4 else 0
+    embeddings, norms = 2 * 152_576 * 4096 / ranks, (2 * 48 + 1) * 4096
+    assert both.plain == embeddings + norms + multiplied_out
 
 
 def test_a_row_of_the_cache_is_a_key_and_its_value(read: Callable[..., ModelConfig]) -> None:

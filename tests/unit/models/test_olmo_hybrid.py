@@ -123,7 +123,6 @@ def test_attention_rotates_unless_the_theta_of_its_rope_is_null(
         ({"layer_types": ["linear_attention"] * 32}, UnsupportedModel, "without a full_attention layer"),
         ({"layer_types": ["sliding_attention"] * 32}, UnsupportedModel, "sliding_attention"),
         ({"layer_types": KINDS[:4]}, InvalidModelConfig, "names 4 layers"),
-        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantized weights"),
         ({"rope_scaling": {"rope_type": "linear", "rope_theta": 1e4}}, InvalidModelConfig, "need 'factor'"),
         ({"rope_scaling": "linear"}, InvalidModelConfig, "must be an object"),
     ],

@@ -15,7 +15,9 @@ from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.embedding import Embedding, Head, TiedHead
+from baton.engine.layers.fp8 import Fp8Linear
 from baton.engine.layers.linear import Linear, MergedLinear
+from baton.engine.layers.method import PLAIN, LinearMethod
 from baton.engine.layers.mlp import GatedMLP
 from baton.engine.layers.norm import ResidualStream, RMSNorm
 from baton.engine.models import load_config, load_model
@@ -147,16 +149,17 @@ def test_weights_in_8_bits_are_divided_with_their_scales(in_blocks: bool) -> Non
         assert (share - whole).norm() < 0.05 * whole.norm()
 
 
-def test_blocks_that_ranks_would_cut_are_refused_by_the_layers_name() -> None:
+def test_layers_whose_blocks_ranks_would_cut_are_named_and_stay_plain() -> None:
     quantization = Quantization(in_blocks=True, scale_name="weight_scale", ignored=())
 
-    def run(groups: ParallelGroups) -> None:
+    def run(groups: ParallelGroups) -> tuple[list[str], list[LinearMethod]]:
         pair = Pair()
         pair.divide(groups)
-        use_quantized_methods(pair, quantization, lambda name: True)
+        return use_quantized_methods(pair, quantization, lambda name: True), [pair.up.method, pair.down.method]
 
-    with pytest.raises(WeightsError, match=r"tensor_parallel_size: up .* 128 x 128"):
-        run_ranks(run, tp=4)
+    for plain, methods in run_ranks(run, tp=4):  # 64 rows of b on each
+        assert plain == ["up"]
+        assert methods == [PLAIN, Fp8Linear(quantization)]
 
 
 def test_a_slot_takes_a_whole_tensor_or_its_share() -> None:
