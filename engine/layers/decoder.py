@@ -207,6 +207,8 @@ class CausalLM(Layer):
 
         That are the same, or the inputs of the layers that the config's head names, side by side.
         """
+        if ranks is not None:
+            ranks = replace(ranks, wanted=ranks.tokens)  # every rank has all of them go on
         if not self.config.drafted_from:
             hidden = self.forward(token_ids, caches, None, ranks)
             return hidden, hidden
@@ -225,15 +227,18 @@ class CausalLM(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
+        of_ranks: tuple[int, ...] | None = None,
     ) -> DraftStates:
         """Run the draft head on hidden states [T, hidden] of all tokens of a step, whose next tokens are `token_ids`
         [T].
 
         Gives the states of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones tell the token that
-        comes behind the next one. Writes what the head keeps of all tokens into `caches`.
+        comes behind the next one. Writes what the head keeps of all tokens into `caches`. `of_ranks` is R of each
+        data-parallel rank, where they run this together; None: the same everywhere.
         """
         assert self.draft_head is not None, "only a config with `drafts` has a draft head"
-        return self.draft_head(self.model.embed_tokens(token_ids), hidden, self._context(caches), wanted)
+        context = replace(self._context(caches), rows_of_ranks=of_ranks)
+        return self.draft_head(self.model.embed_tokens(token_ids), hidden, context, wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

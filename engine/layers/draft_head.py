@@ -54,7 +54,8 @@ class DraftHead(Layer):
     ) -> DraftStates:
         """Give the states of hidden [T, hidden_size], or of the `wanted` [R] int64 tokens of it.
 
-        `embedded` [T, hidden_size] is of the tokens behind them. Writes keys and values of all T tokens.
+        `embedded` [T, hidden_size] is of the tokens behind them. Writes keys and values of all T tokens. The context's
+        `rows_of_ranks` are of the states that are given.
         """
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=1)
         stream = ResidualStream(self.projection(both), in_place=not hidden.is_cpu)

@@ -100,9 +100,11 @@ class Eagle3Head(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
+        of_ranks: tuple[int, ...] | None = None,
     ) -> DraftStates:
         """Give what `CausalLM.draft` does. `hidden` [T, ...] is what the head reads of the model: the inputs of several
-        layers side by side, or the states that it gave for the guess before.
+        layers side by side, or the states that it gave for the guess before. `of_ranks` changes nothing: data-parallel
+        ranks have a whole head each.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
         (cache,) = caches

@@ -31,8 +31,11 @@ class Weights:
 
 def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, device: str) -> int:
     """Return the bytes of one rank's weights on a "cuda" or "cpu" device, those of its draft model among them."""
-    models = [model] if model.draft_model is None else [model, model.draft_model]
-    return sum(weights_of_rank(each, config).num_bytes(each, device) for each in models)
+    num_bytes = weights_of_rank(model, config).num_bytes(model, device)
+    if (draft_model := model.draft_model) is not None:
+        divided = config.model_copy(update={"enable_expert_parallel": False})
+        num_bytes += weights_of_rank(draft_model, divided).num_bytes(draft_model, device)
+    return num_bytes
 
 
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:

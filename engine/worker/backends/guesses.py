@@ -23,6 +23,7 @@ from baton.kernels.sampling import sample_rows
 
 from ...core.layout import BLOCK_SIZE
 from ...layers.attention import GroupCache, StateCache
+from ...layers.base import RankRows
 from ..shapes import StepShape
 from . import DraftModel, GuessingHead, Model, StepParts
 
@@ -51,22 +52,22 @@ class Guesser(abc.ABC):
         self._numbers = torch.arange(most + 1, device=parts.tables.memory.device).int()
 
     @abc.abstractmethod
-    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         """Write what is kept of all tokens of a step. Called when its draws are in the rows.
 
-        `hidden` [T, ...] is what a draft head reads of them, where that is asked for.
+        `hidden` [T, ...] is what a draft head reads of them, where that is asked for. `ranks`: see `Model.forward`.
         """
 
-    def read_late(self, shape: StepShape, hidden: Tensor | None, *, is_needed: bool) -> None:
+    def read_late(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None, *, is_needed: bool) -> None:
         """Do what `read` does, on a device that may be waited for. It may be left for later where it is not needed."""
-        self.read(shape, hidden)
+        self.read(shape, hidden, ranks)
 
     @abc.abstractmethod
     def drawn_again(self, rows: Tensor) -> None:
         """Note that other tokens of rows [J] int64 were kept than those that `read` found there."""
 
     @abc.abstractmethod
-    def guess(self, num_seqs: int, num_guesses: int) -> None:
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
 
         Keys and values of guessed tokens are written where their row has a block for them; the next step writes over
@@ -148,7 +149,7 @@ class HeadGuesser(Guesser):
         self._normed: Tensor | None = None  # [num_rows, hidden_size] of the step's sequences, as is the next
         self._hidden: Tensor | None = None
 
-    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         assert hidden is not None, "it was asked for"
         tables, inputs = self._parts.tables, self._parts.inputs
         num_seqs, num_tokens = shape.num_seqs, shape.num_tokens
@@ -162,7 +163,8 @@ class HeadGuesser(Guesser):
         starts = positions[firsts.clamp(max=num_tokens - 1).long()]
         last = firsts + tables.computed.tensor[0, rows] - 1 - starts
         last = torch.where(batch.rows >= 0, last, 0).clamp(0, num_tokens - 1).long()
-        states = self._head.draft(following, hidden, inputs.caches(shape, self._groups), last)
+        of_ranks = None if ranks is None else ranks.seqs
+        states = self._head.draft(following, hidden, inputs.caches(shape, self._groups), last, of_ranks)
         if self._normed is None or self._hidden is None:
             self._normed, self._hidden = (
                 torch.zeros(self._parts.limits.max_num_seqs, each.shape[1], dtype=each.dtype, device=each.device)
@@ -174,7 +176,7 @@ class HeadGuesser(Guesser):
     def drawn_again(self, rows: Tensor) -> None:
         """Leave it at a guess that may be worse: nothing is kept that counts tokens."""
 
-    def guess(self, num_seqs: int, num_guesses: int) -> None:
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         assert self._normed is not None, "the step was read"
         assert self._hidden is not None, "the step was read"
         head, (rows, first) = self._head, self._begin(num_seqs)
@@ -182,14 +184,15 @@ class HeadGuesser(Guesser):
         for number in range(num_guesses):
             guessed = self._keep(head.logits(normed), rows, first, number)
             if number + 1 < num_guesses:
-                normed, hidden = head.draft(guessed, hidden, self._caches_at(rows, first - 1 + number))
+                caches = self._caches_at(rows, first - 1 + number)
+                normed, hidden = head.draft(guessed, hidden, caches, of_ranks=None if ranks is None else ranks.seqs)
 
 
 class ModelGuesser(Guesser):
     """Guesses by a draft model, which reads the tokens and nothing of the model.
 
     What it has read of each row is known on the device (`RowTables.read`), so steps may be left out: the next one that
-    is read catches up.
+    is read catches up. Data-parallel ranks have a whole draft model each, and do not wait for each other in it.
     """
 
     reads_hidden = False
@@ -198,11 +201,11 @@ class ModelGuesser(Guesser):
         super().__init__(parts, groups)
         self._model = model
 
-    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         """Read the step's tokens that are kept. The step before it was read, too."""
         self._read(self._parts.tables.rows.tensor[0, : shape.num_seqs], shape.num_tokens)
 
-    def read_late(self, shape: StepShape, hidden: Tensor | None, *, is_needed: bool) -> None:
+    def read_late(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None, *, is_needed: bool) -> None:
         """Read all tokens of the step's sequences that are not read yet, where it is needed."""
         if not is_needed:
             return
@@ -232,7 +235,7 @@ class ModelGuesser(Guesser):
         tables = self._parts.tables
         tables.read.tensor[0, rows] = torch.minimum(tables.read.tensor[0, rows], tables.computed.tensor[0, rows])
 
-    def guess(self, num_seqs: int, num_guesses: int) -> None:
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         rows, first = self._begin(num_seqs)
         last = (first - 1).clamp(max=self._parts.limits.max_model_len - 1)
         token_ids = self._parts.tables.tokens.tensor[rows.clamp(min=0).long(), last.long()]

@@ -98,6 +98,29 @@ def test_ranks_that_step_together_may_each_have_drafts_or_none(
         assert each.stats.speculation.num_accepted_tokens > 5
 
 
+@pytest.mark.parametrize("method", ["mtp", "draft_model", "eagle3"])
+def test_ranks_that_step_together_guess_on_the_device(pool: MemberPool, tmp_path: Path, method: str) -> None:
+    folder = with_draft_layer(tmp_path / "drafting", "deepseek_v3")
+    guesses: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":  # a mixture, of which each rank has all
+        guesses["model"] = str(write_checkpoint(tmp_path / "small", "qwen3_moe", num_hidden_layers=1))
+    if method == "eagle3":
+        guesses["model"] = str(write_eagle3(tmp_path / "head"))
+    requests = requests_of([random_tokens(length, seed=length) for length in (1, 16, 50, 9, 33)], PARAMS[1])
+    plain = serve_alone(engine_config(str(folder)), [requests])
+    config = engine_config(str(folder), data_parallel_size=2, enable_expert_parallel=True, speculative_config=guesses)
+    served = pool.run(serve_plain_share, config, [[requests[:4]], [requests[4:]]], dp=2)
+    tokens = [answer.token_ids for each in served for answer in each.answers]
+    assert tokens == [answer.token_ids for answer in plain.answers]
+    assert sum(each.stats.speculation.num_drafts for each in served) > 0
+
+
+def serve_plain_share(
+    member: Member, config: EngineConfig, shares: Sequence[Sequence[Sequence[EngineRequest]]]
+) -> Served | None:
+    return serve(member, config, shares[member.rank])
+
+
 def serve_share(
     member: Member,
     config: EngineConfig,
