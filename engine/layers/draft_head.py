@@ -5,7 +5,8 @@
     embedding of token i + 1 ─────────────────────norm────┘
 
 Its keys and values lie with those of the model's own layers, as of token i. Further tokens are guessed with what it
-gives in the place of the model's hidden state, and its guess as the next token.
+gives in the place of the model's hidden state, and its guess as the next token. Or further layers guess them, one each,
+from the same hidden state (before the last norm) and the tokens i + 2, i + 3.
 """
 
 from __future__ import annotations

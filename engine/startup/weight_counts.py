@@ -45,8 +45,8 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
         return Weights(_eagle3(model, model.eagle3, ranks), 0)
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
-    if model.drafts:  # the layer is counted with the others; its projection, of two, and three norms are its own
-        norms += (2 * model.hidden_size + 3) * model.hidden_size
+    # Draft layers are counted with the others; a projection, of two, and three norms are their own.
+    norms += model.drafts * (2 * model.hidden_size + 3) * model.hidden_size
     mixers = _mixers(model, ranks)
     attention, latents = _attention_of_layers(model, mixers, ranks)
     plain = embeddings + norms + latents

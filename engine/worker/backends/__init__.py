@@ -34,6 +34,11 @@ Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `Devic
 class GuessingHead(Protocol):
     """The part of a draft head that the runner calls: of the model's own, or of one that was loaded beside it."""
 
+    @property
+    def num_draft_layers(self) -> int:
+        """Several of them guess one token each, a single one any number."""
+        ...
+
     def draft(
         self,
         token_ids: Tensor,
@@ -41,12 +46,13 @@ class GuessingHead(Protocol):
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
         of_ranks: tuple[int, ...] | None = None,
+        number: int = 0,
     ) -> DraftStates:
         """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
 
         `hidden` [T, ...] is what the head reads of all tokens, `token_ids` [T] the tokens that follow them. Called
         only where this guesses. `of_ranks`: for how many tokens each data-parallel rank gets something, where they run
-        this together; None: for as many as this one.
+        this together; None: for as many as this one. `number`: the draft layer.
         """
         ...
 
