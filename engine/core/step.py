@@ -91,6 +91,7 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True):
     all_hidden: bool = False  # a chunk asks for logprobs of its prompt
     num_drafts: int = 0  # of all chunks
     max_drafts: int = 0  # of one chunk
+    num_guesses: int = 0  # see `StepPlan`
 
     @property
     def num_draws(self) -> int:
@@ -111,6 +112,11 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
 
     sizes: list[StepSize]  # of each rank
     reviews_experts: bool = False  # before the step, the loads of experts are added up, and experts may move
+
+    @property
+    def num_guesses(self) -> int:
+        """The guesses that every rank makes, an idle one too: a draft layer's experts are on all of them."""
+        return max(size.num_guesses for size in self.sizes)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +153,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             all_hidden=any(chunk.prompt_logprobs for chunk in self.chunks),
             num_drafts=sum(chunk.num_drafts for chunk in self.chunks),
             max_drafts=max((chunk.num_drafts for chunk in self.chunks), default=0),
+            num_guesses=self.num_guesses,
         )
 
 

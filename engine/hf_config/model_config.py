@@ -182,13 +182,13 @@ class Eagle3Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRules:
-    """The place and the names of a family's draft layer, which guesses the token behind the next one.
+    """The places and the names of a family's draft layers, the first of which guesses the token behind the next one.
 
-    `path` holds the layer itself as `layer`, the norms of the two that it reads, of an embedding and of a hidden state,
-    their projection, and the norm behind the layer.
+    `path` of each holds the layer itself as `layer`, the norms of the two that it reads, of an embedding and of a
+    hidden state, their projection, and the norm behind the layer.
     """
 
-    path: Callable[[ModelConfig], str]
+    path: Callable[[ModelConfig, int], str]  # by the number of the draft layer
     layer: str  # "": its blocks lie at `path`
     embedding_norm: str
     hidden_norm: str
@@ -196,6 +196,11 @@ class DraftRules:
     norm: str
     copies: tuple[str, ...] = ()  # patterns of tensors below `path` that repeat the model's own
     goes_on_normed: bool = False  # whether a further guess begins from what went through `norm`
+    # Whether each layer guesses one token, from the model's hidden states; else the first guesses again and again.
+    one_each: bool = False
+    reads_total: bool = False  # whether the model's hidden states are read before its last norm
+    has_window: bool = False  # whether attention has the model's window; else it sees all keys
+    is_dense: bool = False  # whether its MLP is no mixture, in models most of whose layers have one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +270,7 @@ class ModelConfig:
     window_rope: Rope | None  # of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # behind the last layer, for guessing further tokens, in the checkpoint
-    drafts: bool = False  # whether the first of these is run: it is then the layer of index `num_layers`
+    drafts: int = 0  # how many of these are run: they are then the layers of index `num_layers` and more
     draft_model: ModelConfig | None = None  # a smaller one or a head, which guesses further tokens
     eagle3: Eagle3Shape | None = None  # None: it is no such head
     quantization: Quantization | None  # None: plain weights
@@ -291,31 +296,39 @@ class ModelConfig:
 
     @property
     def drafted_from(self) -> tuple[int, ...]:
-        """The layers whose inputs its head reads; (): it has none, or one that reads the last hidden states."""
+        """The layers whose inputs its head or its draft layers read; (): there are none, or they read the last hidden
+        states. The layer behind the last one stands for what goes into the last norm.
+        """
         head = None if self.draft_model is None else self.draft_model.eagle3
-        return () if head is None else head.layers
+        if head is not None:
+            return head.layers
+        rules = self.rules.draft
+        return (self.num_layers,) if self.drafts and rules is not None and rules.reads_total else ()
 
     @property
     def num_run_layers(self) -> int:
-        """The number of decoder layers, with the draft layer where it is run."""
+        """The number of decoder layers, with the draft layers that are run."""
         return self.num_layers + self.drafts
 
     def with_drafts(self) -> ModelConfig:
-        """Return the same with the first draft layer, which has attention to all keys, and experts where most have.
+        """Return the same with the first draft layer, or with all of them where each guesses one token.
 
         Raises `UnsupportedModel`.
         """
-        if self.rules.draft is None:
+        rules = self.rules.draft
+        if rules is None:
             raise UnsupportedModel(f"config.json: speculation by 'mtp' is not supported for {self.architecture}")
         if not self.num_draft_layers:
             raise UnsupportedModel("config.json: speculation by 'mtp' needs draft layers, and there are none")
-        moe, linear = self.moe, self.linear
+        moe, linear, count = self.moe, self.linear, self.num_draft_layers if rules.one_each else 1
+        window = next(filter(None, self.layer_windows), None) if rules.has_window else None
+        is_sparse = moe is not None and any(moe.sparse_layers) and not rules.is_dense
         return replace(
             self,
-            drafts=True,
-            layer_windows=(*self.layer_windows, None),
-            moe=moe and replace(moe, sparse_layers=(*moe.sparse_layers, any(moe.sparse_layers))),
-            linear=linear and replace(linear, layers=(*linear.layers, False)),
+            drafts=count,
+            layer_windows=(*self.layer_windows, *[window] * count),
+            moe=moe and replace(moe, sparse_layers=(*moe.sparse_layers, *[is_sparse] * count)),
+            linear=linear and replace(linear, layers=(*linear.layers, *[False] * count)),
         )
 
     @cached_property

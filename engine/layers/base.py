@@ -336,6 +336,7 @@ class RankRows:
 
     tokens: tuple[int, ...]
     wanted: tuple[int, ...]  # behind the attention of the last layer
+    seqs: tuple[int, ...]  # behind the attention of a draft layer, and in each of its guesses
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Decoder(Layer):
         self.layer_inputs = None if config.layer_inputs is None else LayerInputs(config, config.layer_inputs)
         self._names = config.rules.names
         self._drafted_from = config.drafted_from
+        self._reads_total = config.num_layers in config.drafted_from  # whether what goes into the last norm is read
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
@@ -79,9 +80,11 @@ class Decoder(Layer):
             layer(step)
         if inputs is not None:
             # The last layer's, where it is named; of a shortened model, in the place of those that are left out.
-            inputs += [stream.total] * (len(self._drafted_from) - len(inputs))
+            inputs += [stream.total] * (len(self._drafted_from) - len(inputs) - self._reads_total)
         # Of most prompt tokens only the KV is used: the last layer ends for them where that is written.
         self.layers[-1](LayerStep(stream, last, wanted))
+        if inputs is not None and self._reads_total:
+            inputs.append(stream.total)
         return stream.normed(self.norm)
 
 
@@ -89,16 +92,16 @@ class CausalLM(Layer):
     """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`, or a family others."""
 
     def __init__(
-        self, config: ModelConfig, layers: list[DecoderLayer], draft_layer: DecoderLayer | None = None
+        self, config: ModelConfig, layers: list[DecoderLayer], draft_layers: Sequence[DecoderLayer] = ()
     ) -> None:
         self.config = config
         self.model = Decoder(config, layers)
-        self.draft_head: DraftHead | None = None
-        if draft_layer is not None:
-            assert config.rules.draft is not None, "a config whose draft layer is run says where it lies"
-            self.draft_head = DraftHead(config, config.rules.draft, draft_layer)
+        self.draft_heads: list[DraftHead] = []
+        for layer in draft_layers:
+            assert config.rules.draft is not None, "a config whose draft layers are run says where they lie"
+            self.draft_heads.append(DraftHead(config, config.rules.draft, layer))
         # In a tuple, so that they are no layers below this one.
-        self._attention = _one_of_each_group(layers if draft_layer is None else [*layers, draft_layer])
+        self._attention = _one_of_each_group([*layers, *draft_layers])
         self.lm_head: Head | TiedHead
         if config.tie_word_embeddings:
             self.lm_head = TiedHead(self.model.embed_tokens)
@@ -108,12 +111,21 @@ class CausalLM(Layer):
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         rules = self.config.rules
+        paths = self._draft_paths()
         for name, child in super().children():
-            if child is self.draft_head:
-                assert rules.draft is not None, "a draft head has rules"
-                yield rules.draft.path(self.config), child
+            if isinstance(child, DraftHead):
+                yield next(paths), child
             else:
                 yield rules.names.get(name, name), child
+
+    def _draft_paths(self) -> Iterator[str]:
+        """Yield where each draft layer lies in the checkpoint."""
+        rules = self.config.rules.draft
+        return iter(() if rules is None else [rules.path(self.config, i) for i in range(len(self.draft_heads))])
+
+    @property
+    def num_draft_layers(self) -> int:
+        return len(self.draft_heads)
 
     @property
     def device(self) -> torch.device:
@@ -137,10 +149,8 @@ class CausalLM(Layer):
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
         rules = self.config.rules
-        copies: tuple[str, ...] = ()
-        if self.draft_head is not None and rules.draft is not None:
-            path = rules.draft.path(self.config)
-            copies = tuple(f"{path}.{name}" for name in rules.draft.copies)
+        names = () if rules.draft is None else rules.draft.copies
+        copies = tuple(f"{path}.{name}" for path in self._draft_paths() for name in names)
         by_family = rules.ignored_tensors(self.config)
         return ("*.rotary_emb.inv_freq", "*.?_scale", *tied, *copies, *by_family)
 
@@ -207,6 +217,8 @@ class CausalLM(Layer):
 
         That are the same, or the inputs of the layers that the config's head names, side by side.
         """
+        if ranks is not None:
+            ranks = replace(ranks, wanted=ranks.tokens)  # every rank has all of them go on
         if not self.config.drafted_from:
             hidden = self.forward(token_ids, caches, None, ranks)
             return hidden, hidden
@@ -225,15 +237,18 @@ class CausalLM(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
+        of_ranks: tuple[int, ...] | None = None,
+        number: int = 0,
     ) -> DraftStates:
-        """Run the draft head on hidden states [T, hidden] of all tokens of a step, whose next tokens are `token_ids`
-        [T].
+        """Run draft layer `number` on hidden states [T, hidden] of all tokens of a step, and on the tokens `token_ids`
+        [T], each `number` + 1 behind the token of its hidden state.
 
         Gives the states of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones tell the token that
-        comes behind the next one. Writes what the head keeps of all tokens into `caches`.
+        comes behind its token id. Writes what the head keeps of all tokens into `caches`. `of_ranks` is R of each
+        data-parallel rank, where they run this together; None: the same everywhere.
         """
-        assert self.draft_head is not None, "only a config with `drafts` has a draft head"
-        return self.draft_head(self.model.embed_tokens(token_ids), hidden, self._context(caches), wanted)
+        context = replace(self._context(caches), rows_of_ranks=of_ranks)
+        return self.draft_heads[number](self.model.embed_tokens(token_ids), hidden, context, wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -5,7 +5,8 @@
     embedding of token i + 1 ─────────────────────norm────┘
 
 Its keys and values lie with those of the model's own layers, as of token i. Further tokens are guessed with what it
-gives in the place of the model's hidden state, and its guess as the next token.
+gives in the place of the model's hidden state, and its guess as the next token. Or further layers guess them, one each,
+from the same hidden state (before the last norm) and the tokens i + 2, i + 3.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class DraftHead(Layer):
     ) -> DraftStates:
         """Give the states of hidden [T, hidden_size], or of the `wanted` [R] int64 tokens of it.
 
-        `embedded` [T, hidden_size] is of the tokens behind them. Writes keys and values of all T tokens.
+        `embedded` [T, hidden_size] is of the tokens behind them. Writes keys and values of all T tokens. The context's
+        `rows_of_ranks` are of the states that are given.
         """
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=1)
         stream = ResidualStream(self.projection(both), in_place=not hidden.is_cpu)

@@ -54,6 +54,8 @@ class Eagle3Layer(Layer):
 class Eagle3Head(Layer):
     """The whole head, as the runner sees it: `draft` and `logits` are those of `CausalLM`."""
 
+    num_draft_layers = 1
+
     def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
         """`embedding` is the model's."""
         assert config.eagle3 is not None, "a config that `read_eagle3` has read"
@@ -100,9 +102,12 @@ class Eagle3Head(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
+        of_ranks: tuple[int, ...] | None = None,
+        number: int = 0,
     ) -> DraftStates:
         """Give what `CausalLM.draft` does. `hidden` [T, ...] is what the head reads of the model: the inputs of several
-        layers side by side, or the states that it gave for the guess before.
+        layers side by side, or the states that it gave for the guess before. `of_ranks` changes nothing: data-parallel
+        ranks have a whole head each.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
         (cache,) = caches

@@ -61,7 +61,7 @@ def load_config(
     `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
     many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and
     needs config.json only. With `window_caches`, layers with a window keep no more than that. With `drafts`, the
-    model's first draft layer is loaded and run, too. Raises `ModelError`.
+    model's first draft layer is loaded and run, too, or all of them where each guesses one token. Raises `ModelError`.
     """
     return read_config(
         folder,
@@ -81,8 +81,8 @@ def make_model(config: ModelConfig) -> CausalLM:
     from baton.engine.layers.decoder import CausalLM
 
     layer = families()[config.architecture].layer
-    layers = [layer(config, index) for index in range(config.num_layers)]
-    return CausalLM(config, layers, layer(config, config.num_layers) if config.drafts else None)
+    layers = [layer(config, index) for index in range(config.num_run_layers)]
+    return CausalLM(config, layers[: config.num_layers], layers[config.num_layers :])
 
 
 def load_model(

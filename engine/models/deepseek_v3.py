@@ -42,8 +42,8 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
     )
 
 
-def path_of_draft_layer(config: ModelConfig) -> str:
-    return f"model.layers.{config.num_layers}"
+def path_of_draft_layer(config: ModelConfig, number: int) -> str:
+    return f"model.layers.{config.num_layers + number}"
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:

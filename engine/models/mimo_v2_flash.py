@@ -10,7 +10,7 @@ from baton.engine.hf_config.attention import FULL, SLIDING, HeadShape, WindowRul
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, Scales, keys_and_values
+from baton.engine.hf_config.model_config import DraftRules, ModelConfig, Scales, keys_and_values
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -23,7 +23,8 @@ class MiMoV2FlashLayer(DecoderLayer):
     """x + attention(norm(x)), then x + experts(norm(x)), in the first layer x + mlp(norm(x)).
 
     Most layers have a window, twice as many KV heads as the others, and a sink in every head. Keys are wider than
-    values, a third of each is rotated, and what attention gives is multiplied by a factor.
+    values, a third of each is rotated, and what attention gives is multiplied by a factor. A draft layer has a window,
+    no experts, and another name for its second norm.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -38,6 +39,7 @@ class MiMoV2FlashLayer(DecoderLayer):
             output_multiplier=config.scales.attention_output,
         )
         self.post_attention_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
+        self._is_draft = index >= config.num_layers
         self.mlp: layers.FeedForward
         if config.moe.sparse_layers[index]:
             self.mlp = layers.MoE(size, config.moe)
@@ -48,6 +50,8 @@ class MiMoV2FlashLayer(DecoderLayer):
         for slot in super().slots(path):
             if slot.name.endswith(".sinks"):
                 slot.name = slot.name.removesuffix("sinks") + "attention_sink_bias"
+            if self._is_draft:
+                slot.name = slot.name.replace(".post_attention_layernorm.", ".pre_mlp_layernorm.")
             yield slot
 
     def __call__(self, step: layers.LayerStep) -> None:
@@ -113,8 +117,12 @@ def read_scales(keys: Keys) -> Scales:
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Return the pattern of layers that predict further tokens, which nobody asks for."""
-    return ("model.mtp.*",)
+    """Return the pattern of layers that predict further tokens, where they are not run."""
+    return () if config.drafts else ("model.mtp.*",)
+
+
+def path_of_draft_layer(config: ModelConfig, number: int) -> str:
+    return f"model.mtp.layers.{number}"
 
 
 def _layer_flags(keys: Keys, name: str, num_layers: int) -> tuple[bool, ...]:
@@ -136,6 +144,7 @@ FAMILY = Family(
         "attention_value_scale": 0.707,
         "rope_theta": 5_000_000.0,
         "rope_local_base_freq": 10_000.0,
+        "num_nextn_predict_layers": 3,  # the authors' config.json has no word of them
     },
     key_names={"swa_rope_theta": "rope_local_base_freq", "layernorm_epsilon": "rms_norm_eps"},
     heads=read_heads,
@@ -144,4 +153,16 @@ FAMILY = Family(
     experts=read_experts,
     scales=read_scales,
     ignored_tensors=draft_layers,
+    draft=DraftRules(
+        path=path_of_draft_layer,
+        layer="",
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        norm="final_layernorm",
+        one_each=True,
+        reads_total=True,
+        has_window=True,
+        is_dense=True,
+    ),
 )

@@ -50,7 +50,7 @@ def draft_layers(config: ModelConfig) -> tuple[str, ...]:
     return () if config.drafts else ("mtp.*",)
 
 
-def path_of_draft_layer(config: ModelConfig) -> str:
+def path_of_draft_layer(config: ModelConfig, number: int) -> str:
     return "mtp"
 
 

@@ -145,6 +145,11 @@ class ParallelGroups:
         """The group of all ranks that this one ever waits for."""
         return self.ep if self.ep.size > 1 else self.tp
 
+    @property
+    def of_draft_model(self) -> ParallelGroups:
+        """The groups of a draft model: its experts are divided, and not spread, so other ranks have no part in it."""
+        return ParallelGroups(tp=self.tp)
+
     def stubs(self) -> list[ParallelGroups]:
         """Return groups that wait for no other process, for profile runs in which only the launched kernels matter.
 

@@ -112,7 +112,7 @@ def load_draft_model(
     model_config: ModelConfig, model: CausalLM, *, progress: Progress, groups: ParallelGroups
 ) -> DraftModel | None:
     """Load the draft model or the head of a config, on the device of its `model`; None where there is none."""
-    device = model.device
+    device, groups = model.device, groups.of_draft_model
     return _draft_model(
         model_config,
         lambda config: load_model(config, device=device, progress=progress, groups=groups),
@@ -122,7 +122,7 @@ def load_draft_model(
 
 def stub_draft_model(model_config: ModelConfig, model: CausalLM, groups: ParallelGroups) -> DraftModel | None:
     """Return what launches the same kernels as that of `load_draft_model`, for a stub of the model."""
-    device = model.device
+    device, groups = model.device, groups.of_draft_model
     return _draft_model(
         model_config,
         lambda config: stub_model(config, device=device, groups=groups),

@@ -71,7 +71,12 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         drafts=speculation is not None and speculation.method == "mtp",
     )
     check_division(model, config)
-    check_speculation(config)
+    if speculation is not None and 1 < model.drafts < speculation.num_speculative_tokens:
+        raise InvalidEngineConfig(
+            "speculative_config.num_speculative_tokens",
+            f"is {speculation.num_speculative_tokens}, must be at most {model.drafts}: each of the model's draft layers"
+            " guesses one token",
+        )
     if speculation is None or speculation.model is None:
         return model
     try:
@@ -99,16 +104,6 @@ def _read_draft_model(model: ModelConfig, config: EngineConfig, speculation: Spe
         seed=config.seed,
         window_caches=not config.disable_hybrid_kv_cache_manager,
     )
-
-
-def check_speculation(config: EngineConfig) -> None:
-    """Raise `InvalidEngineConfig` where this engine cannot make drafts."""
-    if config.data_parallel_size > 1 and config.guesses_on_device:
-        raise InvalidEngineConfig(
-            "speculative_config",
-            f"must be left out: data_parallel_size is {config.data_parallel_size}, and ranks do not wait for each other"
-            " where they guess; 'suffix' and 'ngram' work",
-        )
 
 
 def _check_draft_model(model: ModelConfig, draft_model: ModelConfig) -> None:

@@ -35,8 +35,11 @@ class Weights:
 
 def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, device: str) -> int:
     """Return the bytes of one rank's weights on a "cuda" or "cpu" device, those of its draft model among them."""
-    models = [model] if model.draft_model is None else [model, model.draft_model]
-    return sum(weights_of_rank(each, config).num_bytes(each, device) for each in models)
+    num_bytes = weights_of_rank(model, config).num_bytes(model, device)
+    if (draft_model := model.draft_model) is not None:
+        divided = config.model_copy(update={"enable_expert_parallel": False})
+        num_bytes += weights_of_rank(draft_model, divided).num_bytes(draft_model, device)
+    return num_bytes
 
 
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
@@ -46,8 +49,8 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
         return Weights(_eagle3(model, model.eagle3, ranks), 0)
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
-    if model.drafts:  # the layer is counted with the others; its projection, of two, and three norms are its own
-        norms += (2 * model.hidden_size + 3) * model.hidden_size
+    # Draft layers are counted with the others; a projection, of two, and three norms are their own.
+    norms += model.drafts * (2 * model.hidden_size + 3) * model.hidden_size
     plain, narrow, wide = embeddings + norms + _other_weights(model, ranks), 0.0, 0.0
     if model.layer_inputs is not None:
         plain += model.num_layers * model.layer_inputs.vocab_size * model.layer_inputs.width / ranks
@@ -153,8 +156,9 @@ def _matrices(model: ModelConfig, ranks: int) -> Iterator[_Matrix]:
 
 def _path_of(model: ModelConfig, layer: int) -> str:
     """Return the path of a layer in checkpoints."""
-    if layer == model.num_layers and model.rules.draft is not None:
-        return ".".join(filter(None, (model.rules.draft.path(model), model.rules.draft.layer)))
+    if layer >= model.num_layers and model.rules.draft is not None:
+        path = model.rules.draft.path(model, layer - model.num_layers)
+        return ".".join(filter(None, (path, model.rules.draft.layer)))
     return f"{model.rules.names.get('model', 'model')}.layers.{layer}"
 
 

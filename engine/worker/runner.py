@@ -98,7 +98,7 @@ class ModelRunner:
             self.step.draw(batch, shape, hidden)
             logprobs = self.processors.logprobs(batch, self.step, hidden)
             if self.limits.guesses_on_device:
-                self.step.guess(shape, plan.num_guesses)
+                self.step.guess(shape, plan.num_guesses if plan.group is None else plan.group.num_guesses, ranks)
             return self.outputs.send(plan.step, batch.num_draws, logprobs)
 
     def _update_rows(self, plan: StepPlan) -> None:

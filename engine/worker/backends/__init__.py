@@ -34,17 +34,25 @@ Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `Devic
 class GuessingHead(Protocol):
     """The part of a draft head that the runner calls: of the model's own, or of one that was loaded beside it."""
 
+    @property
+    def num_draft_layers(self) -> int:
+        """Several of them guess one token each, a single one any number."""
+        ...
+
     def draft(
         self,
         token_ids: Tensor,
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
+        of_ranks: tuple[int, ...] | None = None,
+        number: int = 0,
     ) -> DraftStates:
         """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
 
         `hidden` [T, ...] is what the head reads of all tokens, `token_ids` [T] the tokens that follow them. Called
-        only where this guesses.
+        only where this guesses. `of_ranks`: for how many tokens each data-parallel rank gets something, where they run
+        this together; None: for as many as this one. `number`: the draft layer.
         """
         ...
 
@@ -126,11 +134,11 @@ class DeviceStep(StepLogits, Protocol):
         """Store the tokens of the chunks that sample in their rows and in the current page of the outputs."""
         ...
 
-    def guess(self, shape: StepShape, num_guesses: int) -> None:
+    def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
         """Write what the drafter keeps of the step's tokens, and store guesses in the rows of chunks that sample.
 
         They are of the `num_guesses` tokens behind the last one drawn, or of more. Called behind `draw`, only where
-        `StepLimits.guesses_on_device`.
+        `StepLimits.guesses_on_device`. `ranks` are those of `run`.
         """
         ...
 
@@ -193,11 +201,10 @@ class CapturedSteps:
         for size in sizes:
             shape = self.fitting([size], alone=0)
             if shape is None:
-                rows.append((size.num_tokens, self._shapes.num_wanted(size)))
+                rows.append((size.num_tokens, self._shapes.num_wanted(size), size.num_seqs))
             else:
-                rows.append((shape.num_tokens, shape.wanted_rows))
-        tokens, wanted = zip(*rows, strict=True)
-        return RankRows(tokens, wanted)
+                rows.append((shape.num_tokens, shape.wanted_rows, shape.num_seqs))
+        return RankRows(*zip(*rows, strict=True))
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor | None:
         """Return the hidden states of the wanted tokens, if they are kept.

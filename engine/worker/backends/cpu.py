@@ -181,14 +181,15 @@ class CpuStep:
         hidden, self._hidden = self._parts.model.forward_all(inputs.token_ids, inputs.caches, ranks)
         return hidden if inputs.wanted is None else rows_at(hidden, inputs.wanted)
 
-    def guess(self, shape: StepShape, num_guesses: int) -> None:
+    def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
         """Let the drafter read the step now where it guesses, or where prompts may be handed over or found again."""
         batch, guesser = self._parts.current.batch, self._guesser
         assert guesser is not None, "only steps that guess have a guesser"
-        exact = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded
-        guesser.read_late(exact, self._hidden, is_needed=num_guesses > 0 or batch.has_prompts)
+        if batch.rows:  # else it is padding, as the step is
+            shape = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded
+        guesser.read_late(shape, self._hidden, ranks, is_needed=num_guesses > 0 or batch.has_prompts)
         if num_guesses:
-            guesser.guess(exact.num_seqs, num_guesses)
+            guesser.guess(shape.num_seqs, num_guesses, ranks)
 
     def _fill(self, shape: StepShape) -> None:
         """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""

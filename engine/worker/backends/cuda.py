@@ -112,7 +112,7 @@ class CudaStep:
         drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
         store_tokens(drawn, tables.step, batch, buffers, parts.outputs.ring)
         if self._guesser is not None:
-            self._guesser.read(shape, read)
+            self._guesser.read(shape, read, ranks)
         return hidden
 
     def _forward(
@@ -139,17 +139,20 @@ class CudaStep:
         drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
         if self._guesser is not None:
-            self._guesser.read(shape, read)
+            self._guesser.read(shape, read, ranks)
         return hidden
 
-    def guess(self, shape: StepShape, num_guesses: int) -> None:
-        """Make as many guesses as a request gets at most, or none: that is what is captured."""
+    def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
+        """Make as many guesses as a request gets at most, or none: that is what is captured.
+
+        With `ranks`, which have steps of different sizes, nothing is replayed.
+        """
         assert self._guesser is not None, "only steps that guess have a draft head"
         if not num_guesses:
             return
-        graph = self._guess_graphs.get(shape.num_seqs)
+        graph = self._guess_graphs.get(shape.num_seqs) if ranks is None else None
         if graph is None:
-            self._guesser.guess(shape.num_seqs, self._parts.limits.max_drafts)
+            self._guesser.guess(shape.num_seqs, self._parts.limits.max_drafts, ranks)
         else:
             graph()
 

@@ -23,6 +23,7 @@ from baton.kernels.sampling import sample_rows
 
 from ...core.layout import BLOCK_SIZE
 from ...layers.attention import GroupCache, StateCache
+from ...layers.base import RankRows
 from ..shapes import StepShape
 from . import DraftModel, GuessingHead, Model, StepParts
 
@@ -33,7 +34,7 @@ def make_guesser(parts: StepParts) -> Guesser | None:
         return None
     groups, model, head = parts.draft_model or DraftModel(parts.groups, head=parts.model)
     if head is not None:
-        return HeadGuesser(parts, groups, head)
+        return (HeadGuesser if head.num_draft_layers == 1 else LayersGuesser)(parts, groups, head)
     assert model is not None, "a draft model is a model or a head"
     return ModelGuesser(parts, groups, model)
 
@@ -51,22 +52,22 @@ class Guesser(abc.ABC):
         self._numbers = torch.arange(most + 1, device=parts.tables.memory.device).int()
 
     @abc.abstractmethod
-    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         """Write what is kept of all tokens of a step. Called when its draws are in the rows.
 
-        `hidden` [T, ...] is what a draft head reads of them, where that is asked for.
+        `hidden` [T, ...] is what a draft head reads of them, where that is asked for. `ranks`: see `Model.forward`.
         """
 
-    def read_late(self, shape: StepShape, hidden: Tensor | None, *, is_needed: bool) -> None:
+    def read_late(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None, *, is_needed: bool) -> None:
         """Do what `read` does, on a device that may be waited for. It may be left for later where it is not needed."""
-        self.read(shape, hidden)
+        self.read(shape, hidden, ranks)
 
     @abc.abstractmethod
     def drawn_again(self, rows: Tensor) -> None:
         """Note that other tokens of rows [J] int64 were kept than those that `read` found there."""
 
     @abc.abstractmethod
-    def guess(self, num_seqs: int, num_guesses: int) -> None:
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
 
         Keys and values of guessed tokens are written where their row has a block for them; the next step writes over
@@ -78,17 +79,25 @@ class Guesser(abc.ABC):
         tokens = self._numbers[:num_tokens]
         return torch.searchsorted(query_start[1:].contiguous(), tokens, right=True).clamp(max=len(query_start) - 2)
 
-    def _begin(self, num_seqs: int) -> tuple[Tensor, Tensor]:
-        """Return the row [S] of each sequence, -1 for padding, and the position [S] of its first guess. Notes them."""
+    def _first_guesses(self, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Return the row [S] of each sequence, -1 for padding, and the position [S] of its first guess."""
         rows = self._parts.tables.rows.tensor[0, :num_seqs]
-        first = self._parts.tables.computed.tensor[0, rows.clamp(min=0).long()] + 1
+        return rows, self._parts.tables.computed.tensor[0, rows.clamp(min=0).long()] + 1
+
+    def _begin(self, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Return what `_first_guesses` does, and note that guesses begin there."""
+        rows, first = self._first_guesses(num_seqs)
         self._parts.tables.first_guess.tensor[0, rows.long()] = first  # -1 is the last line
         return rows, first
 
+    def _draw(self, logits: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+        """Draw a guess of each row at a position [S] from logits [S, V], and return it, [S] int32."""
+        drawn = sample_rows(logits, self._parts.tables.sampling.tensor, rows, position)
+        return drawn.clamp(min=0).int()  # where nothing can be drawn, the guess is wrong
+
     def _keep(self, logits: Tensor, rows: Tensor, first: Tensor, number: int) -> Tensor:
         """Draw guess `number` of each row from logits [S, V], keep it and return it, [S] int32."""
-        drawn = sample_rows(logits, self._parts.tables.sampling.tensor, rows, first + number)
-        guessed = drawn.clamp(min=0).int()  # where nothing can be drawn, the guess is wrong
+        guessed = self._draw(logits, rows, first + number)
         self._parts.tables.guesses.tensor[rows.long(), number] = guessed
         return guessed
 
@@ -137,6 +146,15 @@ class _Placed(NamedTuple):
     is_real: Tensor  # [T]: others are padding, or have no block
 
 
+class _StepTokens(NamedTuple):
+    """The tokens of a step [T], and its sequences [S], padding included."""
+
+    owners: Tensor  # [T] int64: the sequence of each token
+    rows: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    last: Tensor  # [S] int64: the last token of each sequence that is kept; behind it lie drafts that were wrong
+
+
 class HeadGuesser(Guesser):
     """Guesses by the model's draft head (`layers.draft_head`), from hidden states and the tokens that follow them."""
 
@@ -148,21 +166,12 @@ class HeadGuesser(Guesser):
         self._normed: Tensor | None = None  # [num_rows, hidden_size] of the step's sequences, as is the next
         self._hidden: Tensor | None = None
 
-    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         assert hidden is not None, "it was asked for"
-        tables, inputs = self._parts.tables, self._parts.inputs
-        num_seqs, num_tokens = shape.num_seqs, shape.num_tokens
-        batch, positions = tables.batch(num_seqs), inputs.positions[:num_tokens]
-        ends = self._numbers[: num_seqs + 1] if shape.is_decode else batch.query_start
-        firsts, rows = ends[:-1], batch.rows.clamp(min=0).long()
-        owners = self._owners(ends, num_tokens)
-        longest = tables.tokens.tensor.shape[1] - 1
-        following = tables.tokens.tensor[rows[owners], (positions + 1).clamp(max=longest)]
-        # The last token of each sequence that is kept: behind it lie drafts that were wrong.
-        starts = positions[firsts.clamp(max=num_tokens - 1).long()]
-        last = firsts + tables.computed.tensor[0, rows] - 1 - starts
-        last = torch.where(batch.rows >= 0, last, 0).clamp(0, num_tokens - 1).long()
-        states = self._head.draft(following, hidden, inputs.caches(shape, self._groups), last)
+        num_seqs, step = shape.num_seqs, self._tokens_of(shape)
+        of_ranks = None if ranks is None else ranks.seqs
+        caches = self._parts.inputs.caches(shape, self._groups)
+        states = self._head.draft(self._tokens_at(step, step.positions + 1), hidden, caches, step.last, of_ranks)
         if self._normed is None or self._hidden is None:
             self._normed, self._hidden = (
                 torch.zeros(self._parts.limits.max_num_seqs, each.shape[1], dtype=each.dtype, device=each.device)
@@ -171,10 +180,26 @@ class HeadGuesser(Guesser):
         self._normed[:num_seqs].copy_(states.normed)
         self._hidden[:num_seqs].copy_(states.hidden)
 
+    def _tokens_of(self, shape: StepShape) -> _StepTokens:
+        tables, num_seqs, num_tokens = self._parts.tables, shape.num_seqs, shape.num_tokens
+        batch, positions = tables.batch(num_seqs), self._parts.inputs.positions[:num_tokens]
+        ends = self._numbers[: num_seqs + 1] if shape.is_decode else batch.query_start
+        firsts, rows = ends[:-1], batch.rows.clamp(min=0).long()
+        owners = self._owners(ends, num_tokens)
+        starts = positions[firsts.clamp(max=num_tokens - 1).long()]
+        last = firsts + tables.computed.tensor[0, rows] - 1 - starts
+        last = torch.where(batch.rows >= 0, last, 0).clamp(0, num_tokens - 1).long()
+        return _StepTokens(owners, rows[owners], positions, last)
+
+    def _tokens_at(self, step: _StepTokens, index: Tensor) -> Tensor:
+        """Return the token [T] int32 that each token's row has at `index` [T]. Behind the last drawn one it is any."""
+        tokens = self._parts.tables.tokens.tensor
+        return tokens[step.rows, index.clamp(max=tokens.shape[1] - 1)]
+
     def drawn_again(self, rows: Tensor) -> None:
         """Leave it at a guess that may be worse: nothing is kept that counts tokens."""
 
-    def guess(self, num_seqs: int, num_guesses: int) -> None:
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         assert self._normed is not None, "the step was read"
         assert self._hidden is not None, "the step was read"
         head, (rows, first) = self._head, self._begin(num_seqs)
@@ -182,14 +207,56 @@ class HeadGuesser(Guesser):
         for number in range(num_guesses):
             guessed = self._keep(head.logits(normed), rows, first, number)
             if number + 1 < num_guesses:
-                normed, hidden = head.draft(guessed, hidden, self._caches_at(rows, first - 1 + number))
+                caches = self._caches_at(rows, first - 1 + number)
+                normed, hidden = head.draft(guessed, hidden, caches, of_ranks=None if ranks is None else ranks.seqs)
+
+
+class LayersGuesser(HeadGuesser):
+    """Guesses by draft layers of which each guesses one token. All read the model's hidden states:
+
+        layer 0    hidden state of token i, token i + 1 ──> a guess of token i + 2
+        layer 1    hidden state of token i, token i + 2 ──> a guess of token i + 3
+        layer 2    ...
+
+    A token that is not known yet is the guess of a layer before. Keys and values that were made with a wrong guess
+    stay: a guess may be worse for them, and no answer changes. Every layer goes through all tokens of the step, so
+    guesses are made there, in every step; `guess` puts them into the rows, whose own guesses the step still needs.
+    """
+
+    def __init__(self, parts: StepParts, groups: Sequence[int], head: GuessingHead) -> None:
+        super().__init__(parts, groups, head)
+        number = min(parts.limits.max_drafts, head.num_draft_layers)
+        self._guessed = torch.zeros(
+            parts.limits.max_num_seqs, number, dtype=torch.int32, device=parts.tables.memory.device
+        )
+
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
+        assert hidden is not None, "it was asked for"
+        tables, num_seqs, step = self._parts.tables, shape.num_seqs, self._tokens_of(shape)
+        rows, first = self._first_guesses(num_seqs)
+        # The last token that is known: the one that was drawn; in the middle of a prompt, any of the row.
+        known = torch.where(tables.batch(num_seqs).samples != 0, first - 1, tables.tokens.tensor.shape[1])[step.owners]
+        caches = self._parts.inputs.caches(shape, self._groups)
+        of_ranks = None if ranks is None else ranks.seqs
+        for number in range(self._guessed.shape[1]):
+            index = step.positions + 1 + number
+            tokens = self._tokens_at(step, index)
+            if number:
+                guessed = self._guessed[step.owners, (index - known - 1).clamp(0, number - 1).long()]
+                tokens = torch.where(index > known, guessed, tokens)
+            states = self._head.draft(tokens, hidden, caches, step.last, of_ranks, number)
+            self._guessed[:num_seqs, number] = self._draw(self._head.logits(states.normed), rows, first + number)
+
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
+        rows, _ = self._begin(num_seqs)
+        self._parts.tables.guesses.tensor[rows.long(), : self._guessed.shape[1]] = self._guessed[:num_seqs]
 
 
 class ModelGuesser(Guesser):
     """Guesses by a draft model, which reads the tokens and nothing of the model.
 
     What it has read of each row is known on the device (`RowTables.read`), so steps may be left out: the next one that
-    is read catches up.
+    is read catches up. Data-parallel ranks have a whole draft model each, and do not wait for each other in it.
     """
 
     reads_hidden = False
@@ -198,11 +265,11 @@ class ModelGuesser(Guesser):
         super().__init__(parts, groups)
         self._model = model
 
-    def read(self, shape: StepShape, hidden: Tensor | None) -> None:
+    def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         """Read the step's tokens that are kept. The step before it was read, too."""
         self._read(self._parts.tables.rows.tensor[0, : shape.num_seqs], shape.num_tokens)
 
-    def read_late(self, shape: StepShape, hidden: Tensor | None, *, is_needed: bool) -> None:
+    def read_late(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None, *, is_needed: bool) -> None:
         """Read all tokens of the step's sequences that are not read yet, where it is needed."""
         if not is_needed:
             return
@@ -232,7 +299,7 @@ class ModelGuesser(Guesser):
         tables = self._parts.tables
         tables.read.tensor[0, rows] = torch.minimum(tables.read.tensor[0, rows], tables.computed.tensor[0, rows])
 
-    def guess(self, num_seqs: int, num_guesses: int) -> None:
+    def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         rows, first = self._begin(num_seqs)
         last = (first - 1).clamp(max=self._parts.limits.max_model_len - 1)
         token_ids = self._parts.tables.tokens.tensor[rows.clamp(min=0).long(), last.long()]

@@ -16,6 +16,7 @@ from ...helpers.draft_layers import with_draft_layer
 from ...helpers.drafted_engine import SPECULATIVE, serve_with_drafts
 from ...helpers.eagle3 import write_eagle3
 from ...helpers.member_pool import MemberPool
+from ...helpers.mimo_draft_layers import write_mimo
 from ...helpers.paged import random_tokens
 from ...helpers.parallel_engine import Served, engine_config, requests_of, serve, serve_alone
 
@@ -60,14 +61,14 @@ def test_answers_are_those_without_drafts(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
-@pytest.mark.parametrize("method", ["mtp", "draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["mtp", "mtp of three layers", "draft_model", "eagle3"])
 def test_what_guesses_on_the_device_is_divided_as_the_model_is(
     pool: MemberPool, tmp_path: Path, method: str, params: SamplingParams, ranks: int
 ) -> None:
-    folder = with_draft_layer(tmp_path / "drafting", "deepseek_v3")
+    folder = write_model(tmp_path / "drafting", method)
     batches = [requests_of(PROMPTS, params)]
     plain = serve_alone(engine_config(str(folder)), batches)
-    guesses: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
+    guesses: dict[str, object] = {"method": method.partition(" ")[0], "num_speculative_tokens": 3}
     if method == "draft_model":
         guesses["model"] = str(write_checkpoint(tmp_path / "small", "qwen3", num_hidden_layers=1))
     if method == "eagle3":
@@ -98,6 +99,33 @@ def test_ranks_that_step_together_may_each_have_drafts_or_none(
     assert [answer.token_ids for each in served for answer in each.answers] == list(answers.values())
     for each in served:
         assert each.stats.speculation.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp of three layers", "draft_model", "eagle3"])
+def test_ranks_that_step_together_guess_on_the_device(pool: MemberPool, tmp_path: Path, method: str) -> None:
+    folder = write_model(tmp_path / "drafting", method)
+    guesses: dict[str, object] = {"method": method.partition(" ")[0], "num_speculative_tokens": 3}
+    if method == "draft_model":  # a mixture, of which each rank has all
+        guesses["model"] = str(write_checkpoint(tmp_path / "small", "qwen3_moe", num_hidden_layers=1))
+    if method == "eagle3":
+        guesses["model"] = str(write_eagle3(tmp_path / "head"))
+    requests = requests_of([random_tokens(length, seed=length) for length in (1, 16, 50, 9, 33)], PARAMS[1])
+    plain = serve_alone(engine_config(str(folder)), [requests])
+    config = engine_config(str(folder), data_parallel_size=2, enable_expert_parallel=True, speculative_config=guesses)
+    served = pool.run(serve_plain_share, config, [[requests[:4]], [requests[4:]]], dp=2)
+    tokens = [answer.token_ids for each in served for answer in each.answers]
+    assert tokens == [answer.token_ids for answer in plain.answers]
+    assert sum(each.stats.speculation.num_drafts for each in served) > 0
+
+
+def write_model(folder: Path, method: str) -> Path:
+    return write_mimo(folder) if "three" in method else with_draft_layer(folder, "deepseek_v3")
+
+
+def serve_plain_share(
+    member: Member, config: EngineConfig, shares: Sequence[Sequence[Sequence[EngineRequest]]]
+) -> Served | None:
+    return serve(member, config, shares[member.rank])
 
 
 def serve_share(

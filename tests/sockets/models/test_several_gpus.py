@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # of cold starts; eac
 START_S = 240.0  # of an engine that finds no compiled kernel, and its answers
 EXPERTS = {"enable_expert_parallel": True}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}  # every prompt comes twice, and with it its answer
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 MOVES = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 5}
 WAYS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
@@ -51,7 +52,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp2-ep-moves": {"data_parallel_size": 2, **EXPERTS, **MOVES},
     "tp2-drafts": {"tensor_parallel_size": 2, "speculative_config": SUFFIX},
     "dp2-ep-drafts": {"data_parallel_size": 2, "speculative_config": SUFFIX, **EXPERTS},
-    "tp2-mtp": {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}},
+    "tp2-mtp": {"tensor_parallel_size": 2, "speculative_config": MTP},
+    "dp2-ep-mtp": {"data_parallel_size": 2, "speculative_config": MTP, **EXPERTS},
+    "dp2-ep-mtp-eager": {"data_parallel_size": 2, "speculative_config": MTP, "enforce_eager": True, **EXPERTS},
 }
 WAYS_ON_FOUR: dict[str, dict[str, Any]] = {
     "tp4": {"tensor_parallel_size": 4},
@@ -74,8 +77,10 @@ CASES = [
     ("qwen3_next", "tp2-drafts"),
     ("deepseek_v3 with a draft layer", "tp2-mtp"),
     ("qwen3_next with a draft layer", "tp2-mtp"),
+    *((f"{name} with a draft layer", "dp2-ep-mtp") for name in ("deepseek_v3", "qwen3_next")),
+    ("deepseek_v3 with a draft layer", "dp2-ep-mtp-eager"),
     ("qwen3_next", "dp2-ep"),
-    *(("qwen3_moe", way) for way in WAYS if "ep" in way),
+    *(("qwen3_moe", way) for way in WAYS if "ep" in way and "mtp" not in way),
     ("deepseek_v3", "dp2-ep"),
     ("gpt_oss", "dp2-ep-all-to-all"),
 ]

@@ -33,15 +33,16 @@ class TestOneRank:
         assert wakes == [0, 1]
 
     def test_all_learn_the_size_of_everyone(self) -> None:
-        heard = [0, *[0] * 6, 9, 2, 1, 1, 4, 3]
+        heard = [0, *[0] * 7, 9, 2, 1, 1, 4, 3, 2]
         lockstep = Lockstep(0, 2, lambda told: list(map(max, told, heard)), lambda wave: None)
         joined = lockstep.join(plan(5, 1), has_pending=True)
         assert joined is not None
         assert joined.chunks == plan(5, 1).chunks
-        assert joined.group == GroupStep([StepSize(6, 2, 2), StepSize(9, 2, 1, True, 4, 3)])
+        assert joined.group == GroupStep([StepSize(6, 2, 2), StepSize(9, 2, 1, True, 4, 3, 2)])
+        assert joined.group.num_guesses == 2
 
     def test_a_rank_without_a_plan_runs_an_empty_step(self) -> None:
-        heard = [0, *[0] * 6, 9, 2, 1, 0, 0, 0]
+        heard = [0, *[0] * 7, 9, 2, 1, 0, 0, 0, 0]
         lockstep = Lockstep(0, 2, lambda told: list(map(max, told, heard)), never)  # type: ignore[arg-type]
         lockstep.on_wake(0)
         joined = lockstep.join(None, has_pending=False)

@@ -18,6 +18,7 @@ from baton.engine import LLM, SamplingParams
 from ...helpers.checkpoints import MISROUTED, NEAR_TIE, write_checkpoint
 from ...helpers.draft_layers import with_draft_layer
 from ...helpers.eagle3 import write_eagle3
+from ...helpers.mimo_draft_layers import write_mimo
 from ...helpers.tiny_shapes import wide_shape
 from .controls import GREEDY, ROUNDING, differences, own_seeds, prompts_of
 from .guessing import HOT, MOST, draft_always, stats_of
@@ -44,6 +45,10 @@ def _draft_layer(architecture: str) -> Callable[[Path], tuple[Path, dict[str, An
     return write
 
 
+def _three_layers(folder: Path) -> tuple[Path, dict[str, Any]]:
+    return write_mimo(folder / "model", dtype="bfloat16", **wide_shape("mimo_v2_flash")), {"method": "mtp"}
+
+
 def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
     head = write_eagle3(folder / "head", **WIDE_HEAD)
     return _qwen3(folder / "model"), {"method": "eagle3", "model": str(head)}
@@ -67,6 +72,7 @@ def _qwen3(folder: Path) -> Path:
 DRAFTERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
     "mtp": _draft_layer("deepseek_v3"),
     "mtp beside states": _draft_layer("qwen3_next"),
+    "mtp of three layers": _three_layers,
     "eagle3": _eagle3,
     "draft model": _draft_model,
     "draft model that is the model": _itself,

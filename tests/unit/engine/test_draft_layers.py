@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.backends.guesses import HeadGuesser
@@ -185,9 +186,9 @@ def test_sizes_of_steps_are_warmed_up_with_guesses(engines: Engines, monkeypatch
     guessed: list[tuple[int, int]] = []
     guess = HeadGuesser.guess
 
-    def note(head: HeadGuesser, num_seqs: int, num_guesses: int) -> None:
+    def note(head: HeadGuesser, num_seqs: int, num_guesses: int, ranks: RankRows | None) -> None:
         guessed.append((num_seqs, num_guesses))
-        guess(head, num_seqs, num_guesses)
+        guess(head, num_seqs, num_guesses, ranks)
 
     monkeypatch.setattr(HeadGuesser, "guess", note)
     shapes = CudaShapes(LIMITS, max_tokens=32)

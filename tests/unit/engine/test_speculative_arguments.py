@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, make_model
-from baton.engine.startup.model_config import check_speculation
-from baton.engine.startup.weight_counts import weights_of_rank
+from baton.engine.parallel.groups import ExpertSpread
+from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_rank
+from baton.engine.worker.expert_balance import spread_experts
 
+from ...helpers.thread_groups import thread_groups
 from ...helpers.tiny_shapes import DIFFERENCES, SHAPE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -121,27 +124,34 @@ def test_a_draft_layer_is_one_more_layer_of_the_caches_and_weights(tmp_path: Pat
         assert counted.plain + counted.narrow == pytest.approx(held, rel=0.02)
 
 
-def test_what_cannot_be_combined_is_refused_with_the_reason() -> None:
-    reason = "data_parallel_size is 2, and ranks do not wait for each other where they guess"
-    with pytest.raises(InvalidEngineConfig, match=reason) as caught:
-        check_speculation(config(speculative_config=MTP, data_parallel_size=2))
-    assert caught.value.field == "speculative_config"
+def test_a_plan_of_an_application_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    plain, mixture = tmp_path / "plain", tmp_path / "mixture"
+    for folder, kind, architecture in (
+        (plain, "qwen3", "Qwen3ForCausalLM"),
+        (mixture, "qwen3_moe", "Qwen3MoeForCausalLM"),
+    ):
+        folder.mkdir()
+        read(folder, kind, architecture)
+
+    def check(model: Path, speculation: dict[str, Any], **args: Any) -> None:
+        args = {"speculative_config": speculation, "data_parallel_size": 2, "device": "cuda", **args}
+        check_model(load_spec({"model": str(model), "fleets": UNIFIED, "engine": args}))
+
+    with pytest.raises(InvalidSpec, match="'mtp' is not supported for Qwen3ForCausalLM"):
+        check(plain, MTP)
+    for speculation in (NGRAM, {"model": str(plain), "num_speculative_tokens": 2}):
+        check(plain, speculation)
+        check(mixture, speculation, enable_expert_parallel=True)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_can_be_combined_is_taken(device: str) -> None:
-    check_speculation(config(data_parallel_size=2, device=device))
-    check_speculation(config(speculative_config=NGRAM, tensor_parallel_size=2, device=device))
-    check_speculation(config(speculative_config=MTP, tensor_parallel_size=2, device=device))
-    check_speculation(config(speculative_config=NGRAM, data_parallel_size=2, device=device))
-
-
-def test_a_plan_of_an_application_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    read(tmp_path, "qwen3", "Qwen3ForCausalLM")
-    args: dict[str, Any] = {"model": str(tmp_path), "fleets": UNIFIED}
-    draft_model = {"model": str(tmp_path), "num_speculative_tokens": 2}
-    args["engine"] = {"speculative_config": draft_model, "data_parallel_size": 2, "device": "cuda"}
-    with pytest.raises(InvalidSpec, match=r"unified: speculative_config: must be left out: data_parallel_size is 2"):
-        check_model(load_spec(args))
-    args["engine"] = {"speculative_config": NGRAM, "data_parallel_size": 2, "device": "cuda"}
-    check_model(load_spec(args))
+def test_the_experts_of_a_draft_model_are_divided_and_not_spread(tmp_path: Path) -> None:
+    model = read(tmp_path, "qwen3_moe", "Qwen3MoeForCausalLM")
+    both = dataclasses.replace(model, draft_model=model)
+    spread = config(data_parallel_size=2, enable_expert_parallel=True)
+    whole = weights_of_rank(model, config()).num_bytes(model, "cpu")
+    assert weight_bytes_of_rank(both, spread, "cpu") - weight_bytes_of_rank(model, spread, "cpu") == whole
+    groups = thread_groups(2, 2, ExpertSpread())[0]
+    assert groups.of_draft_model.tp is groups.tp
+    draft_model = make_model(model)
+    draft_model.divide(groups.of_draft_model)
+    assert not spread_experts(draft_model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ from baton.engine.core.engine import EngineCore
 from baton.engine.core.lockstep import Lockstep
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.step import PendingStep, Runner, StepPlan
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
@@ -71,9 +74,15 @@ class ThreadEngines:
         review_experts_every: int = 0,
         moves_experts: bool = False,
         captured_tokens: int | None = None,
+        num_drafts: int = 0,
+        drafting_ranks: Sequence[int] = (),
     ) -> None:
-        """With `captured_tokens`, the ranks have the runners of GPUs: see `_device_runner`."""
-        self._config = load_config(folder)
+        """With `captured_tokens`, the ranks have the runners of GPUs: see `_device_runner`.
+
+        With `num_drafts`, the model's draft layer is run, and requests of `drafting_ranks` have as many as they may.
+        """
+        self._config = load_config(folder, drafts=num_drafts > 0)
+        self._num_drafts = num_drafts
         self._core_config = EngineCoreConfig(
             num_blocks=num_blocks,
             max_num_seqs=4,
@@ -111,7 +120,11 @@ class ThreadEngines:
                     rank, dp, dp_group.agree, self._waker(rank), review_experts_every=review_experts_every
                 )
                 self._locksteps.append(lockstep)
-            self.cores.append(EngineCore(self._core_config, told, lockstep=lockstep))
+            drafting = None
+            if rank in drafting_ranks:
+                is_gpu = captured_tokens is not None
+                drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, edits_on_host=is_gpu, on_device=True)
+            self.cores.append(EngineCore(self._core_config, told, lockstep=lockstep, drafting=drafting))
             self.cores[-1].when_woken(self._bells[rank].set)
         self._leaders = [threading.Thread(target=self._lead, args=(rank,), daemon=True) for rank in range(dp)]
         self._followers = [
@@ -170,8 +183,10 @@ class ThreadEngines:
         return runner, balancer
 
     def _limits(self) -> StepLimits:
-        sizes = self._core_config
-        return StepLimits(sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len)
+        sizes, drafts = self._core_config, self._num_drafts
+        return StepLimits(
+            sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len, drafts, guesses_on_device=drafts > 0
+        )
 
     def _cpu_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
         limits = self._limits()

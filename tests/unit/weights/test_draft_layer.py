@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,39 @@ from baton.engine.hf_config.errors import WeightsError
 from baton.engine.models import check_weights, load_config
 
 from ...helpers.draft_layers import with_draft_layer
+from ...helpers.mimo_draft_layers import write_mimo
 
 
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next", "mimo_v2_flash"])
 def test_a_checkpoint_with_a_draft_layer_is_accounted_for_with_it_and_without(
     tmp_path: Path, architecture: str
 ) -> None:
-    folder = with_draft_layer(tmp_path / "model", architecture)
+    folder = tmp_path / "model"
+    if architecture == "mimo_v2_flash":
+        write_mimo(folder)
+    else:
+        with_draft_layer(folder, architecture)
     for drafts in (False, True):
         check_weights(load_config(folder, drafts=drafts))
-    tensors = load_file(folder / "model.safetensors")
-    lost = next(name for name in tensors if name.endswith(("hnorm.weight", "pre_fc_norm_hidden.weight")))
-    save_file({name: each for name, each in tensors.items() if name != lost}, folder / "model.safetensors")
+    lost = _lose_a_norm(folder)
     check_weights(load_config(folder))
     with pytest.raises(WeightsError, match=f"1 missing: {lost}"):
         check_weights(load_config(folder, drafts=True))
+
+
+def _lose_a_norm(folder: Path) -> str:
+    """Take a norm of a draft layer out of the checkpoint, and return its name."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        ends = ("hnorm.weight", "pre_fc_norm_hidden.weight")
+        if (lost := next((name for name in tensors if name.endswith(ends)), None)) is not None:
+            break
+    assert lost is not None
+    del tensors[lost]
+    save_file(tensors, file)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text())
+        del listed["weight_map"][lost]
+        index.write_text(json.dumps(listed))
+    return lost
