@@ -230,8 +230,8 @@ def test_a_draft_layer_in_8_bits_is_read_with_its_scales(tmp_path: Path) -> None
     heads = []
     for folder in folders:
         model = load_model(load_config(folder, dtype="float32", drafts=True))
-        assert model.draft_head is not None
-        heads.append((layers_of(Linear, model.draft_head), layers_of(Experts, model.draft_head)))
+        (head,) = model.draft_heads
+        heads.append((layers_of(Linear, head), layers_of(Experts, head)))
     (linear, [(_, experts)]), (plain_linear, [(_, plain_experts)]) = heads
     assert len(linear) == len(plain_linear) > 4
     for (_, layer), (_, plain) in zip(linear, plain_linear, strict=True):
