@@ -152,7 +152,8 @@ def latency(context: typer.Context, model: Model, options: LatencyOptions, json_
 def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_file: JsonFile = None) -> None:
     """Measure the decoding of one engine with drafts, of which a given share is right, beside one without.
 
-    With --speculative-config its own drafter is measured, which is mostly right where it guesses on the device.
+    With --speculative-config its own drafter is measured, which is mostly right where it guesses on the device. With
+    --edit-every, `suffix` guesses in an edit trace: texts that are expected back with changes.
     """
     from baton.engine.offline.bench import RandomBatch
     from baton.engine.offline.bench_drafts import drafts as measure
@@ -166,6 +167,7 @@ def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_fi
             batches,
             num_drafts=options.num_drafts,
             acceptance=options.acceptance,
+            edit_every=options.edit_every,
             engine_args=engine_args_from(context.args),
         )
     _report(result, json_file)

@@ -118,6 +118,10 @@ class DraftsOptions:
     output_len: Count = 128
     num_drafts: Annotated[int, typer.Option(min=1, help="Drafts of a request in a step, at most.")] = 3
     acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of guesses that are right.")] = 0.8
+    edit_every: Annotated[
+        int | None,
+        typer.Option(min=2, help="`suffix` guesses from a prediction of which one token in so many is wrong."),
+    ] = None
     seed: int = 0
 
 

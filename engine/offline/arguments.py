@@ -57,6 +57,20 @@ def as_conversations(messages: Any) -> Sequence[Messages]:
     return cast(Sequence[Messages], conversations)
 
 
+def predictions_for_each(prediction: Any, num_conversations: int) -> Sequence[str | None]:
+    """Return the expected answer of each conversation. Raises `InvalidArgument` unless there is one for each."""
+    if prediction is None:
+        return [None] * num_conversations
+    listed = [prediction] if isinstance(prediction, str) else prediction
+    is_list = isinstance(listed, list | tuple) and all(each is None or isinstance(each, str) for each in listed)
+    if not is_list or len(listed) != num_conversations:
+        raise InvalidArgument(
+            "prediction",
+            f"must be the text of an answer, or a list with one for each of the {num_conversations} conversations",
+        )
+    return cast(Sequence[str | None], listed)
+
+
 class PromptReader:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

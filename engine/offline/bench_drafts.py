@@ -7,12 +7,17 @@ would part from the known ones.
 
 A drafter of the engine's own is measured as it is. What guesses on the device draws with the same random numbers, so at
 that temperature it is nearly always right, whatever its weights: its time is what counts.
+
+In an edit trace a client sends a text along that it expects back with changes. `suffix` is given the known answer as
+its prediction, but for one token in so many: in turn that is another one, missing, or there is one more. Answers are
+drawn at a lower temperature, at which the model writes texts of its kind.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 TEMPERATURE = 20.0
+EDIT_TEMPERATURE = 0.8
 NUM_RUNS = 3  # of each figure, of which the shortest counts
 
 
@@ -97,6 +103,7 @@ def drafts(
     *,
     num_drafts: int,
     acceptance: float,
+    edit_every: int | None = None,
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return tokens per second of decoding without drafts and with up to `num_drafts`, by batch.
@@ -104,67 +111,122 @@ def drafts(
     `acceptance` is the share of right guesses. Prompts are cached and not part of the time. `baseline_throughput` is of
     an engine without speculation, `spec_decode_acceptance_length` the tokens of a step with drafts. With a
     `speculative_config` in `engine_args`, that is measured, and both numbers say nothing.
+
+    With `edit_every`, the engine's drafter is `suffix`, where `engine_args` have none that predictions are used by, and
+    predictions are the known answers, of which one token in so many differs. Throughputs ending in `_per_cpu_second`
+    count the time of this process's processors alone; `equal_answers` is the share of answers that are the same tokens
+    with drafts and without.
     """
     args = dict(engine_args or {})
     own = args.pop("speculative_config", None)
     known: dict[tuple[int, ...], list[int]] = {}
+    temperature = TEMPERATURE if edit_every is None else EDIT_TEMPERATURE
 
     def whole(_: str, prompt: Sequence[int]) -> list[int]:
         return [*prompt, *known.get(tuple(prompt), ())]
 
     with engine_for(model, args) as llm:
-        baseline = [_decode(llm, batch, known) for batch in batches]
-    config = own or {"method": "suffix", "num_speculative_tokens": num_drafts}
+        baseline = [_decode(llm, batch, temperature) for batch in batches]
+    for each in baseline:
+        known.update(each.answers)
+    method = {"method": "suffix", "num_speculative_tokens": num_drafts}
+    if edit_every is not None:
+        method["suffix_decoding_max_cached_requests"] = 0  # a repeated answer would be found among recent ones
+    config = own or method
     results = []
     with engine_for(model, {**args, "speculative_config": config}) as llm:
         vocab_size = llm.engine.model_config.vocab_size
-        if own is None:
+        if own is None and edit_every is None:
             llm.engine.core.draft_with(InformedDrafter(whole, acceptance, vocab_size, may_differ=True))
         for batch, without in zip(batches, baseline, strict=True):
+            predictions = None
+            if edit_every is not None:
+                predictions = {prompt: edited(known[prompt], edit_every, vocab_size) for prompt in without.answers}
             before = _checked(llm)
-            speed = _decode(llm, batch)
+            measured = _decode(llm, batch, temperature, predictions)
             after = _checked(llm)
             num_steps = after.num_drafts - before.num_drafts
             num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-            results.append(
-                {
-                    "batch_size": batch.num_prompts,
-                    "input_len": batch.input_len,
-                    "output_len": batch.output_len,
-                    "baseline_throughput": without,
-                    "output_throughput": speed,
-                    "speedup": speed / without,
-                    "spec_decode_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+            result = {
+                "batch_size": batch.num_prompts,
+                "input_len": batch.input_len,
+                "output_len": batch.output_len,
+                "baseline_throughput": without.throughput,
+                "output_throughput": measured.throughput,
+                "speedup": measured.throughput / without.throughput,
+                "spec_decode_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+            }
+            if edit_every is not None:
+                num_equal = sum(measured.answers[prompt] == answer for prompt, answer in without.answers.items())
+                result |= {
+                    "baseline_throughput_per_cpu_second": without.per_cpu_second,
+                    "output_throughput_per_cpu_second": measured.per_cpu_second,
+                    "speedup_per_cpu_second": measured.per_cpu_second / without.per_cpu_second,
+                    "equal_answers": num_equal / len(without.answers),
                 }
-            )
-    chosen = {"num_drafts": num_drafts, "acceptance": acceptance} if own is None else {"speculative_config": own}
+            results.append(result)
+    chosen: dict[str, Any] = {"speculative_config": own}
+    if own is None:
+        chosen = {"num_drafts": num_drafts} | ({"acceptance": acceptance} if edit_every is None else {})
+    if edit_every is not None:
+        chosen["edit_every"] = edit_every
     return {**chosen, "batches": results}
+
+
+def edited(answer: Sequence[int], every: int, vocab_size: int) -> list[int]:
+    """Return the answer with one edit in each `every` tokens: in turn another token, none, or one more."""
+    rng, text = Random(every), list(answer)
+    starts = range(0, len(answer) - every + 1, every)
+    for number, start in reversed(list(enumerate(starts))):
+        place, other = start + rng.randrange(every), rng.randrange(vocab_size)
+        text[place : place + (number % 3 < 2)] = [] if number % 3 == 1 else [other]
+    return text
 
 
 def _checked(llm: LLM) -> SpeculationStats:
     return llm.engine.core.stats().speculation or SpeculationStats()
 
 
-def _decode(llm: LLM, batch: RandomBatch, known: dict[tuple[int, ...], list[int]] | None = None) -> float:
-    """Return the tokens per second of a batch's decodes; let its answers be `known` by prompt."""
+@dataclass(frozen=True)
+class _Decoded:
+    """A batch's decodes: tokens per second, and per second of this process's processor time; answers by prompt."""
+
+    throughput: float
+    per_cpu_second: float
+    answers: dict[tuple[int, ...], list[int]]
+
+
+def _decode(
+    llm: LLM,
+    batch: RandomBatch,
+    temperature: float,
+    predictions: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+) -> _Decoded:
+    """Measure a batch's decodes. `predictions`: the answers that are expected, by prompt."""
     prompts = random_prompts(llm, batch)
     params = [
         SamplingParams(
-            temperature=TEMPERATURE, seed=index, ignore_eos=True, max_tokens=batch.output_len, detokenize=False
+            temperature=temperature, seed=index, ignore_eos=True, max_tokens=batch.output_len, detokenize=False
         )
         for index in range(batch.num_prompts)
     ]
+    given: list[Any] = [
+        prompt if predictions is None else {"prompt_token_ids": prompt, "prediction": list(predictions[tuple(prompt)])}
+        for prompt in prompts
+    ]
     first = [msgspec.structs.replace(param, max_tokens=1) for param in params]
-    spans = []
+    spans, cpu_spans = [], []
     for each in (first, params):
-        best = float("inf")
+        best = best_cpu = float("inf")
         for _ in range(NUM_RUNS):
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, each, use_tqdm=False)
+            start, start_cpu = time.perf_counter(), time.process_time()
+            outputs = llm.generate(given, each, use_tqdm=False)
             best = min(best, time.perf_counter() - start)
+            best_cpu = min(best_cpu, time.process_time() - start_cpu)
         spans.append(best)
-    if known is not None:
-        known.update(
-            (tuple(prompt), output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)
-        )
-    return batch.num_prompts * (batch.output_len - 1) / (spans[1] - spans[0])
+        cpu_spans.append(best_cpu)
+    num_tokens = batch.num_prompts * (batch.output_len - 1)
+    answers = {
+        tuple(prompt): list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)
+    }
+    return _Decoded(num_tokens / (spans[1] - spans[0]), num_tokens / (cpu_spans[1] - cpu_spans[0]), answers)

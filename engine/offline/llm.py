@@ -37,6 +37,7 @@ from .arguments import (
     as_conversations,
     as_list,
     one_for_each,
+    predictions_for_each,
     refuse_unsupported,
     require_flag,
     require_tools,
@@ -150,12 +151,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_messages: bool = False,
+        prediction: str | Sequence[str | None] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the checkpoint's chat template.
 
         `chat_template_kwargs` are further names that the template may read, like `enable_thinking`. Text of messages
-        never becomes control tokens, whatever it spells, unless `special_tokens_in_messages` is set.
+        never becomes control tokens, whatever it spells, unless `special_tokens_in_messages` is set. `prediction` is
+        the expected answer of one conversation, or a list with one for each, as in `generate`.
         Raises `ChatTemplateError` (`InvalidMessages` for messages) and what `generate` raises.
         """
         refuse_unsupported("chat", vllm_arguments, vllm_compat.CHAT)
@@ -166,7 +169,9 @@ class LLM:
         variables = template_variables(chat_template_kwargs)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
-        for conversation in as_conversations(messages):
+        conversations = as_conversations(messages)
+        predictions = predictions_for_each(prediction, len(conversations))
+        for conversation, expected in zip(conversations, predictions, strict=True):
             chat = {
                 "messages": conversation,
                 "tools": tools,
@@ -176,7 +181,8 @@ class LLM:
             }
             text = tokenizer.render_chat(**chat)
             prompt = ChatPrompt(text) if special_tokens_in_messages else tokenizer.guard_chat(text, **chat)
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(prompt)})
+            token_ids = tokenizer.encode_chat(prompt)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids, "prediction": expected})
         return self._generate(prompts, sampling_params, use_tqdm)
 
     def _generate(

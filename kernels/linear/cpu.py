@@ -1,7 +1,4 @@
-"""bfloat16 linear layers on CPUs with AVX512-BF16, and AMX where there is, in C++ (`native/linear.cpp`).
-
-Everything else is torch's: float32 has good kernels there.
-"""
+"""bfloat16 and float32 linear layers on a CPU in C++ (`native/linear.cpp`). float16 is torch's."""
 
 from __future__ import annotations
 
@@ -19,30 +16,36 @@ PANEL_ROWS = 32  # rows of the weight in one panel, as in native/linear.cpp
 def pack(weight: Tensor) -> Tensor | None:
     """Return the panels of `weight` [N, K], N filled up to whole panels; None where torch serves this weight better."""
     num_rows, depth = weight.shape
-    packer = _packer()
-    if packer is None or weight.dtype != torch.bfloat16 or depth % 2 or weight.numel() == 0:
+    dtype = native.DTYPE_NUMBER.get(weight.dtype)
+    supported = native.function("baton_has_linear", native.INT, native.I64, returns=native.INT)
+    if supported is None or dtype is None or not supported(dtype, depth) or num_rows == 0:
         return None
+    pointer, i64, int_ = native.POINTER, native.I64, native.INT
+    packer = native.function("baton_pack_linear", int_, pointer, pointer, i64, i64, int_)
+    assert packer is not None, "the library was there a moment ago"
     weight = weight.detach().contiguous()
-    panels = empty_on_huge_pages((-(-num_rows // PANEL_ROWS), depth // 2, PANEL_ROWS, 2), weight.dtype)
-    packer(weight.data_ptr(), panels.data_ptr(), num_rows, depth, torch.get_num_threads())
+    panels = empty_on_huge_pages((-(-num_rows // PANEL_ROWS), depth * PANEL_ROWS), weight.dtype)
+    packer(dtype, weight.data_ptr(), panels.data_ptr(), num_rows, depth, torch.get_num_threads())
     return panels
 
 
 def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
     """x [T, K] times panels of a weight of `shape` [N, K]. Raises `ValueError` for an `x` or bias that does not fit."""
     num_columns, depth = shape
-    if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != depth:
-        raise ValueError(f"x is {x.dtype} {list(x.shape)}: give torch.bfloat16 [tokens, {depth}]")
-    if bias is not None and (bias.dtype != torch.bfloat16 or bias.shape != (num_columns,)):
-        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}: give torch.bfloat16 [{num_columns}]")
+    dtype = panels.dtype
+    if x.dtype != dtype or x.dim() != 2 or x.shape[1] != depth:
+        raise ValueError(f"x is {x.dtype} {list(x.shape)}: give {dtype} [tokens, {depth}]")
+    if bias is not None and (bias.dtype != dtype or bias.shape != (num_columns,)):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}: give {dtype} [{num_columns}]")
     if x.stride(1) != 1:
         x = x.contiguous()
     if bias is not None:
         bias = bias.contiguous()  # held by name: a temporary would be freed before the kernel reads it
-    out = torch.empty((x.shape[0], num_columns), dtype=x.dtype)
+    out = torch.empty((x.shape[0], num_columns), dtype=dtype)
     kernel = _kernel()
     assert kernel is not None, "panels exist only where the kernel does"
     kernel(
+        native.DTYPE_NUMBER[dtype],
         x.data_ptr(),
         x.stride(0),
         panels.data_ptr(),
@@ -57,14 +60,6 @@ def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | Non
 
 
 @functools.cache
-def _packer() -> native.NativeFunction | None:
-    supported = native.function("baton_has_linear", returns=native.INT)
-    if supported is None or not supported():
-        return None
-    return native.function("baton_pack_linear", native.POINTER, native.POINTER, native.I64, native.I64, native.INT)
-
-
-@functools.cache
 def _kernel() -> native.NativeFunction | None:
-    pointer, i64 = native.POINTER, native.I64
-    return native.function("baton_linear", pointer, i64, pointer, pointer, pointer, native.ROWS, i64, i64, native.INT)
+    pointer, i64, int_ = native.POINTER, native.I64, native.INT
+    return native.function("baton_linear", int_, pointer, i64, pointer, pointer, pointer, native.ROWS, i64, i64, int_)

@@ -49,6 +49,32 @@ template <class T> inline void prefetch_granule(const T* p, int64_t dim) {
     for (int64_t i = 0; i < GRANULE * dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+// to[j * to_stride + i] = from[i * stride + j] for i and j below 8.
+template <class T> inline void transpose_block(const T* from, int64_t stride, float* to, int64_t to_stride) {
+    __m256 rows[8], pairs[8], fours[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) rows[i] = (__m256)load_register(from + i * stride);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        store_bytes(to + i * to_stride, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+        store_bytes(to + (i + 4) * to_stride, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+    }
+}
+#endif
+
 // words[i] lane j <-> words[j] lane i.
 inline void transpose(i32x16 (&words)[LANES]) {
 #if defined(__AVX512F__)  // in four rounds of exchanging halves
@@ -83,12 +109,14 @@ template <class Op, class T> struct Packer {  // Floats: convert
         return reinterpret_cast<i32x16>(load(key + word));
     }
     static void values(const T* const (&rows)[2], int64_t dim, float* packed) {
-        for (int i = 0; i < 2; i++)
-            for (int64_t d = 0; d < dim; d += LANES)
-                store(packed + i * dim + d, rows[i] == nullptr ? f32x16{} : load(rows[i] + d));
+        for (int i = 0; i < 2; i++) {
+            if (rows[i] != nullptr) convert(rows[i], dim, packed + i * dim);
+            else std::fill(packed + i * dim, packed + (i + 1) * dim, 0.0f);
+        }
     }
-    static void queries(const T* q, int64_t dim, float* packed) {
-        for (int64_t d = 0; d < dim; d += LANES) store(packed + d, load(q + d));
+    static void queries(const T* q, int64_t dim, float* packed) { convert(q, dim, packed); }
+    static void convert(const T* from, int64_t dim, float* to) {
+        for (int64_t d = 0; d < dim; d += REGISTER_LANES) store_bytes(to + d, load_register(from + d));
     }
 };
 
@@ -171,6 +199,11 @@ template <class Op, class T> struct AttentionTile {
 
     // Sixteen rows of `dim`, `stride` apart, to columns of a key block.
     void transpose_granule(const T* from, int64_t stride, Operand* to) const {
+#if defined(__AVX__) && !defined(__AVX512F__)
+        for (int64_t d = 0; d < dim; d += REGISTER_LANES)
+            for (int key = 0; key < GRANULE; key += REGISTER_LANES)
+                transpose_block(from + key * stride + d, stride, to + d * KEYS + key, KEYS);
+#else
         int64_t all = P::words(dim);
         for (int64_t word = 0; word < all; word += LANES) {
             int count = static_cast<int>(std::min<int64_t>(LANES, all - word));
@@ -180,13 +213,14 @@ template <class Op, class T> struct AttentionTile {
             transpose(words);
             for (int i = 0; i < count; i++) store_bytes(to + (word + i) * KEYS * Op::WIDTH, words[i]);
         }
+#endif
     }
 
     // R rows against the packed block whose first key is `first`.
     template <int R> void attend_rows(int64_t row, int64_t first) const {
         f32x16 scores[R][NV];
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v += TILE_VECTORS) score<R>(scores, row, v);
+        for (int v = 0; v < NV; v += TILE_VECTORS<R>) score<R>(scores, row, v);
         if (is_capped())
             for (int r = 0; r < R; r++) cap(scores[r]);
         if (sees_part(row, R, first)) mask(scores, row, first);
@@ -195,19 +229,19 @@ template <class Op, class T> struct AttentionTile {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) fade[r] = weigh(scores[r], row_state(row + r) + value_dim, weights[r]);
         int64_t d = 0;
-        for (; d + TILE_VECTORS * LANES <= value_dim; d += TILE_VECTORS * LANES)
-            add_values<R, TILE_VECTORS>(row, d, weights, fade);
+        for (; d + TILE_VECTORS<R> * LANES <= value_dim; d += TILE_VECTORS<R> * LANES)
+            add_values<R, TILE_VECTORS<R>>(row, d, weights, fade);
         for (; d < value_dim; d += LANES) add_values<R, 1>(row, d, weights, fade);
     }
 
     template <int R> void score(f32x16 (&scores)[R][NV], int64_t row, int v) const {
-        f32x16 part[R][TILE_VECTORS] = {};
-        accumulate<Op, R, TILE_VECTORS>(part, queries + row * dim, dim, keys + v * LANES * Op::WIDTH, KEYS * Op::WIDTH,
+        f32x16 part[R][TILE_VECTORS<R>] = {};
+        accumulate<Op, R, TILE_VECTORS<R>>(part, queries + row * dim, dim, keys + v * LANES * Op::WIDTH, KEYS * Op::WIDTH,
                                         dim / Op::WIDTH);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-            for (int i = 0; i < TILE_VECTORS; i++) scores[r][v + i] = part[r][i];
+            for (int i = 0; i < TILE_VECTORS<R>; i++) scores[r][v + i] = part[r][i];
     }
 
     bool is_capped() const { return cap_scale != 0.0f; }
@@ -232,21 +266,27 @@ template <class Op, class T> struct AttentionTile {
     // Turns a row's scores into weights relative to its largest score; returns what earlier sums fade by.
     // `sums` are the row's [16] sums of weights and [16] largest score.
     f32x16 weigh(const f32x16 (&scores)[NV], float* sums, Operand* weights) const {
-        f32x16 before = load(sums + LANES), largest = scores[0];
-#pragma GCC unroll 8
-        for (int v = 1; v < NV; v++) largest = max(largest, scores[v]);
-        largest = max(before, maximum(largest) * scale);
-        f32x16 fade = power_of_two(before - largest), total = load(sums) * fade;
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) {
-            f32x16 weight = power_of_two(scores[v] * scale - largest);
-            weight = choose(greater(splat(SEEN), scores[v]), f32x16{}, weight);
-            total += weight;
-            store(weights + v * LANES, weight);
+        constexpr int PARTS = KEYS / REGISTER_LANES, EACH = LANES / REGISTER_LANES;
+        const Register* parts = reinterpret_cast<const Register*>(scores);
+        Register largest = parts[0];
+#pragma GCC unroll 16
+        for (int v = 1; v < PARTS; v++) largest = max(largest, parts[v]);
+        Register before = load_bytes<Register>(sums + LANES);
+        largest = max(before, splat_register(greatest(largest)) * scale);
+        Register fade = power_of_two(before - largest), totals[EACH];
+        for (int i = 0; i < EACH; i++) totals[i] = load_register(sums + i * REGISTER_LANES) * fade;
+#pragma GCC unroll 16
+        for (int v = 0; v < PARTS; v++) {
+            Register weight = power_of_two(parts[v] * scale - largest);
+            weight = choose(greater(splat_register(SEEN), parts[v]), Register{}, weight);
+            totals[v % EACH] += weight;
+            store_register(weights + v * REGISTER_LANES, weight);
         }
-        store(sums, total);
-        store(sums + LANES, largest);
-        return fade;
+        for (int i = 0; i < EACH; i++) {
+            store_bytes(sums + i * REGISTER_LANES, totals[i]);
+            store_bytes(sums + LANES + i * REGISTER_LANES, largest);
+        }
+        return splat(fade[0]);
     }
 
     template <int R, int COLUMNS>

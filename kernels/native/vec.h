@@ -1,13 +1,14 @@
 // Sixteen floats at a time, on whatever the CPU has.
 //
 // Written with the compiler's vector extension: it becomes AVX-512, AVX2, NEON or plain code. Intrinsics appear only
-// where the extension cannot say it: conversions here, the bfloat16 dot product in dot_tile.h.
+// where the extension cannot say it: conversions here, the bfloat16 dot product in dot_tile.h. Compilers keep vectors
+// that are wider than the CPU's in memory, so what counts is written for a `Register`, and sixteen floats are some of it.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -20,12 +21,25 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
+#if defined(__AVX512F__)
+constexpr int REGISTER_LANES = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER_LANES = 8;
+#else
+constexpr int REGISTER_LANES = 4;
+#endif
+typedef float Register __attribute__((vector_size(REGISTER_LANES * sizeof(float))));
+typedef int32_t IntRegister __attribute__((vector_size(REGISTER_LANES * sizeof(int32_t))));
+typedef uint32_t WordRegister __attribute__((vector_size(REGISTER_LANES * sizeof(uint32_t))));
+typedef uint16_t HalfRegister __attribute__((vector_size(REGISTER_LANES * sizeof(uint16_t))));
+
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
 enum class DType : int { F32 = 0, BF16 = 1, F16 = 2 };  // numbers shared with native/__init__.py
 
 inline f32x16 splat(float x) { return x - f32x16{}; }
+inline Register splat_register(float x) { return x - Register{}; }
 
 template <class V> inline V load_bytes(const void* p) { V v; std::memcpy(&v, p, sizeof(V)); return v; }
 template <class V> inline void store_bytes(void* p, V v) { std::memcpy(p, &v, sizeof(V)); }
@@ -40,6 +54,18 @@ inline i32x16 not_a_number(f32x16 a) { return a != a; }
 inline f32x16 choose(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
 inline bool any(i32x16 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 #else
+inline IntRegister greater(Register a, Register b) { return a > b; }
+inline Register choose(IntRegister mask, Register yes, Register no) { return mask ? yes : no; }
+
+// The function of sixteen floats that is `function` of each register of them.
+template <class Function> inline f32x16 by_register(f32x16 v, Function function) {
+    Register parts[LANES / REGISTER_LANES];
+    std::memcpy(parts, &v, sizeof v);
+#pragma GCC unroll 4
+    for (Register& part : parts) part = function(part);
+    return load_bytes<f32x16>(parts);
+}
+
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef int64_t i64x4 __attribute__((vector_size(32)));
@@ -81,6 +107,9 @@ inline bool any(i32x16 mask) {
 
 // b where either is not a number: put the bound first to let NaN through.
 inline f32x16 max(f32x16 a, f32x16 b) { return choose(greater(a, b), a, b); }
+#if !defined(__AVX512F__)
+inline Register max(Register a, Register b) { return choose(greater(a, b), a, b); }
+#endif
 
 // ---- over the lanes -------------------------------------------------------------------------------------------------
 
@@ -94,6 +123,18 @@ template <class Combine> inline f32x16 fold(f32x16 v, Combine combine) {
 
 inline float sum(f32x16 v) { return fold(v, [](f32x16 a, f32x16 b) { return a + b; })[0]; }
 inline f32x16 maximum(f32x16 v) { return fold(v, [](f32x16 a, f32x16 b) { return max(a, b); }); }
+
+// The same as one float; of a register.
+inline float greatest(Register v) {
+#if defined(__AVX512F__)
+    return maximum(v)[0];
+#else
+    float best = v[0];
+#pragma GCC unroll 8
+    for (int i = 1; i < REGISTER_LANES; i++) best = best > v[i] ? best : v[i];
+    return best;
+#endif
+}
 
 // ---- conversions ----------------------------------------------------------------------------------------------------
 
@@ -179,36 +220,39 @@ template <class T> inline void store_upto(T* p, f32x16 v, int n) {
 
 // Within 2 units in the last place for -87 <= x <= 88, the value at the border beyond; e^0 is exactly 1, NaN stays.
 // x = n ln 2 + r with |r| <= ln 2 / 2, then a polynomial for e^r (minimax, as in the Cephes library's expf).
-inline f32x16 exponential(f32x16 x) {
-    x = max(splat(-87.0f), x);
-    x = choose(greater(x, splat(88.0f)), splat(88.0f), x);
-    const f32x16 rounder = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    f32x16 shifted = x * 1.44269504088896341f + rounder;
-    i32x16 exponent = reinterpret_cast<i32x16>(shifted) - reinterpret_cast<i32x16>(rounder);
-    f32x16 n = shifted - rounder;
-    f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    f32x16 p = splat(1.9875691500e-4f);
+inline Register exponential(Register x) {
+    x = max(splat_register(-87.0f), x);
+    x = choose(greater(x, splat_register(88.0f)), splat_register(88.0f), x);
+    const Register rounder = splat_register(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    Register shifted = x * 1.44269504088896341f + rounder;
+    IntRegister exponent = reinterpret_cast<IntRegister>(shifted) - reinterpret_cast<IntRegister>(rounder);
+    Register n = shifted - rounder;
+    Register r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Register p = splat_register(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return reinterpret_cast<f32x16>(reinterpret_cast<i32x16>(p) + (exponent << 23));
+    return reinterpret_cast<Register>(reinterpret_cast<IntRegister>(p) + (exponent << 23));
 }
+#if !defined(__AVX512F__)
+inline f32x16 exponential(f32x16 x) { return by_register(x, [](Register part) { return exponential(part); }); }
+#endif
 
 // 2^x within 2 units in the last place for x <= 127; 2^0 is exactly 1; below -126 some number of at most 2^-126.
 // x = n + r with |r| <= 1/2, then a polynomial for 2^r (fitted on Chebyshev nodes, relative error 2e-9).
-inline f32x16 power_of_two(f32x16 x) {
-    x = max(splat(-126.0f), x);
+inline Register power_of_two(Register x) {
+    x = max(splat_register(-126.0f), x);
 #if defined(__AVX512F__)
-    f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Register n = (Register)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const f32x16 rounder = splat(12582912.0f);
-    f32x16 shifted = x + rounder, n = shifted - rounder;
+    const Register rounder = splat_register(12582912.0f);
+    Register shifted = x + rounder, n = shifted - rounder;
 #endif
-    f32x16 r = x - n;
-    f32x16 p = splat(1.546144746e-04f);
+    Register r = x - n;
+    Register p = splat_register(1.546144746e-04f);
     p = p * r + 1.339086735e-03f;
     p = p * r + 9.618056670e-03f;
     p = p * r + 5.550357104e-02f;
@@ -216,12 +260,15 @@ inline f32x16 power_of_two(f32x16 x) {
     p = p * r + 6.931471880e-01f;
     p = p * r + 1.0f;
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return (Register)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    i32x16 exponent = reinterpret_cast<i32x16>(shifted) - reinterpret_cast<i32x16>(rounder);
-    return reinterpret_cast<f32x16>(reinterpret_cast<i32x16>(p) + (exponent << 23));
+    IntRegister exponent = reinterpret_cast<IntRegister>(shifted) - reinterpret_cast<IntRegister>(rounder);
+    return reinterpret_cast<Register>(reinterpret_cast<IntRegister>(p) + (exponent << 23));
 #endif
 }
+#if !defined(__AVX512F__)
+inline f32x16 power_of_two(f32x16 x) { return by_register(x, [](Register part) { return power_of_two(part); }); }
+#endif
 
 // Within 4 units in the last place; NaN stays. 1 - 2 / (e^2x + 1), and near 0, where that cancels, a polynomial (minimax,
 // as in the Cephes library's tanhf).

@@ -252,6 +252,8 @@ def _body(model: str, request: LoadRequest, load: ServeLoad) -> dict[str, Any]:
     body |= {name: value for name in names if (value := getattr(load, name)) is not None}
     if load.backend is Backend.OPENAI_CHAT:
         body["messages"] = [{"role": "user", "content": request.prompt}]
+        if request.prediction is not None:
+            body["prediction"] = {"type": "content", "content": request.prediction}
         if variables := load.template_variables:
             body["chat_template_kwargs"] = variables
         if load.logprobs is not None:

@@ -3,7 +3,7 @@
 random        tokens at random, of the lengths that options say
 prefix_repetition  prefixes at random, each repeated before other tokens
 sharegpt      conversations: the first turn is the prompt, the second one says how long the answer is
-custom        JSON lines: {"prompt": "...", "output_tokens": 32}
+custom        JSON lines: {"prompt": "...", "output_tokens": 32}, for chats with "prediction": "..." if wanted
 timed_trace   JSON lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, sent at their times
 """
 
@@ -42,6 +42,7 @@ class LoadRequest:
     prompt: str | list[int]  # a text, or token ids
     output_tokens: int
     at_s: float | None = None  # after the first request's; None: the load's pace says when
+    prediction: str | None = None  # the answer that a chat expects
 
 
 class TextTokens(Protocol):
@@ -161,11 +162,14 @@ def _custom(load: ServeLoad) -> list[LoadRequest]:
             prompt, length = entry["prompt"], load.output_len or entry.get("output_tokens", CUSTOM_OUTPUT_LEN)
             if not (isinstance(prompt, str) and prompt and isinstance(length, int) and length > 0):
                 raise ValueError("'prompt' must be a text, and 'output_tokens' a number above 0")
+            prediction = entry.get("prediction")
+            if not (prediction is None or (isinstance(prediction, str) and load.backend is Backend.OPENAI_CHAT)):
+                raise ValueError("'prediction' must be a text, and needs --backend openai-chat")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidLoad(
                 f'{path}, line {number}: give {{"prompt": "...", "output_tokens": 32}}: {error}'
             ) from error
-        found.append(LoadRequest(prompt, length))
+        found.append(LoadRequest(prompt, length, prediction=prediction))
     if not found:
         raise InvalidLoad(f"{path} has no prompts: give one a line")
     return found

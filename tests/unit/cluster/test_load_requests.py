@@ -87,6 +87,14 @@ def test_lines_of_prompts_say_how_long_their_answers_are(tmp_path: Path) -> None
     assert sorted((str(each.prompt), each.output_tokens) for each in found) == [("one", 3), ("two", 256)]
 
 
+def test_lines_of_chats_may_say_what_answer_they_expect(tmp_path: Path) -> None:
+    path = write(tmp_path / "prompts.jsonl", {"prompt": "one", "prediction": "1"}, {"prompt": "two"})
+    found = _chats(dataset_name=DataSet.CUSTOM, dataset_path=path, num_prompts=2, disable_shuffle=True)
+    assert [each.prediction for each in found] == ["1", None]
+    with pytest.raises(InvalidLoad, match=r"line 1.*openai-chat"):
+        requests_of(dataset_name=DataSet.CUSTOM, dataset_path=path)
+
+
 def test_a_traces_requests_come_at_its_times_and_share_its_prefixes(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 5000, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]},

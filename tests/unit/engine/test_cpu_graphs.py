@@ -156,8 +156,8 @@ def test_steps_of_a_model_with_norms_behind_its_layers_are_recorded(
 def test_a_model_that_needs_torch_goes_on_without_graphs(
     make_llm: Callable[..., LLM], served: list[tuple[int, int]]
 ) -> None:
-    """In float32, products are torch's."""
-    llm = make_llm(dtype="float32")
+    """In float16, products are torch's."""
+    llm = make_llm(dtype="float16")
     assert all(tokens for tokens, _ in answers(llm))
     assert not served
 

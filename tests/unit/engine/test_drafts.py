@@ -27,6 +27,7 @@ PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
 HOT = SamplingParams(temperature=1.5, seed=77, max_tokens=40, ignore_eos=True, logprobs=2)
 KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
 SPECULATIVE = {"method": "suffix", "num_speculative_tokens": 5}
+NOT_FROM_OTHERS = {"suffix_decoding_max_cached_requests": 0}
 
 
 @pytest.fixture(params=[0.0, 0.4, 1.0], ids=["right", "often right", "wrong"])
@@ -155,3 +156,25 @@ def test_a_predicted_answer_is_accepted_by_engines_that_guess(
     stats = speculative.engine.core.stats().speculation
     assert stats is not None
     assert stats.num_accepted_tokens > 10
+
+
+def test_a_chat_takes_the_answer_that_is_expected(
+    text_llm: LLM, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+        return None if config is None else Drafting(make_drafter(config), 5, adapts=False)
+
+    monkeypatch.setattr(build, "make_drafting", make)
+    speculative = make_llm(skip_tokenizer_init=False, speculative_config={**SPECULATIVE, **NOT_FROM_OTHERS})
+    hot = msgspec.structs.replace(HOT, logprobs=None)
+    conversation = [{"role": "user", "content": "Hi"}]
+    expected = text_llm.chat(conversation, hot, use_tqdm=False)[0].outputs[0]
+    accepted = [0]
+    for prediction in (None, expected.text, [None, expected.text]):
+        several = [conversation, conversation] if isinstance(prediction, list) else conversation
+        for result in speculative.chat(several, hot, use_tqdm=False, prediction=prediction):
+            assert result.outputs[0].token_ids == expected.token_ids
+        stats = speculative.engine.core.stats().speculation
+        accepted.append(stats.num_accepted_tokens if stats else 0)
+    assert accepted[2] > accepted[1] + 3
+    assert accepted[3] > accepted[2]

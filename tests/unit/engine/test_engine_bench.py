@@ -75,6 +75,36 @@ def test_a_drafter_of_the_engine_is_measured_as_it_is(checkpoint: Path, monkeypa
     assert found["spec_decode_acceptance_length"] > 2.8
 
 
+def test_an_edit_trace_expects_answers_that_differ_in_a_few_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "Drafting", partial(drafting.Drafting, adapts=False))
+    result = bench_drafts.drafts(
+        str(checkpoint),
+        [bench.RandomBatch(2, 20, 60)],
+        num_drafts=8,
+        acceptance=0.0,
+        edit_every=20,
+        engine_args={**ARGS, "device": "cpu"},
+    )
+    assert (result["num_drafts"], result["edit_every"]) == (8, 20)
+    (found,) = result["batches"]
+    assert found["equal_answers"] == 1.0
+    assert found["spec_decode_acceptance_length"] > 3
+    for name in ("speedup", "speedup_per_cpu_second"):
+        kind = name.removeprefix("speedup")
+        speeds = found[f"output_throughput{kind}"], found[f"baseline_throughput{kind}"]
+        assert found[name] == pytest.approx(speeds[0] / speeds[1])
+
+
+def test_edits_are_another_token_one_less_and_one_more() -> None:
+    answer = list(range(100, 160))
+    text = bench_drafts.edited(answer, 20, vocab_size=100)
+    assert (len(text), len(set(text) & set(answer))) == (60, 58), "two tokens are gone, and two are others"
+    assert [token for token in text if token >= 100] == sorted(set(text) & set(answer))
+    assert bench_drafts.edited(answer, 61, vocab_size=100) == answer
+
+
 def test_an_engine_that_does_not_guess_takes_no_drafter(checkpoint: Path) -> None:
     with bench.engine_for(str(checkpoint), ARGS) as llm, pytest.raises(ValueError, match="speculative_config"):
         llm.engine.core.draft_with(bench_drafts.InformedDrafter(lambda _, prompt: prompt, 1.0, 256))
