@@ -59,12 +59,7 @@ template <class State> void carry_state(const StateBatch& batch, int64_t seq, in
 
 constexpr int64_t SPAN_TOKENS = 32;  // tokens that are brought to floats at once
 
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;  // floats of one register: compilers keep sums in wider types in memory
-#else
-constexpr int WIDTH = 8;
-#endif
-typedef float Register __attribute__((vector_size(4 * WIDTH)));
+constexpr int WIDTH = REGISTER_LANES;  // compilers keep sums in wider types in memory
 
 inline Register everywhere(float x) { return x - Register{}; }
 

@@ -36,6 +36,12 @@ typedef uint16_t HalfRegister __attribute__((vector_size(REGISTER_LANES * sizeof
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
+#if defined(__aarch64__)
+typedef __fp16 Half;  // g++ has _Float16 there from version 13 on
+#else
+typedef _Float16 Half;
+#endif
+
 enum class DType : int { F32 = 0, BF16 = 1, F16 = 2 };  // numbers shared with native/__init__.py
 
 inline f32x16 splat(float x) { return x - f32x16{}; }
@@ -179,7 +185,7 @@ inline u16x16 from_float(f32x16 v, f16) {
 #else
     u16x16 out;
     for (int i = 0; i < LANES; i++) {
-        _Float16 half = static_cast<_Float16>(v[i]);
+        Half half = static_cast<Half>(v[i]);
         uint16_t bits;
         std::memcpy(&bits, &half, sizeof bits);
         out[i] = bits;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -163,3 +164,15 @@ tests = "ratio or multiple_of_16_dim or cut or normalised or number_of_tokens or
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--slice", "{chosen}", "-k", tests, *files]))
 """
     run_python(code, XDG_CACHE_HOME=str(folder.parents[2] / "build"))  # one build until a source changes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names CPUs of another architecture")
+@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
+def test_the_sources_are_right_for_other_cpus_than_this_one(cpu: str) -> None:
+    """Which vectors a CPU has decides what is compiled: an error there would leave its users to the references."""
+    flags = [flag for flag in build.COMPILE_FLAGS if not flag.startswith(("-march", "-O"))]
+    for source in sorted(build.SOURCE_FOLDER.glob("*.cpp")):
+        command = ["g++", *flags, f"-march={cpu}", "-fsyntax-only", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT_S)
+        assert done.returncode == 0, f"{source.name}: {done.stderr}"
