@@ -13,8 +13,7 @@ from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 
 from ...helpers.draft_layers import with_draft_layer
-from .test_expert_parallel import REQUESTS, prompt
-from .thread_engines import ThreadEngines, request
+from .thread_engines import REQUESTS, ThreadEngines, prompt, request
 
 pytestmark = pytest.mark.slow
 

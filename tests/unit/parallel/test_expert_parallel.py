@@ -20,7 +20,7 @@ from baton.kernels.attention import AttentionBatch
 
 from ...helpers.checkpoints import make_model, write_checkpoint
 from ...helpers.thread_groups import thread_groups
-from .thread_engines import ThreadEngines, request
+from .thread_engines import REQUESTS, ThreadEngines, prompt, request
 
 pytestmark = pytest.mark.exhaustive
 
@@ -38,21 +38,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SPREADS = {backend: ExpertSpread(0, backend) for backend in ALL2ALL_BACKENDS}
 SPREADS["copies"] = ExpertSpread(8, "allgather_reducescatter")
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [3 + (seed * 37 + 11 * position * position) % 250 for position in range(length)]
-
-
-# Of different lengths, so that ranks finish at different times; one longer than a step.
-REQUESTS = [
-    request("a", prompt(40, 1), 12),
-    request("b", prompt(7, 2), 20),
-    request("c", prompt(18, 3), 5, temperature=0.8, top_k=30),
-    request("d", prompt(1, 4), 16),
-    request("e", prompt(33, 5), 1),
-    request("f", prompt(21, 6), 9, temperature=1.0, presence_penalty=0.5),
-]
 
 
 @pytest.fixture(scope="module")

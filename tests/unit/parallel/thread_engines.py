@@ -45,6 +45,21 @@ def request(request_id: str, prompt: list[int], max_tokens: int, **sampling: obj
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, seed=len(prompt))
 
 
+def prompt(length: int, seed: int) -> list[int]:
+    return [3 + (seed * 37 + 11 * position * position) % 250 for position in range(length)]
+
+
+# Of different lengths, so that ranks finish at different times; one longer than a step.
+REQUESTS = [
+    request("a", prompt(40, 1), 12),
+    request("b", prompt(7, 2), 20),
+    request("c", prompt(18, 3), 5, temperature=0.8, top_k=30),
+    request("d", prompt(1, 4), 16),
+    request("e", prompt(33, 5), 1),
+    request("f", prompt(21, 6), 9, temperature=1.0, presence_penalty=0.5),
+]
+
+
 class _Told(Runner):
     """A leader's runner, which has the followers of its column run the same."""
 
