@@ -94,6 +94,7 @@ def test_a_server_without_tokenize_is_refused_with_the_option_that_helps(
         measure(load(their_server[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
 def test_the_path_of_the_url_is_a_prefix_of_every_route(
     their_server: tuple[str, list[dict[str, Any]]], ending: str

@@ -261,6 +261,7 @@ async def test_an_answer_fits_its_schema(responses: Service) -> None:
     assert json.loads(message["content"][-1]["text"])["size"] in (1, 2, 3)
 
 
+@pytest.mark.slow
 async def test_a_large_body_is_read_elsewhere_with_the_same_result(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     text = {"type": "text", "text": "hello"}

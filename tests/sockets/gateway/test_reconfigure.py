@@ -162,6 +162,7 @@ async def test_pages_of_other_origins_may_call_from_now_on(start: Callable[..., 
     assert "access-control-allow-origin" not in (await service.http.get("/v1/models", headers=asked)).headers
 
 
+@pytest.mark.slow
 async def test_another_process_reads_a_large_body_by_the_settings_of_its_moment(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     await service.bodies.processes.start()
@@ -172,6 +173,7 @@ async def test_another_process_reads_a_large_body_by_the_settings_of_its_moment(
     assert (refused.status_code, "limit of 2" in refused.json()["error"]["message"]) == (400, True)
 
 
+@pytest.mark.slow
 async def test_control_tokens_in_a_large_body_are_what_the_setting_says(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     await service.bodies.processes.start()

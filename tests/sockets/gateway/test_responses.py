@@ -284,6 +284,7 @@ async def test_what_happens_after_the_first_byte_is_told_by_the_response(start: 
     assert "the fox jumps over the lazy dog".startswith(items_of(response)[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
 async def test_a_stream_goes_on_at_another_gateway_with_the_next_number(
     start: Callable[..., Service], thinker: ServedModel, roles: list[Role]

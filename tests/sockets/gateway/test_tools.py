@@ -246,6 +246,7 @@ async def test_where_words_must_fit_something_an_answer_is_such_words_or_calls(
         assert calls_of(choice["message"]), "an answer of words is none that was asked for"
 
 
+@pytest.mark.slow
 async def test_a_stream_with_calls_goes_on_where_it_broke(start: Callable[..., Service], caller: ServedModel) -> None:
     body = {"tools": TOOLS, "stream": True, "stream_options": {"resumable": True}, "seed": 1}
     service = start(Role.UNIFIED, served=caller)

@@ -204,6 +204,7 @@ class TestEnvironment:
             monkeypatch.setenv(EXPORTER, name)
         assert RequestSpans.from_environment("gateway-1") is None
 
+    @pytest.mark.slow
     def test_the_exporter_that_is_named_gets_them(self) -> None:
         environment = {EXPORTER: "console", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=here"}
         code = (

@@ -151,6 +151,7 @@ def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(
         assert next_message(holder)[1] == b"meanwhile"
 
 
+@pytest.mark.slow
 def test_a_connection_that_has_nothing_to_say_is_not_lost(channels: list[ZmqChannel]) -> None:
     holder, reader = (ZmqChannel("127.0.0.1", KEY, heartbeat_timeout_s=1.0) for _ in range(2))
     channels += [holder, reader]

@@ -141,6 +141,7 @@ def ticket_of_nobody(address: str = "tcp://127.0.0.1:9") -> bytes:
     return ticket.encode()
 
 
+@pytest.mark.slow
 def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConnector) -> None:
     connector.receive("request", 0, ticket_of_nobody(), 0, [1])
     failed, _ = events_of(connector, 2)

@@ -165,6 +165,7 @@ def test_a_reader_whose_rank_dies_in_mid_read_fails_it_and_ends(start: Start) ->
     assert "the connection to rank 1 is broken" in reason
 
 
+@pytest.mark.slow
 def test_a_holder_whose_rank_dies_in_mid_read_fails_it_and_ends_while_the_reader_goes_on(start: Start) -> None:
     holder, reader = meet(start, **SLOW)
     transfer = begin_a_read_that_hangs(holder, reader)
@@ -193,6 +194,7 @@ def test_a_read_that_is_cancelled_is_released_when_every_rank_has_ended_it(start
     wait_until(lambda: reader.stats().blocks_quarantined == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [RankProcess.kill, lambda rank: rank.order("close")], ids=["killed", "closed"])
 def test_a_rank_that_ended_unnoticed_fails_the_next_receive(start: Start, end: Callable[[RankProcess], object]) -> None:
     holder, reader = meet(start)

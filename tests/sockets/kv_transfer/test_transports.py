@@ -77,6 +77,7 @@ def test_the_lanes_that_ucx_chose_are_known(ends: tuple[End, End]) -> None:
     assert any("cfg#" in lane for lane in reader.lanes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "piece",
     [

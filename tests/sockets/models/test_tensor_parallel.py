@@ -252,6 +252,7 @@ def drawn_by(member: Member, config: EngineConfig, batches: Any) -> list[list[li
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v2"])
 def test_every_rank_draws_the_same_tokens_by_itself_in_bfloat16_too(
     pool: MemberPool, folder_of: Callable[[str], Path], name: str

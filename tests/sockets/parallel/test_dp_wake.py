@@ -85,6 +85,7 @@ def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
     with ends(2, apart=apart) as (first, second):

@@ -61,6 +61,7 @@ def test_a_rendezvous_that_takes_a_hello_and_never_answers_is_an_error(link: Sil
         meeting_by(link)
 
 
+@pytest.mark.slow
 def test_a_member_whose_link_is_lost_does_not_wait_for_the_answer(link: SilentProxy) -> None:
     meeting = meeting_by(link)
     meeting.put("here/0", "10.0.0.1")
@@ -71,6 +72,7 @@ def test_a_member_whose_link_is_lost_does_not_wait_for_the_answer(link: SilentPr
             ask()
 
 
+@pytest.mark.slow
 def test_a_member_whose_link_is_lost_among_torchs_questions_gives_up(link: SilentProxy) -> None:
     """Its fellow is there and would be waited for as long as a start may take."""
     fellow = meeting_by(link, 1)

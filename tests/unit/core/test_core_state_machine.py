@@ -57,6 +57,7 @@ TestEngine.settings = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_crowd_on_few_blocks_gets_the_answers_that_each_gets_alone(depth: int, lazy: bool) -> None:

@@ -18,6 +18,7 @@ MOST_SLOWDOWN = 1.03
 RATES = [0.0, 0.3, 0.6, 0.9]
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_requests", [1, 8, 64, 256])
 @pytest.mark.parametrize("rate", [*RATES, None], ids=[*map(str, RATES), "mixed"])
@@ -89,6 +90,7 @@ def test_where_a_draft_costs_what_a_request_costs_there_are_next_to_none(num_req
     assert done.drafts <= 0.01 * 1000 * num_requests
 
 
+@pytest.mark.slow
 def test_requests_get_drafts_by_their_own_acceptance() -> None:
     mixed = simulate(memory_bound, 64, [0.0, 0.9])
     alike = simulate(memory_bound, 64, [0.45])

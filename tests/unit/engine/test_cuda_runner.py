@@ -118,6 +118,7 @@ def test_random_lives_are_those_of_an_engine_on_a_cpu(
         assert ours.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_blocks", [64, 13])
 @pytest.mark.parametrize("seed", range(3))

@@ -113,6 +113,7 @@ def test_a_head_that_names_no_layers_reads_an_early_a_middle_and_a_late_one(chec
     assert read(checkpoint, folder).drafted_from == (2, 1, 0)  # of three
 
 
+@pytest.mark.slow
 def test_a_head_knows_all_tokens_where_its_config_names_no_number(
     make: Callable[..., LLM], llm: LLM, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
     assert "avg_cold_startup_time" not in result
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(bench.StartupFailed, match=r"config\.json"):
         bench.startup(str(tmp_path), num_iters_cold=0, num_iters_warm=1)

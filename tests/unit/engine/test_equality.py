@@ -61,6 +61,7 @@ def test_chunked_equals_whole(llm: LLM, make_llm: Callable[..., LLM], params: Sa
     assert continue_all(chunked, PROMPTS, params) == alone(llm, PROMPTS, params)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @PARAMS
 def test_cached_equals_uncached(llm: LLM, make_llm: Callable[..., LLM], params: SamplingParams) -> None:
@@ -102,6 +103,7 @@ def test_two_steps_in_flight_equal_one(llm: LLM, make_llm: Callable[..., LLM], p
     assert continue_all(ahead, PROMPTS, params) == alone(llm, PROMPTS, params)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @PARAMS
 def test_two_steps_in_flight_under_preemption_equal_one(
@@ -157,6 +159,7 @@ def test_a_second_hand_off_fetches_only_what_the_prefix_cache_lacks(
     assert 0 < room.peers[1].bytes_moved - moved < moved
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("produced", [1, 7, 20])

@@ -85,6 +85,7 @@ async def test_a_group_is_drained_by_any_of_its_ranks(service: Service, operator
     check_refused(await post(service, "/v1/admin/drain", {"rank": 0, "x": "y" * 5000}), 413, None)
 
 
+@pytest.mark.slow
 async def test_each_key_is_told_whether_it_is_an_operators(service: Service, start: Callable[..., Service]) -> None:
     for headers, is_admin in ((CLIENT, False), (ADMIN, True)):
         assert (await service.http.get("/server_info", headers=headers)).json()["is_admin"] is is_admin

@@ -279,6 +279,7 @@ async def test_lists_and_objects_have_limits(
     await check_alive(service)
 
 
+@pytest.mark.slow
 async def test_metadata_and_variables_may_be_as_large_as_they_may(service: Service) -> None:
     metadata = {f"{number:064d}": "v" * 512 for number in range(16)}
     variables = {"hint": "hello", "unused": "v" * 60_000}

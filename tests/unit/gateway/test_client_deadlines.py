@@ -98,6 +98,7 @@ async def test_an_answer_whose_first_token_came_in_time_may_take_longer(start: C
         assert not stream or events(response.text)[-1] == "[DONE]"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [WHOLE, FIRST_TOKEN])
 @pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "1e3", "soon", "2s", "9" * 10, "٣"])
 async def test_what_is_no_time_is_refused_by_the_headers_name(service: Service, name: str, value: str) -> None:

@@ -36,6 +36,7 @@ async def asked(service: Service, path: str, priority: int, key: str = "") -> di
     return error
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("keys", [[], ["sk-one"]], ids=["open", "with keys"])
 async def test_nobody_goes_before_others_without_the_right_to(

@@ -39,6 +39,7 @@ def spec_of(name: str) -> FleetSpec:
     return load_spec(example(name).application, needs_model=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [None, *EXAMPLES])
 def test_helm_finds_nothing_to_complain_about(name: str | None) -> None:
     report = helm_python.lint(CHART, values_of(name) if name else {}, strict=True)

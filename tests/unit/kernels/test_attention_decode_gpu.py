@@ -98,6 +98,7 @@ def test_values_may_have_another_width_than_keys(triton_device: torch.device, he
     check(queries(sequences, 4, head_dim=head_dim), sequences, 3, sinks=sinks, window=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shares", [None, 1, 2, 5, 9, 40])
 def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(triton_device: torch.device, num_shares: int | None) -> None:
     sequences = drafted(triton_device)
@@ -123,6 +124,7 @@ def test_rules_hold_for_each_query_whatever_the_heads(
     check(queries(sequences, num_heads), sequences, num_shares, sinks=sinks, soft_cap=20.0, slack=20.0)
 
 
+@pytest.mark.slow
 def test_a_few_queries_may_have_values_of_another_width(triton_device: torch.device) -> None:
     sequences = drafted(triton_device, head_dim=48, value_dim=32)
     check(queries(sequences, 4, head_dim=48), sequences, 5)

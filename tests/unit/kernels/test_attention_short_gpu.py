@@ -78,6 +78,7 @@ def test_a_window_hides_older_keys(triton_device: torch.device, window: int) -> 
     check(queries(sequences, 4), sequences, window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [5, 2 * short.KEYS + 5])
 def test_scores_are_capped_sinks_take_weight_once_and_scales_count(triton_device: torch.device, seq_len: int) -> None:
     sequences = decodes(triton_device, [seq_len])

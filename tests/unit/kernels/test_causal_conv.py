@@ -131,6 +131,7 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.devi
     step.check(causal_conv)
 
 
+@pytest.mark.slow
 def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.device) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
     step = conv_step([1, 1, 1, 130, 1, 20], triton_device, **case)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 STEP = 1 / 16  # half of the distance between two values of E4M3, relative to the lower one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize("rows", [128, 200])
 def test_a_quantized_weight_is_within_half_a_step_of_the_original(rows: int, in_blocks: bool) -> None:

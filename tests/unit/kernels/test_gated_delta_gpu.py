@@ -57,6 +57,7 @@ def test_head_groups_and_sizes(heads: Heads, per_dim: bool, triton_device: torch
     step.check(gpu.gated_delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
 def test_a_token_may_turn_the_sign_of_what_a_state_holds(per_dim: bool, triton_device: torch.device) -> None:
     delta_step([1, 70], triton_device, per_dim=per_dim, beta_scale=2.0).check(gpu.gated_delta)

@@ -26,6 +26,7 @@ CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 NEMOTRON = Sizes(128, 8, 64, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

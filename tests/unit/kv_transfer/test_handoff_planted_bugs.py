@@ -215,6 +215,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("plant", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ VALUES: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", UNTYPED)
 @pytest.mark.parametrize(("key", "text", "value"), VALUES)
 def test_a_value_is_what_the_schema_of_its_function_says(form: str, key: str, text: str, value: Any) -> None:
