@@ -46,8 +46,13 @@ class Quantization:
 
         One scale of a whole matrix becomes that of all blocks of any rank's stretch.
         """
-        unit = BLOCK[0] if self.in_blocks else _TMA_BYTES
-        return (self.in_blocks or self.whole) and all(border % unit == 0 for border in (hidden_size, *borders))
+        if self.in_blocks:
+            return self.keeps_linear(hidden_size, *borders)
+        return self.whole and all(border % _TMA_BYTES == 0 for border in (hidden_size, *borders))
+
+    def keeps_linear(self, *borders: float) -> bool:
+        """Return whether a matrix can stay in 8 bits that is cut at these rows and columns: only between blocks."""
+        return not self.in_blocks or all(border % BLOCK[0] == 0 for border in borders)
 
     def scale_of(self, weight: str) -> str:
         """Return the name of the tensor with the scales of the tensor `weight`: `x.weight`, or a stack of matrices."""

@@ -101,7 +101,7 @@ class Fp8Linear(LinearMethod):
         sizes = (columns.whole, *(part.whole for part in parts[:-1]))
         stretches = [stretch for share in (columns, *parts) for stretch in share.stretches]
         borders = [border for each in stretches for border in (each.start, each.end) if border < each.whole]
-        return not self.quantization.in_blocks or all(border % BLOCK == 0 for border in (*sizes, *borders))
+        return self.quantization.keeps_linear(*sizes, *borders)
 
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
         scales = BlockScales(rows, columns) if self.quantization.in_blocks else RowScales(rows)

@@ -15,7 +15,6 @@ from ..core.layout import DTYPE_BYTES
 from ..hf_config.attention import LatentShape, LinearAttentionShape
 from ..hf_config.mamba import ATTENTION, MAMBA, MLP, MambaShape
 from ..hf_config.model_config import Eagle3Shape, ModelConfig
-from ..hf_config.quantization import BLOCK
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class _Matrix:
         borders: list[float] = [self.columns.whole, *(part.whole for part in self.rows[:-1])]
         for part in (self.columns, *self.rows):
             borders += [*part.stretches, *([part.share] if part.share != part.whole else [])]
-        return not quantization.in_blocks or all(border % BLOCK[0] == 0 for border in borders)
+        return quantization.keeps_linear(*borders)
 
 
 def _matrices(model: ModelConfig, ranks: int) -> Iterator[_Matrix]:
