@@ -21,14 +21,14 @@ from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
-from .attention import LayerContext, TokenMixer
+from .attention import LayerContext
 from .base import Layer, Parameter, Share, rows_at
-from .linear import Linear, MergedLinear
+from .linear import Linear
 from .norm import RMSNorm
-from .recurrent import DepthwiseConv, LayerStates, MergedConv
+from .recurrent import DeltaMixer, DepthwiseConv, LayerStates, MergedConv
 
 
-class GatedDeltaNet(TokenMixer):
+class GatedDeltaNet(DeltaMixer):
     """One layer of it, with `A_log` and `dt_bias` in the checkpoint, and under these names in each form:
 
         "merged"        `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `conv1d`, `norm`, `out_proj`
@@ -37,9 +37,8 @@ class GatedDeltaNet(TokenMixer):
         "apart"         `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `q_conv1d` and those of k and v,
                         `o_norm`, `o_proj`
 
-    Here projections lie in the order of "merged" whatever the form, in one matrix. In checkpoints in 8 bits those of a
-    and b are plain, or end within a block of scales: they are a matrix of their own then. `norm_eps` is that of the
-    norm behind the rule, None: the model's.
+    Here projections lie in the order of "merged" whatever the form; those of b and a are the gates of `DeltaMixer`.
+    `norm_eps` is that of the norm behind the rule, None: the model's.
     """
 
     def __init__(
@@ -56,11 +55,8 @@ class GatedDeltaNet(TokenMixer):
         self._stored = stored
         heads, key_heads = Share.all(shape.num_value_heads), Share.all(shape.num_key_heads)
         wide, gates = self._projections(key_heads, heads)
-        together = [wide | gates] if config.quantization is None else [wide, gates]
-        self.in_proj, *others = (
-            MergedLinear(config.hidden_size, {name: share.whole for name, share in parts.items()}) for parts in together
-        )
-        self.gate_proj = others[0] if others else None
+        widths = ({name: share.whole for name, share in parts.items()} for parts in (wide, gates))
+        self._make_projections(config, *widths)
         if stored == "by key head":
             self._keep_projections(wide, gates)
         self.conv1d: DepthwiseConv
@@ -107,7 +103,8 @@ class GatedDeltaNet(TokenMixer):
         add_to: Tensor | None = None,
     ) -> Tensor:
         shape, cache = self.shape, context.states_at(self.place)
-        qkv, z, b, a = self._project(hidden, norm)
+        wide, gates = (shape.conv_channels, shape.value_width), (shape.num_value_heads,) * 2
+        qkv, z, b, a = self._project(hidden, norm, wide, gates)
         tail, state = self._states.slots(cache.slots)
         kept = self._states.drafts(cache.drafts)
         qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch, drafts=kept[0] if kept else None)
@@ -126,23 +123,6 @@ class GatedDeltaNet(TokenMixer):
             out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self.norm.eps
         ).flatten(1)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
-
-    def _project(self, hidden: Tensor, norm: RowNorm | None) -> list[Tensor]:
-        """Return what goes through the convolution, the output gates, b and a, each [T, width]."""
-        shape = self.shape
-        wide, gates = [shape.conv_channels, shape.value_width], [shape.num_value_heads] * 2
-        if self.gate_proj is None:
-            return list(self.in_proj(hidden, norm=norm).split(wide + gates, dim=1))
-        projections = ((self.in_proj, wide), (self.gate_proj, gates))
-        return [part for layer, sizes in projections for part in layer(hidden, norm=norm).split(sizes, dim=1)]
-
-    def _keep_projections(self, wide: dict[str, Share], gates: dict[str, Share]) -> None:
-        """Compute only these outputs here."""
-        if self.gate_proj is None:
-            self.in_proj.keep_parts(wide | gates)
-        else:
-            self.in_proj.keep_parts(wide)
-            self.gate_proj.keep_parts(gates)
 
     def _projections(self, key_heads: Share, heads: Share) -> tuple[dict[str, Share], dict[str, Share]]:
         """Return the outputs of each projection that these heads have: of the wide ones, and of b and a."""

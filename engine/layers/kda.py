@@ -21,19 +21,18 @@ from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import Gating, gated_rms_norm
 
-from .attention import LayerContext, TokenMixer
+from .attention import LayerContext
 from .base import Parameter, Share, rows_at
-from .linear import Linear, MergedLinear
+from .linear import Linear
 from .norm import RMSNorm
-from .recurrent import LayerStates, MergedConv
+from .recurrent import DeltaMixer, LayerStates, MergedConv
 
 
-class KimiDeltaAttention(TokenMixer):
+class KimiDeltaAttention(DeltaMixer):
     """One layer of it, in the checkpoint `q_proj`, `q_conv1d` and those of k and v, `f_a_proj`, `f_b_proj`, `b_proj`,
     `g_a_proj`, `g_b_proj`, `o_norm`, `o_proj`, `A_log` [1, 1, heads, 1] and `dt_bias` [heads * head_dim].
 
-    All that reads hidden states is one matrix. In checkpoints in 8 bits what gates come from is one of its own, as
-    `GatedDeltaNet`'s.
+    The first matrices of decays and output gates, and that of beta, are the gates of `DeltaMixer`.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -44,9 +43,7 @@ class KimiDeltaAttention(TokenMixer):
         heads, keys, values, rank = shape.num_value_heads, shape.key_width, shape.value_width, shape.gate_rank
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
         gates = {"f_a_proj": rank, "g_a_proj": rank, "b_proj": heads}
-        is_plain = config.quantization is None
-        self.in_proj = MergedLinear(config.hidden_size, {**qkv, **gates} if is_plain else qkv)
-        self.gate_proj = None if is_plain else MergedLinear(config.hidden_size, gates)
+        self._make_projections(config, qkv, gates)
         self.conv = MergedConv({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}, shape.conv_width)
         self.f_b_proj = Linear(rank, keys)
         self.g_b_proj = Linear(rank, values)
@@ -64,11 +61,7 @@ class KimiDeltaAttention(TokenMixer):
         heads = Share.part(shape.num_value_heads, tp)
         keys, values = heads.times(shape.key_dim), heads.times(shape.value_dim)
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
-        if self.gate_proj is None:
-            self.in_proj.keep_parts({**qkv, "b_proj": heads})
-        else:
-            self.in_proj.keep_parts(qkv)
-            self.gate_proj.keep_parts({"b_proj": heads})
+        self._keep_projections(qkv, {"b_proj": heads})
         self.conv.keep_parts({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})
         self.f_b_proj.keep_rows(keys)
         self.g_b_proj.keep_rows(values)
@@ -88,7 +81,8 @@ class KimiDeltaAttention(TokenMixer):
         add_to: Tensor | None = None,
     ) -> Tensor:
         shape, cache = self.shape, context.states_at(self.place)
-        qkv, decays, gates, beta = self._project(hidden, norm)
+        small = (self._rank, self._rank, shape.num_value_heads)
+        qkv, decays, gates, beta = self._project(hidden, norm, (shape.conv_channels,), small)
         tail, state = self._states.slots(cache.slots)
         kept = self._states.drafts(cache.drafts)
         qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch, drafts=kept[0] if kept else None)
@@ -112,10 +106,3 @@ class KimiDeltaAttention(TokenMixer):
         gate = self.g_b_proj(gates).unflatten(1, (-1, shape.value_dim))
         gated = gated_rms_norm(out, self.o_norm.weight.data, gate, self.o_norm.eps, gating=Gating.SIGMOID).flatten(1)
         return self.o_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
-
-    def _project(self, hidden: Tensor, norm: RowNorm | None) -> list[Tensor]:
-        """Return what goes through the convolutions, what decays and gates come from, and betas, each [T, width]."""
-        wide, gates = [self.shape.conv_channels], [self._rank, self._rank, self.shape.num_value_heads]
-        if self.gate_proj is None:
-            return list(self.in_proj(hidden, norm=norm).split(wide + gates, dim=1))
-        return [self.in_proj(hidden, norm=norm), *self.gate_proj(hidden, norm=norm).split(gates, dim=1)]

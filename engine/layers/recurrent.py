@@ -1,16 +1,51 @@
-"""Blocks of layers with recurrent states: the convolution in front, and views of the states in their slots."""
+"""Blocks of layers with recurrent states: projections, the convolution, and views of the states in their slots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from baton.engine.core.layout import DTYPE_BYTES, CachePlace, StateLayout
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.kernels.linear import RowNorm
 
+from .attention import TokenMixer
 from .base import Layer, Parameter, Share, Slot, join
+from .linear import MergedLinear
+
+
+class DeltaMixer(TokenMixer):
+    """A mixer of the delta rule, which projects hidden states to wide outputs and to small ones for its gates.
+
+    All of them are one matrix, `in_proj`. Checkpoints in 8 bits have the projections of gates plain, or their rows end
+    within a block of scales: there these are a matrix of their own, `gate_proj`.
+    """
+
+    in_proj: MergedLinear
+    gate_proj: MergedLinear | None
+
+    def _make_projections(self, config: ModelConfig, wide: Mapping[str, int], gates: Mapping[str, int]) -> None:
+        """Make the matrices of all ranks; both map names in the checkpoint to output sizes."""
+        together = config.quantization is None
+        self.in_proj = MergedLinear(config.hidden_size, {**wide, **gates} if together else wide)
+        self.gate_proj = None if together else MergedLinear(config.hidden_size, gates)
+
+    def _keep_projections(self, wide: Mapping[str, Share], gates: Mapping[str, Share]) -> None:
+        """Compute only these outputs of the named projections here; of the others all."""
+        if self.gate_proj is None:
+            self.in_proj.keep_parts({**wide, **gates})
+        else:
+            self.in_proj.keep_parts(wide)
+            self.gate_proj.keep_parts(gates)
+
+    def _project(self, hidden: Tensor, norm: RowNorm | None, wide: Sequence[int], gates: Sequence[int]) -> list[Tensor]:
+        """Return the outputs of hidden [T, hidden_size], cut into these widths: [T, width] each, the gates' last."""
+        if self.gate_proj is None:
+            return list(self.in_proj(hidden, norm=norm).split([*wide, *gates], dim=1))
+        projections = ((self.in_proj, wide), (self.gate_proj, gates))
+        return [part for layer, sizes in projections for part in layer(hidden, norm=norm).split(sizes, dim=1)]
 
 
 class DepthwiseConv(Layer):
