@@ -60,7 +60,7 @@ class ZmqEngineClient:
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         queue: QueueBound | None = None,
     ) -> None:
-        """Engines with a longer queue than `queue`, which may change, refuse prompts."""
+        """`queue`: engines with a longer one refuse prompts; it may change."""
         self.queue = queue
         self._source, self._key, self._identity, self._heartbeat_timeout_s = source, key, identity, heartbeat_timeout_s
         self._reach = reach or Reach()

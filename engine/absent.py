@@ -9,5 +9,5 @@ FETCH_AGAIN = "fetch it again (`hf download NAME --local-dir FOLDER` gets what i
 
 
 def absent_file(file: Path) -> str:
-    """Names a file that is not there, and where it would be if a link leads nowhere."""
+    """Return the name of a file that is not there, and where it would be if a link leads nowhere."""
     return f"{file.name} (a link to {os.readlink(file)}, where nothing is)" if file.is_symlink() else file.name

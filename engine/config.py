@@ -126,7 +126,7 @@ class EngineConfig(EngineArguments):
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> EngineConfig:
-        """The config that these arguments describe; None is as if left out.
+        """Return the config that these arguments describe; None is as if left out.
 
         Raises `InvalidEngineConfig` for unknown names (and tells the nearest valid one), wrong types, and values that
         cannot be served.
@@ -169,7 +169,7 @@ class EngineConfig(EngineArguments):
 
     @property
     def kept_for_guesses(self) -> str:
-        """Name whose keys and values are kept beside the model's, to guess tokens with; empty: nobody's."""
+        """The model or layer that guesses tokens, whose keys and values are kept beside the model's; empty: none."""
         speculation = self.speculative_config
         if speculation is None or not speculation.guesses_on_device:
             return ""
@@ -181,7 +181,7 @@ class EngineConfig(EngineArguments):
         return self.tensor_parallel_size * self.data_parallel_size
 
     def ignored_on(self, device: str) -> dict[str, str]:
-        """Arguments that were given and change nothing on a "cpu" or "cuda", each with the reason: for a warning."""
+        """Return the given arguments that change nothing on a "cpu" or "cuda", each with the reason: for a warning."""
         if device == "cuda":
             return {} if self.num_threads is None else {"num_threads": "it is for engines on a CPU"}
         reasons = {}
@@ -192,7 +192,7 @@ class EngineConfig(EngineArguments):
         return reasons
 
     def depth_on(self, device: str) -> int:
-        """Steps in flight. A CPU has computed a step when it has launched it, so a second one only adds latency."""
+        """Return the steps in flight: on a CPU one, since it has computed a step when it has launched it."""
         ahead = device == "cuda" if self.async_scheduling is None else self.async_scheduling
         return 2 if ahead else 1
 

@@ -37,7 +37,7 @@ class Channel(Protocol):
     address: str
 
     def connect(self, address: str) -> Route:
-        """Raises `TransportError` for an address that is none, or when there are too many connections."""
+        """Connect to a peer. Raises `TransportError` for an address that is none, and for too many connections."""
         ...
 
     def disconnect(self, route: Route) -> None: ...

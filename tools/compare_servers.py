@@ -245,7 +245,7 @@ def num_prompts(length: str, clients: int) -> int:
 
 
 def table(path: Path) -> str:
-    """The figures as Markdown: output tokens/s, first token and time between tokens, median and 99th percentile."""
+    """Return the figures as Markdown: output tokens/s, TTFT and ITL with their medians and 99th percentiles."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     head = ["model", "in/out", "clients", "server", "tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99", "failed"]
     lines = [head, ["---", "---", "--:", "---", *["--:"] * 6]]

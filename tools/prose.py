@@ -1,6 +1,7 @@
 """Check the prose of docstrings and of Markdown pages, and the names of classes; a part of `make lint`.
 
-* A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`.
+* A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`. That of a
+  function other than a property says what it does: it does not begin with a word of `NO_VERBS`, either.
 * A line of Markdown ends at column 120. Tables, blocks of code, and a word or link that cannot be broken are free.
 * A cell of a table is a phrase: at most `CELL` characters, without the addresses of its links.
 * A package has one class of a name, so that a reader need not ask which. Private ones may share a name within a folder,
@@ -21,6 +22,7 @@ from pathlib import Path
 
 PACKAGES = ("cluster", "engine", "kernels", "kv_transfer")
 OPENINGS = {"of", "who", "whose", "those", "where", "until", "whether", "from", "what", "how", "which"}
+NO_VERBS = {"the", "a", "an", "with", "raises", "returns"}
 WIDTH = 120
 CELL = 160
 OWN_LINK = re.compile(r"\]\([^)]*\)")
@@ -28,13 +30,20 @@ COLUMN = re.compile(r"(?<!\\)\|")
 
 
 def openings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the first word of each docstring that begins with a word of `OPENINGS`."""
+    """Yield the line and the first word of each docstring that begins with a word of `OPENINGS` or `NO_VERBS`."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = re.match(r"\W*(\w+)", ast.get_docstring(node) or "")
-        if first and first[1].lower() in OPENINGS:
+        if first and first[1].lower() in (OPENINGS | NO_VERBS if _acts(node) else OPENINGS):
             yield node.body[0].lineno, first[1]
+
+
+def _acts(node: ast.AST) -> bool:
+    """Return whether it is a function, and no property."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return not any(ast.unparse(each).endswith("property") for each in node.decorator_list)
 
 
 def long_lines(page: str) -> Iterator[tuple[int, str]]:

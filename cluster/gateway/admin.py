@@ -116,7 +116,7 @@ def add_admin_routes(app: FastAPI, gateway: GatewayServices, operator: Operator)
 
 
 def _check(request: Request) -> None:
-    """Raises `ApiError` (403) for a caller without the right."""
+    """Raise `ApiError` (403) for a caller without the right `admin`."""
     if not caller_of(request.scope).is_admin:
         raise not_admin()
 

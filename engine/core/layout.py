@@ -86,7 +86,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return (num_blocks, heads, self.num_layers, self.num_planes, self.block_size, self.head_dim)
 
     def heads_of(self, rank: int, size: int) -> range:
-        """The KV heads that one of `size` tensor-parallel ranks keeps; several ranks keep the same where heads are few.
+        """Return the KV heads that one of `size` tensor-parallel ranks keeps; where heads are few, some keep the same.
 
         Raises `UnevenHeads` where they cannot be shared out evenly.
         """
@@ -206,7 +206,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
         return math.lcm(*(rows.count for part in self.parts for rows in part.sections))
 
     def heads_of(self, rank: int, size: int) -> range:
-        """The heads that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
+        """Return the heads that one of `size` tensor-parallel ranks keeps. Raises `UnevenHeads`."""
         for part in self.parts:
             part.of_ranks(size)
         heads = self.num_heads

@@ -36,7 +36,7 @@ _Params = TypeVar("_Params", bound=msgspec.Struct)
 
 
 def as_decoded(params: _Params, where: str = "") -> _Params:
-    """With the values that a decoder would have given it: lists for tuples, arrays and tensors, and Python's numbers.
+    """Return the values that a decoder would have given: lists for tuples, arrays and tensors, and Python's numbers.
 
     Raises `InvalidSamplingParams` for a value of another type than its field's: a constructor looks at types only
     where it stumbles over them.
@@ -234,7 +234,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return not any(changes) and penalties == (1.0, 0.0, 0.0) and not self.min_tokens
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises `InvalidSamplingParams` for a token id that the model does not have, or more alternatives than it."""
+        """Raise `InvalidSamplingParams` for a token id that the model does not have, or more alternatives than it."""
         for field in ("logprobs", "prompt_logprobs"):
             self._require(field, (getattr(self, field) or 0) <= vocab_size, f"the vocabulary has {vocab_size} tokens")
         named = {

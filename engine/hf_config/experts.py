@@ -67,7 +67,10 @@ def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> Exp
 
 
 def _stored(default: str, tensors: Collection[str]) -> str:
-    """`default` is how the architecture's authors store experts; transformers 5 can write all of a layer as one."""
+    """Return how a checkpoint stores experts: as the architecture's authors do (`default`), or in another way.
+
+    transformers 5 can write all of a layer as one tensor.
+    """
     if any(name.endswith(".experts.gate_up_proj_blocks") for name in tensors):
         return "mxfp4"
     if default == "each" and any(name.endswith(".experts.gate_up_proj") for name in tensors):
@@ -76,7 +79,7 @@ def _stored(default: str, tensors: Collection[str]) -> str:
 
 
 def _dense_name(config: ExpertsConfig, tensors: Collection[str]) -> str:
-    """transformers 5 stores Kimi Linear's MLPs under the name of mixtures, its authors do not."""
+    """Return the name of MLPs: transformers 5 stores Kimi Linear's under that of mixtures, its authors do not."""
     mixtures = "block_sparse_moe"
     return mixtures if any(name.endswith(f".{mixtures}.gate_proj.weight") for name in tensors) else config.dense_name
 

@@ -103,7 +103,7 @@ class LayerStates:
         self._drafts = config.draft_inputs[place.group]
 
     def divide(self, rank: int, size: int) -> None:
-        """Be those of one of `size` tensor-parallel ranks."""
+        """Become the states of one of `size` tensor-parallel ranks."""
         self._states, self._drafts = self._states.of_rank(rank, size), self._drafts.of_rank(rank, size)
 
     def slots(self, slots: Tensor) -> list[Tensor]:

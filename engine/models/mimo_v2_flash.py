@@ -112,7 +112,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
 
 
 def read_scales(keys: Keys) -> Scales:
-    """A factor of all values is one of what attention makes of them."""
+    """Return the scales: a factor of all values is one of what attention makes of them."""
     return Scales(attention_output=keys.number("attention_value_scale", 1.0))
 
 

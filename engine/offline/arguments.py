@@ -76,7 +76,7 @@ class PromptReader:
         self._tokenizer = tokenizer
 
     def tokenizer(self) -> Tokenizer:
-        """Raises `InvalidPrompt` where there is none."""
+        """Return the tokenizer. Raises `InvalidPrompt` where there is none."""
         if self._tokenizer is None:
             raise InvalidPrompt("text needs a tokenizer: leave out skip_tokenizer_init, or give prompt_token_ids")
         return self._tokenizer

@@ -86,7 +86,7 @@ class InformedDrafter:
         return [self._guess(request_id, index, whole[index]) for index in range(first, min(first + most, len(whole)))]
 
     def learn(self, answer: Sequence[int], cache_salt: str) -> None:
-        """Answers are known already."""
+        """Learn nothing: answers are known already."""
         assert answer
 
     def end(self, request_id: str) -> None:

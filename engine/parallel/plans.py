@@ -28,7 +28,7 @@ class PlanSender:
     """The sending side, on the rank that schedules."""
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
-        """Returns when all followers are connected. Raises `GroupFailed`."""
+        """Connect all followers. Raises `GroupFailed`."""
         self._mesh = Mesh(_NAME, member, rendezvous, groups, member.tp_ranks[1:], grace_s=0.0)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -38,11 +38,11 @@ class PlanSender:
         return self._mesh.loss
 
     def send(self, plan: StepPlan) -> None:
-        """Returns at once. Raises `GroupFailed` where a follower has gone."""
+        """Send a plan without waiting. Raises `GroupFailed` where a follower has gone."""
         self._mesh.send(self._encode(plan))
 
     def check(self) -> None:
-        """Raises `GroupFailed` where a follower has gone."""
+        """Raise `GroupFailed` where a follower has gone."""
         self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
@@ -82,7 +82,7 @@ class LeadingRunner:
         self._sender = sender
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Raises `GroupFailed` once a follower has gone."""
+        """Send the plan to the followers, and launch it here. Raises `GroupFailed` once a follower has gone."""
         self._sender.send(plan)
         try:
             return _LeadingStep(self._runner.launch(plan), self._sender)

@@ -119,7 +119,7 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion]
 
 
 def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> XGrammarBackend | None:
-    """The compiler of structured outputs; None without a tokenizer, since grammars are about text."""
+    """Return the compiler of structured outputs; None without a tokenizer, since grammars are about text."""
     if config.skip_tokenizer_init:
         return None
     folder = config.tokenizer or config.model

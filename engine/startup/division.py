@@ -10,7 +10,7 @@ from ..hf_config.model_config import ModelConfig
 
 
 def check_division(model: ModelConfig, config: EngineConfig) -> None:
-    """Raises `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
+    """Raise `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
     ranks = config.tensor_parallel_size
     if model.has_states and config.disable_hybrid_kv_cache_manager:
         raise InvalidEngineConfig(

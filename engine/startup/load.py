@@ -108,7 +108,7 @@ def _step_sizes(config: EngineConfig, model_config: ModelConfig, context: Device
 def _startup_on(
     config: EngineConfig, steps: StepSizes, context: DeviceContext, phases: Phases, compiler: Compiler | None
 ) -> DeviceStartup:
-    """The start-up of the context's kind of device. `compiler` compiles a GPU's kernels."""
+    """Return the start-up of the context's kind of device. `compiler` compiles a GPU's kernels."""
     if context.device.type == "cpu":
         from .cpu import CpuStartup
 

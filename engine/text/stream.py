@@ -93,7 +93,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
-        """Raises `ValueError` for an empty stop string, which would match everywhere."""
+        """Raise `ValueError` for an empty stop string, which would match everywhere."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]

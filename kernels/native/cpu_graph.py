@@ -109,7 +109,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks. To skip its compiler it would import that first, which takes a second."""
+        """Answer torch no: to skip its compiler it would import that first, which takes a second."""
         return False
 
     def __torch_dispatch__(

@@ -75,7 +75,7 @@ class DeviceMemory:
 
 
 def shared_handle(address: int) -> tuple[bytes, int]:
-    """The handle of the allocation that holds `address`, for `DeviceMemory.open` elsewhere, and the offset in it.
+    """Return the handle of the allocation around `address`, for `DeviceMemory.open` elsewhere, and the offset in it.
 
     Raises `DriverError` where the memory cannot be shared, as that of torch's expandable segments.
     """

@@ -228,7 +228,7 @@ class GroupMember:
     def __init__(
         self, handler: OrderHandler, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
     ) -> None:
-        """Joins: from now on rank 0 may send orders."""
+        """Join the group: from now on rank 0 may send orders."""
         self._handler, self._service = handler, service
         self._channel, self._leader = channel, leader
         self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(handler.details()))))
@@ -249,7 +249,7 @@ class GroupMember:
         self._handler.close()
 
     def _report(self, report: msgspec.Struct) -> None:
-        """A broken connection is for rank 0 to notice. A report is never dropped: rank 0 would wait for it."""
+        """Send a report, or raise `RankLost`: rank 0 would wait for one that is dropped."""
         if not self._channel.send(self._leader, codec.encode(report)):
             raise RankLost("rank 0 takes no reports any more")
 

@@ -309,7 +309,7 @@ def _checked_metadata(ranks: Sequence[RankMemory]) -> bytes:
 
 
 def _check(rank: int, details: ReadDetails, own: RankReader, size: int) -> None:
-    """Raises `TransportError` where a rank does not fit rank 0."""
+    """Raise `TransportError` where a rank does not fit rank 0."""
     if details.staged != own.staged:
         ways = {False: "its blocks themselves", True: "the host's memory, as its blocks cannot be registered"}
         raise TransportError(

@@ -224,7 +224,7 @@ class LeaseTable:
         return [action for lease in due for action in self._on(lease, LeaseEvent.EXPIRY)]
 
     def on_message(self, message: FromReader, now: float, arrived: float | None = None) -> list[Action]:
-        """LeaseReply a reader. `arrived`: the earliest time at which the message may have come, if that was not now."""
+        """Answer a reader. `arrived`: the earliest time at which the message may have come, if that was not now."""
         lease = self._named_by(message.lease)
         event = _event_of(message, lease)
         ended: list[Action] = []

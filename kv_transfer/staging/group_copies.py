@@ -98,7 +98,7 @@ class CopyHandler:
         pass
 
     def _checked(self, pairs: Sequence[SlotPair]) -> Sequence[SlotPair]:
-        """Raises `MalformedMessage` for blocks and slots that do not exist."""
+        """Return the pairs of an order. Raises `MalformedMessage` for blocks and slots that do not exist."""
         for block, slot in pairs:
             if block >= self._num_blocks or slot >= self._num_slots:
                 raise MalformedMessage(

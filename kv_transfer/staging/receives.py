@@ -44,7 +44,7 @@ class StagedReceives:
         wake: Callable[[], None],
         clock: Callable[[], float] = lease_now,
     ) -> None:
-        """A receive waits for slots for `max_wait_s` at most: the holder's lease lasts no longer."""
+        """`max_wait_s`: how long a receive waits for slots at most, since the holder's lease lasts no longer."""
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._inner = inner

@@ -212,7 +212,7 @@ class TierHandler:
             yield OpenedTiers(num_host, num_disk, full)
 
     def _checked(self, moves: Sequence[Move]) -> TierWorker:
-        """Raises `MalformedMessage` for slots that do not exist, or are not of one group."""
+        """Return the worker. Raises `MalformedMessage` for slots that do not exist, or are not of one group."""
         if self._worker is None:
             raise MalformedMessage("moves come before anything is open")
         num_slots = {

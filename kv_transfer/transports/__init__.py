@@ -122,11 +122,11 @@ class FileTransport(Protocol):
     """
 
     def read(self, ranges: Ranges) -> ReadHandle:
-        """Begin. Raises `TransportError` if nothing was started."""
+        """Begin to read. Raises `TransportError` if nothing was started."""
         ...
 
     def write(self, ranges: Ranges) -> ReadHandle:
-        """Begin. Raises `TransportError` if nothing was started."""
+        """Begin to write. Raises `TransportError` if nothing was started."""
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState: ...

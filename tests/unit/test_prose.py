@@ -35,6 +35,15 @@ def test_a_docstring_that_begins_with_such_a_word_is_refused(tree: Path, word: s
     assert [line.partition(": ")[0] for line in refused(tree)] == [f"kernels/norm/gpu.py:{line}" for line in (1, 3, 6)]
 
 
+@pytest.mark.parametrize("word", ["The", "A", "An", "With", "Raises", "Returns"])
+def test_a_docstring_of_a_function_says_what_it_does(tree: Path, word: str) -> None:
+    opening = f'"""{word} rows."""'
+    source = f"class A:\n    {opening}\n\n    def f(self):\n        {opening}\n"
+    shown = f"\n    @cached_property\n    def g(self):\n        {opening}\n"
+    (tree / "kernels/norm/gpu.py").write_text(source + shown)
+    assert [line.partition(": ")[0] for line in refused(tree)] == ["kernels/norm/gpu.py:5"]
+
+
 def test_other_docstrings_are_taken(tree: Path) -> None:
     (tree / "kernels/norm/gpu.py").write_text('"""Offers of blocks."""\n\ndef f():\n    """Return what is left."""\n')
     assert refused(tree) == []

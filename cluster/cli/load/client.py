@@ -55,7 +55,7 @@ class _Delta(msgspec.Struct):
 
     @property
     def opens(self) -> bool:
-        """True of the part that only says who speaks, which some servers send before there is a token."""
+        """True if it only names the role, which some servers send before there is a token."""
         return self.role is not None and not (self.content or self.reasoning_content or self.reasoning)
 
 

@@ -52,7 +52,7 @@ class BodyReader:
     """Reads bodies of requests to one model. Its methods raise `ApiError` that names the field."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
-        """With `in_event_loop`, methods raise `TooLargeForEventLoop` for requests that would block it."""
+        """`in_event_loop`: methods raise `TooLargeForEventLoop` for requests that would block it."""
         preparer = self._preparer = Preparer(model, settings, in_event_loop=in_event_loop)
         self._model = model
         self._parsers: dict[RequestKind, Callable[[dict[str, Any]], Any]] = {

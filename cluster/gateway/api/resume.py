@@ -64,7 +64,7 @@ class ResumableStream:
     """The position of a stream, and the position that its client has already."""
 
     def __init__(self, job: GenerationJob, resumed_from: StreamPosition | None) -> None:
-        """Raises `ApiError` (400) for a position of another request."""
+        """Raise `ApiError` (400) for a position of another request."""
         fresh = tuple(ChoicePosition() for _ in job.sequences)
         self._client_has = None if resumed_from is None else resumed_from.choices
         self._position = resumed_from or StreamPosition(job.request_id, job.created, job.sequences[0].seed, fresh)

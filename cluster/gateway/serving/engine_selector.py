@@ -96,7 +96,7 @@ def _on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:
 
 
 def _has_queue(view: EngineView) -> bool:
-    """A prompt in a decode engine without a queue delays running answers, but no waiting ones."""
+    """Return whether requests wait in an engine: these a prompt would delay, too, beside the running answers."""
     return view.stats is not None and view.stats.num_requests_waiting > 0
 
 

@@ -69,7 +69,7 @@ class Drafting:
         edits_on_host: bool = False,
         on_device: bool = False,
     ) -> None:
-        """A request gets up to `most` drafts in a step; where it `adapts`, as many as are worth their time.
+        """`most`: drafts of a request in a step; where it `adapts`, as many as are worth their time.
 
         `edits_on_host`: where logits are edited by position, the host must know it when a step is planned. `on_device`:
         guesses are made there.

@@ -81,7 +81,7 @@ class JsonToolCallParser(InlineToolCallParser):
     OUTSIDE, HEAD, DISCARD = _State.OUTSIDE, _State.HEAD, _State.DISCARD
 
     def __init__(self, form: JsonToolCallFormat, functions: Collection[str], *, at_most_one: bool) -> None:
-        """With `at_most_one`, anything behind the first call is dropped."""
+        """`at_most_one`: anything behind the first call is dropped."""
         marks = (form.begin,) if form.begin else ()
         super().__init__(_State.OUTSIDE if marks else _State.START, *marks)
         self._form = form

@@ -89,7 +89,7 @@ class XmlToolCallParser(InlineToolCallParser):
     OUTSIDE, HEAD, DISCARD = _State.OUTSIDE, _State.HEAD, _State.DISCARD
 
     def __init__(self, form: XmlToolCallFormat, functions: Functions, *, at_most_one: bool) -> None:
-        """With `at_most_one`, anything behind the first call is dropped."""
+        """`at_most_one`: anything behind the first call is dropped."""
         super().__init__(_State.OUTSIDE, *form.triggers)
         self._form = form
         self._functions = functions

@@ -182,7 +182,7 @@ class CapturedSteps:
         self.num_replays = self.num_eager = 0
 
     def capture_all(self) -> None:
-        """On a GPU, called after every size has run once: what a capture launches first, it compiles and loads."""
+        """Capture every size; on a GPU after each has run once, since a capture would compile and load kernels."""
         for shape in self._shapes.in_capture_order():
             if (graph := self._step.capture(shape)) is not None:
                 self._graphs[shape] = graph

@@ -100,7 +100,7 @@ def linear(
 
 
 def options_for(num_tokens: int, columns: int, depth: int, device: torch.device, *, gated: bool) -> tuned.Options:
-    """One set for all numbers of tokens up to the same power of two, so that few kernels serve all."""
+    """Return one set for all numbers of tokens up to the same power of two, so that few kernels serve all."""
     if num_tokens > MANY_TOKENS:
         return UNTUNED_MANY
     key = tuning_key(triton.next_power_of_2(num_tokens), columns, depth, gated=gated)
