@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from baton.engine import LLM, SamplingParams
+from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
@@ -23,7 +23,9 @@ from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
 
 from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, own_seeds
+from .copy_connector import Room
 from .cores import Engines, answers_of, tokens_and_logprobs
+from .handing_off import hand_off
 from .narrow_grammars import with_grammars
 
 MOST = 3
@@ -79,6 +81,50 @@ def check_answers(
         assert core.stats().num_preemptions > 0
     assert core.stats().num_blocks_free == core.stats().num_blocks
     return stats
+
+
+def check_same_answers(
+    plain: LLM, make: Callable[..., LLM], prompts: Sequence[list[int]], params: SamplingParams, **args: Any
+) -> SpeculationStats:
+    """Check that an engine that is made with `args`, among them those of drafts, answers as `plain`, without any."""
+    expected = answers(plain, prompts, params)
+    return check_answers(make(**args), prompts, params, expected, preempts="num_gpu_blocks_override" in args)
+
+
+def check_guesses(
+    drafting: LLM,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    expected_accepted: Callable[[list[int], int, SamplingParams], list[int]],
+) -> list[int]:
+    """Check and return how many guesses were right, by position in their step, of one request after another.
+
+    `expected_accepted` says it of one request: of its prompt with its answer, the prompt's length, and its parameters.
+    """
+    found = []
+    for prompt, own in zip(prompts, own_seeds(params, len(prompts)), strict=True):
+        (output,) = drafting.generate(prompt, own, use_tqdm=False)
+        found.append(expected_accepted([*prompt, *output.outputs[0].token_ids], len(prompt), own))
+    expected = [sum(each) for each in zip(*found, strict=True)]
+    assert stats_of(drafting).num_accepted_per_pos == expected
+    return expected
+
+
+def check_handed_over(
+    plain: LLM, args: dict[str, Any], prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[SpeculationStats, SpeculationStats]:
+    """Check that two engines, with drafts, of which one hands requests to the other, answer as one without.
+
+    Return the statistics of the one that reads prompts, and of the one that writes answers.
+    """
+    room = Room()
+    prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
+    found = hand_off(prefill, decode, requests_of(prompts, params))
+    assert found == [token_ids for token_ids, _ in answers(plain, prompts, params)]
+    there, here = prefill.stats().speculation, decode.stats().speculation
+    assert there is not None
+    assert here is not None
+    return there, here
 
 
 def requests_of(prompts: Sequence[list[int]], params: SamplingParams) -> list[EngineRequest]:

@@ -5,6 +5,7 @@ that the checkpoint's tensors give.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine import LLM, SamplingParams
 from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config
 from baton.engine.worker.backends.cuda import CudaBackend
@@ -22,22 +23,21 @@ from baton.engine.worker.warmup import ProfileRun
 
 from ...helpers.draft_layers import DraftReference, expected_accepted, num_layers_of, with_draft_layer
 from ...helpers.inline_stream import InlineStream
-from .controls import EVERYTHING, GREEDY, WAYS, own_seeds, prompts_of
-from .copy_connector import Room
+from .controls import EVERYTHING, GREEDY, WAYS, prompts_of
 from .cores import Engines
 from .guessing import (
     HOT,
     LIMITS,
     MOST,
     answers,
-    check_answers,
     check_both_backends,
     check_edited_draws,
+    check_guesses,
+    check_handed_over,
+    check_same_answers,
     draft_always,
-    requests_of,
     stats_of,
 )
-from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
 KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
@@ -73,8 +73,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
     make: Callable[..., LLM], hybrid: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(make(hybrid), PROMPTS, params)
-    stats = check_answers(make(hybrid, speculative_config=MTP, **args), PROMPTS, params, expected)
+    stats = check_same_answers(make(hybrid), partial(make, hybrid), PROMPTS, params, speculative_config=MTP, **args)
     assert stats.num_accepted_tokens > 10 or params is not HOT
 
 
@@ -85,9 +84,7 @@ def test_answers_of_a_model_with_states_are_those_without_a_draft_layer(
 def test_answers_are_those_without_a_draft_layer(
     make: Callable[..., LLM], params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(make(), PROMPTS, params)
-    drafting = make(speculative_config=MTP, **args)
-    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
+    check_same_answers(make(), make, PROMPTS, params, speculative_config=MTP, **args)
 
 
 @pytest.mark.slow
@@ -98,15 +95,8 @@ def test_guesses_are_those_that_the_layers_of_transformers_give(
 ) -> None:
     reference = DraftReference(folder)
     drafting = make(speculative_config=MTP, max_num_seqs=1, max_num_batched_tokens=chunk)
-    expected = [0] * MOST
-    for prompt, own in zip(PROMPTS[::2], own_seeds(params, 3), strict=True):
-        (output,) = drafting.generate(prompt, own, use_tqdm=False)
-        whole = [*prompt, *output.outputs[0].token_ids]
-        found = expected_accepted(reference, whole, len(prompt), own, MOST)
-        expected = [total + more for total, more in zip(expected, found, strict=True)]
-    assert stats_of(drafting).num_accepted_per_pos == expected
-    if params is HOT:
-        assert all(expected), "random numbers decide most draws, so some guesses are right"
+    found = check_guesses(drafting, PROMPTS[::2], params, partial(expected_accepted, reference, most=MOST))
+    assert all(found) or params is not HOT, "random numbers decide most draws, so some guesses are right"
 
 
 @pytest.mark.slow
@@ -139,17 +129,9 @@ def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], 
 def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
     make: Callable[..., LLM], folder: Path, params: SamplingParams
 ) -> None:
-    plain = make()
-    room = Room()
     args = {"model": str(folder), "dtype": "float32", "max_num_seqs": 8, "speculative_config": MTP}
-    prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
-    assert hand_off(prefill, decode, requests_of(PROMPTS, params)) == [
-        token_ids for token_ids, _ in answers(plain, PROMPTS, params)
-    ]
-    there, here = prefill.stats().speculation, decode.stats().speculation
-    assert there is not None
+    there, here = check_handed_over(make(), args, PROMPTS, params)
     assert there.num_drafts == 0
-    assert here is not None
     assert here.num_drafts > 20
 
 

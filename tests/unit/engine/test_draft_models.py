@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams, build_engine
+from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
 from baton.engine.startup.model_config import read_model_config
 
 from ...helpers.checkpoints import write_checkpoint
-from .controls import EVERYTHING, GREEDY, WAYS, own_seeds, prompts_of
-from .copy_connector import Room
+from .controls import EVERYTHING, GREEDY, WAYS, prompts_of
 from .cores import Engines
 from .guessing import (
     HOT,
     LIMITS,
     MOST,
     answers,
-    check_answers,
     check_both_backends,
     check_edited_draws,
+    check_guesses,
+    check_handed_over,
+    check_same_answers,
     draft_always,
-    requests_of,
     stats_of,
 )
-from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)  # behind which a block has room for guesses
 KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
@@ -58,9 +57,7 @@ def guessing(model: Path) -> dict[str, Any]:
 def test_answers_are_those_without_a_draft_model(
     llm: LLM, make: Callable[..., LLM], other: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(llm, PROMPTS, params)
-    drafting = make(speculative_config=guessing(other), **args)
-    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
+    check_same_answers(llm, make, PROMPTS, params, speculative_config=guessing(other), **args)
 
 
 @pytest.mark.slow
@@ -76,19 +73,6 @@ def test_a_model_guesses_itself_right(
     assert stats.acceptance_rate == 1, "its cache has all tokens, and no others"
 
 
-def expected_accepted(guess: Callable[[list[int], int], Sequence[int]], whole: list[int], num_prompt: int) -> list[int]:
-    """Return how many of the guesses are right, by position in their step, of a request by itself."""
-    accepted, known = [0] * MOST, num_prompt  # the index of the newest token, which was drawn and not run
-    while known + 1 < len(whole):
-        guesses = guess(whole[: known + 1], min(MOST, len(whole) - 2 - known))
-        right = 0
-        while right < len(guesses) and guesses[right] == whole[known + 1 + right]:
-            accepted[right] += 1
-            right += 1
-        known += right + 1
-    return accepted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_guesses_are_what_the_draft_model_draws_by_itself(
@@ -96,28 +80,27 @@ def test_guesses_are_what_the_draft_model_draws_by_itself(
 ) -> None:
     alone = LLM(str(other), skip_tokenizer_init=True, dtype="float32", max_num_seqs=1)
     drafting = make(speculative_config=guessing(other), max_num_seqs=1)
-    expected = [0] * MOST
-    for prompt, own in zip(PROMPTS[::2], own_seeds(params, 3), strict=True):
 
-        def guess(tokens: list[int], count: int, own: SamplingParams = own) -> Sequence[int]:
+    def expected_accepted(whole: list[int], num_prompt: int, own: SamplingParams) -> list[int]:
+        accepted, known = [0] * MOST, num_prompt  # the index of the newest token, which was drawn and not run
+        while known + 1 < len(whole):
+            count = min(MOST, len(whole) - 2 - known)
             few = msgspec.structs.replace(own, max_tokens=max(1, count), logprobs=None)
-            return alone.generate(tokens, few, use_tqdm=False)[0].outputs[0].token_ids[:count]
+            guesses = alone.generate(whole[: known + 1], few, use_tqdm=False)[0].outputs[0].token_ids[:count]
+            right = 0
+            while right < len(guesses) and guesses[right] == whole[known + 1 + right]:
+                accepted[right] += 1
+                right += 1
+            known += right + 1
+        return accepted
 
-        (output,) = drafting.generate(prompt, own, use_tqdm=False)
-        found = expected_accepted(guess, [*prompt, *output.outputs[0].token_ids], len(prompt))
-        expected = [total + more for total, more in zip(expected, found, strict=True)]
-    assert stats_of(drafting).num_accepted_per_pos == expected
-    assert any(expected) or params is GREEDY
+    found = check_guesses(drafting, PROMPTS[::2], params, expected_accepted)
+    assert any(found) or params is GREEDY
 
 
 def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[..., LLM], checkpoint: Path) -> None:
-    room = Room()
     args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8}
-    args["speculative_config"] = guessing(checkpoint)
-    prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
-    assert hand_off(prefill, decode, requests_of(PROMPTS, HOT)) == [tokens for tokens, _ in answers(llm, PROMPTS, HOT)]
-    stats = decode.stats().speculation
-    assert stats is not None
+    _, stats = check_handed_over(llm, {**args, "speculative_config": guessing(checkpoint)}, PROMPTS, HOT)
     assert stats.num_draft_tokens > 100
     assert stats.acceptance_rate == 1, "the prompts' part of its cache came with the model's"
 

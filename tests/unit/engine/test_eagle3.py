@@ -5,6 +5,7 @@ tensors give.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,19 @@ from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_
 from ...helpers.checkpoints import make_model
 from ...helpers.draft_layers import expected_accepted
 from ...helpers.eagle3 import Eagle3Reference, write_eagle3
-from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
+from .controls import EVERYTHING, GREEDY, prompts_of
 from .cores import Engines
-from .guessing import HOT, LIMITS, MOST, answers, check_answers, check_both_backends, draft_always, stats_of
+from .guessing import (
+    HOT,
+    LIMITS,
+    MOST,
+    answers,
+    check_both_backends,
+    check_guesses,
+    check_same_answers,
+    draft_always,
+    stats_of,
+)
 
 PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)
 
@@ -54,9 +65,7 @@ def guessing(folder: Path) -> dict[str, Any]:
 def test_answers_are_those_without_a_head(
     llm: LLM, make: Callable[..., LLM], head: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(llm, PROMPTS, params)
-    drafting = make(speculative_config=guessing(head), **args)
-    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
+    check_same_answers(llm, make, PROMPTS, params, speculative_config=guessing(head), **args)
 
 
 @pytest.mark.slow
@@ -65,14 +74,8 @@ def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_
     folder = write_eagle3(tmp_path / "head", **changes)
     reference = Eagle3Reference(folder, make_model("qwen3"))
     drafting = make(speculative_config=guessing(folder), max_num_seqs=1, max_num_batched_tokens=32)
-    expected = [0] * MOST
-    for prompt, own in zip(PROMPTS[::2], own_seeds(HOT, 3), strict=True):
-        (output,) = drafting.generate(prompt, own, use_tqdm=False)
-        whole = [*prompt, *output.outputs[0].token_ids]
-        found = expected_accepted(reference, whole, len(prompt), own, MOST)
-        expected = [total + more for total, more in zip(expected, found, strict=True)]
-    assert stats_of(drafting).num_accepted_per_pos == expected
-    assert all(expected), "random numbers decide most draws, so some guesses are right"
+    found = check_guesses(drafting, PROMPTS[::2], HOT, partial(expected_accepted, reference, most=MOST))
+    assert all(found), "random numbers decide most draws, so some guesses are right"
 
 
 @pytest.mark.slow

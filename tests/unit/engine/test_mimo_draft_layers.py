@@ -5,33 +5,31 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams, build_engine
+from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
 from baton.engine.core.layout import CacheKind
 from baton.engine.models import load_config, make_model
 from baton.engine.startup.model_config import read_model_config
 from baton.engine.startup.weight_counts import weights_of_rank
 
 from ...helpers.mimo_draft_layers import NUM_LAYERS, MimoReference, write_mimo
-from .controls import EVERYTHING, GREEDY, own_seeds, prompts_of
-from .copy_connector import Room
+from .controls import EVERYTHING, GREEDY, prompts_of
 from .cores import Engines
 from .guessing import (
     HOT,
     LIMITS,
-    answers,
-    check_answers,
     check_both_backends,
     check_edited_draws,
+    check_guesses,
+    check_handed_over,
+    check_same_answers,
     draft_always,
-    requests_of,
-    stats_of,
 )
-from .handing_off import hand_off
 
 PROMPTS = prompts_of(1, 15, 17, 33, 56, 90)
 MTP = {"method": "mtp", "num_speculative_tokens": NUM_LAYERS}
@@ -57,14 +55,8 @@ def test_guesses_are_those_that_plain_torch_gives(
 ) -> None:
     reference = MimoReference(folder)
     drafting = make(speculative_config={**MTP, "num_speculative_tokens": most}, max_num_seqs=1)
-    expected = [0] * most
-    for prompt, own in zip(PROMPTS, own_seeds(params, len(PROMPTS)), strict=True):
-        (output,) = drafting.generate(prompt, own, use_tqdm=False)
-        found = reference.accepted([*prompt, *output.outputs[0].token_ids], len(prompt), own, most)
-        expected = [total + more for total, more in zip(expected, found, strict=True)]
-    assert stats_of(drafting).num_accepted_per_pos == expected
-    if params is HOT:
-        assert all(expected), "random numbers decide most draws, so some guesses are right"
+    found = check_guesses(drafting, PROMPTS, params, partial(reference.accepted, most=most))
+    assert all(found) or params is not HOT, "random numbers decide most draws, so some guesses are right"
 
 
 @pytest.mark.slow
@@ -80,23 +72,15 @@ def test_guesses_are_those_that_plain_torch_gives(
 def test_answers_are_those_without_draft_layers(
     make: Callable[..., LLM], params: SamplingParams, args: dict[str, Any]
 ) -> None:
-    expected = answers(make(), PROMPTS, params)
-    drafting = make(speculative_config=MTP, **args)
-    check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
+    check_same_answers(make(), make, PROMPTS, params, speculative_config=MTP, **args)
 
 
 @pytest.mark.slow
 def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
     make: Callable[..., LLM], folder: Path
 ) -> None:
-    plain, room = make(), Room()
-    args = {"model": str(folder), **SMALL, "speculative_config": MTP}
-    prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
-    found = hand_off(prefill, decode, requests_of(PROMPTS, HOT))
-    assert found == [token_ids for token_ids, _ in answers(plain, PROMPTS, HOT)]
-    stats = decode.stats().speculation
-    assert stats is not None
-    assert all(stats.num_accepted_per_pos)
+    _, here = check_handed_over(make(), {"model": str(folder), **SMALL, "speculative_config": MTP}, PROMPTS, HOT)
+    assert all(here.num_accepted_per_pos)
 
 
 @pytest.fixture(scope="module")
