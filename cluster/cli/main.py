@@ -168,6 +168,7 @@ def plan(options: PlanOptions) -> None:
         options.nodes,
         memory_bytes=None if options.memory is None else int(options.memory * GB),
         disk_bytes=None if options.disk is None else int(options.disk * GB),
+        has_fp8=options.fp8,
     )
     traffic = Traffic(options.load, options.prompt_tokens, options.output_tokens)
     try:

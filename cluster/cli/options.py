@@ -72,6 +72,9 @@ class PlanOptions:
     )
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8
     gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0
+    fp8: Annotated[
+        bool, typer.Option(help="GPUs have FP8 tensor cores (Ada, Hopper and later), else weights of 8 bits take 16.")
+    ] = True
     memory: Annotated[
         float | None,
         typer.Option(min=1, max=MOST_GB, help=r"Memory of one machine beside its GPUs', in GB.  \[default: enough]"),

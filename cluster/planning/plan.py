@@ -46,6 +46,7 @@ class Machines:
     nodes: int | None = None  # None: as many as it takes
     memory_bytes: int | None = None  # of a node, beside its GPUs'; None: enough
     disk_bytes: int | None = None  # where tiers are, of a node; None: enough
+    has_fp8: bool = True  # the GPUs have FP8 tensor cores; others have weights of 8 bits multiplied out
 
     @property
     def device(self) -> str:
@@ -188,7 +189,7 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
 def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
     config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
-    weights = weight_bytes_of_rank(model, config, device)
+    weights = weight_bytes_of_rank(model, config, has_fp8=device == "cuda" and machines.has_fp8)
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)
     step += draft_bytes(model, config.speculative_config, steps.max_num_seqs, config.tensor_parallel_size)

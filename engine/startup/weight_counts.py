@@ -22,22 +22,22 @@ class Weights:
     """Counts of one rank's weights, by the type that they have in memory."""
 
     plain: float  # in the model's dtype in any case
-    narrow: float  # in 8 bits, where the device has kernels for them
+    narrow: float  # in 8 bits, on a GPU that has FP8 tensor cores
     wide: float = 0.0  # in float32
 
-    def num_bytes(self, model: ModelConfig, device: str) -> int:
-        """Return the bytes on a "cuda" or "cpu" device; a CPU has no kernels for 8 bits, and converts them."""
+    def num_bytes(self, model: ModelConfig, *, has_fp8: bool) -> int:
+        """Return the bytes on a device; weights of 8 bits are multiplied out where it has no FP8 tensor cores."""
         wide = DTYPE_BYTES[model.dtype]
-        narrow = wide if model.quantization is None or device != "cuda" else model.quantization.weight_bytes
+        narrow = model.quantization.weight_bytes if has_fp8 and model.quantization is not None else wide
         return int(self.plain * wide + self.narrow * narrow + self.wide * DTYPE_BYTES["float32"])
 
 
-def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, device: str) -> int:
-    """Return the bytes of one rank's weights on a "cuda" or "cpu" device, those of its draft model among them."""
-    num_bytes = weights_of_rank(model, config).num_bytes(model, device)
+def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_fp8: bool) -> int:
+    """Return the bytes of one rank's weights, those of its draft model among them. `has_fp8`: see `Weights`."""
+    num_bytes = weights_of_rank(model, config).num_bytes(model, has_fp8=has_fp8)
     if (draft_model := model.draft_model) is not None:
         divided = config.model_copy(update={"enable_expert_parallel": False})
-        num_bytes += weights_of_rank(draft_model, divided).num_bytes(draft_model, device)
+        num_bytes += weights_of_rank(draft_model, divided).num_bytes(draft_model, has_fp8=has_fp8)
     return num_bytes
 
 

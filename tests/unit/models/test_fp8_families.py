@@ -156,7 +156,7 @@ def test_on_a_gpu_only_what_comes_plain_or_what_no_kernel_takes_is_plain(
 
 def planned_bytes(config: ModelConfig, ranks: int) -> int:
     engine = EngineConfig(model=str(config.folder), tensor_parallel_size=ranks)
-    return weights_of_rank(config, engine).num_bytes(config, "cuda")
+    return weights_of_rank(config, engine).num_bytes(config, has_fp8=True)
 
 
 def held_bytes(model: CausalLM) -> int:

@@ -262,6 +262,15 @@ def test_experts_stay_in_8_bits_where_a_rank_has_whole_blocks(engine: dict[str, 
     assert plan.fleets[0].weights / GB == pytest.approx(gigabytes, rel=0.02)
 
 
+def test_weights_of_8_bits_are_multiplied_out_on_gpus_without_fp8() -> None:
+    engine = {"data_parallel_size": 16, "enable_expert_parallel": True}
+    narrow, wide = (
+        plan_of({"unified": {}}, engine, Machines(8, 192 * GB, has_fp8=has_fp8), shape="deepseek-v3").fleets[0].weights
+        for has_fp8 in (True, False)
+    )
+    assert 1.8 < wide / narrow < 2
+
+
 def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_path: Path) -> None:
     file = str(CONFIGS / "serve/wide_ep.yaml")
     model = ["--model", str(CONFIGS / "models/deepseek-v3")]
@@ -269,11 +278,12 @@ def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_pa
     assert done.returncode == 0, done.stderr
     for word in ("8: dp 8-15, tp 0", "Gateways (hybrid): 2", "nothing is handed over"):
         assert word in done.stdout
-    done = run_baton("plan", file, *model, "--gpu-memory", "80")
-    assert done.returncode == 1
-    assert "refused: unified: gpu_memory_utilization" in done.stdout
-    assert "Memory of each worker" not in done.stdout, "of a plan that has no fleet left"
-    assert "handed over" not in done.stdout, "that is not known either"
+    for fewer in (("--gpu-memory", "80"), ("--gpu-memory", "141", "--no-fp8")):
+        done = run_baton("plan", file, *model, *fewer)
+        assert done.returncode == 1, fewer
+        assert "refused: unified: gpu_memory_utilization" in done.stdout
+        assert "Memory of each worker" not in done.stdout, "of a plan that has no fleet left"
+        assert "handed over" not in done.stdout, "that is not known either"
     done = run_baton("plan", file)
     assert done.returncode == 1
     assert "does not hold deepseek-ai/DeepSeek-V3" in done.stderr, "these tests are offline"
