@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from .cli_common import JsonFile, engine_args_from, fail, flat, in_a_folder
-from .load.options import InvalidLoad, ServeLoad
+from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
     AutoscaleOptions,
     DraftsOptions,
@@ -38,52 +38,15 @@ ReportFile = Annotated[
 ]
 Model = Annotated[str, typer.Argument(help="A name of the Hub, or a folder with config.json and safetensors.")]
 
-# Of `vllm bench serve`:
-LISTS = ("--header", "--metadata", "--goodput")  # options that vLLM takes several values for
-ALWAYS = ("--skip-chat-template", "--skip-tokenizer-init")  # what they ask for is always so: they are taken
-NO_MEDIA = "requests are texts alone"
-REFUSED = {  # options that cannot work -> why, and what to do instead
-    "--enable-multimodal-chat": NO_MEDIA,
-    "--lora-assignment": "adapters are not served",
-    "--lora-modules": "adapters are not served",
-    "--no-reranker": "nothing is ranked",
-    "--no-stream": "data sets are read from files: name one with --dataset-path",
-    "--plot-dataset-stats": "--report writes a page with plots",
-    "--plot-timeline": "--report writes a page with plots",
-    "--probe-request-rate": "a second `baton bench serve --request-rate` beside this one measures the same",
-    "--random-batch-size": "each request has one prompt",
-    "--timeline-itl-thresholds": "--report writes a page with plots",
-    "--tokenizer-mode": "the tokenizer is the server's, or the tokenizer.json that --tokenizer names",
-    "--trust-remote-code": "no code of checkpoints is run: tokenizers are read from tokenizer.json",
-    "--use-beam-search": "the server has no beam search",
-}
-
 
 class ServeCommand(TyperCommand):
     """`baton bench serve`, which reads its words as `vllm bench serve` does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_as_options(args)))
-
-
-def _as_options(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line, with an option for each value of `--goodput ttft:500 tpot:50`.
-
-    Ends the command at an option that cannot work, and at a list without a value.
-    """
-    of_list = ""  # the option whose further values may follow
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
-        name, has_value, _ = word.partition("=")
-        if name in REFUSED:
-            fail(f"{name}: {REFUSED[name]}")
-        if not word.startswith("--"):
-            yield from (of_list, word) if of_list else (word,)
-            continue
-        of_list = name if name in LISTS and not has_value else ""
-        if of_list and following.startswith("--"):
-            fail(f"{name} needs a value")
-        if not of_list and name not in ALWAYS:
-            yield word
+        try:
+            return super().parse_args(ctx, list(as_options(args)))
+        except InvalidLoad as error:
+            fail(str(error))
 
 
 @contextlib.contextmanager

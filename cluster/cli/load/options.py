@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,23 @@ CUSTOM_OUTPUT_LEN = 256  # of lines that say no length
 PREFIX_REPETITION_OUTPUT_LEN = 128
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 CHAT_ENDING, ENDING = "/chat/completions", "/completions"  # of routes in OpenAI's shapes
+LISTS = ("--header", "--metadata", "--goodput")  # options that vLLM takes several values for
+ALWAYS = ("--skip-chat-template", "--skip-tokenizer-init")  # what they ask for is always so: they are taken
+REFUSED = {  # vLLM's options that cannot work -> why, and what to do instead
+    "--enable-multimodal-chat": "requests are texts alone",
+    "--lora-assignment": "adapters are not served",
+    "--lora-modules": "adapters are not served",
+    "--no-reranker": "nothing is ranked",
+    "--no-stream": "data sets are read from files: name one with --dataset-path",
+    "--plot-dataset-stats": "--report writes a page with plots",
+    "--plot-timeline": "--report writes a page with plots",
+    "--probe-request-rate": "a second `baton bench serve --request-rate` beside this one measures the same",
+    "--random-batch-size": "each request has one prompt",
+    "--timeline-itl-thresholds": "--report writes a page with plots",
+    "--tokenizer-mode": "the tokenizer is the server's, or the tokenizer.json that --tokenizer names",
+    "--trust-remote-code": "no code of checkpoints is run: tokenizers are read from tokenizer.json",
+    "--use-beam-search": "the server has no beam search",
+}
 
 
 class InvalidLoad(ValueError):
@@ -214,7 +232,7 @@ class ServeLoad:
         return self.endpoint or self.backend.route
 
     def check(self) -> None:
-        """Raises `InvalidLoad` for options that do not go together, and for values that are none."""
+        """Raise `InvalidLoad` for options that do not go together, and for values that are none."""
         _ = self.percentiles, self.told_percentiles_of, self.goals_ms, self.extra_headers, self.facts
         _ = self.extra_fields, self.template_variables
         self._check_server()
@@ -323,6 +341,26 @@ class ServeLoad:
     @property
     def facts(self) -> dict[str, str]:
         return _pairs("--metadata", self.metadata)
+
+
+def as_options(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of vLLM's command line with an option for each value of `--goodput ttft:500 tpot:50`.
+
+    Raises `InvalidLoad` at an option that cannot work, and at a list without a value.
+    """
+    of_list = ""  # the option whose further values may follow
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, has_value, _ = word.partition("=")
+        if name in REFUSED:
+            raise InvalidLoad(f"{name}: {REFUSED[name]}")
+        if not word.startswith("--"):
+            yield from (of_list, word) if of_list else (word,)
+            continue
+        of_list = name if name in LISTS and not has_value else ""
+        if of_list and following.startswith("--"):
+            raise InvalidLoad(f"{name} needs a value")
+        if not of_list and name not in ALWAYS:
+            yield word
 
 
 def _numbers(option: str, given: str, *, least: float, most: float = math.inf, whole: bool = False) -> list[float]:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cluster.cli.bench import REFUSED, bench_app
+from baton.cluster.cli.bench import bench_app
 from baton.cluster.cli.load import client
+from baton.cluster.cli.load.options import REFUSED
 
 DEMO = Path(__file__).parents[3] / "configs/demo/model"
 TRACE = {"engine_id": "engine", "path": "/tmp/trace"}
