@@ -14,7 +14,6 @@ import msgspec
 
 from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.engine.core.bench import result_of
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import (
     BlocksReleased,
@@ -31,6 +30,7 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import StepPlan
 from baton.engine.core.tiers import KVTiers
+from baton.engine.offline.bench_scheduler import result_of
 from baton.kv_transfer.handoff.reads import MEASURED_S, Piece, ReadPace
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 

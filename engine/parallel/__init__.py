@@ -1,19 +1,16 @@
 """Several devices for one model. Groups are values: layers and engines are given theirs, and no module keeps any.
 
-groups        collective operations of a group; the groups that there are
+groups        collective operations of a group; the groups that there are; `GroupFailed`
 member        a process's place in its group
 rendezvous    members find each other there
 rank_group    one member's connections to its group, from start to end; wakes of data-parallel ranks
 collectives   groups over torch.distributed: gloo on CPUs, NCCL on GPUs
 symmetric     all-reduces over peers' memory, on GPUs of one machine
 plans         steps on their way from the rank that schedules to those that follow
-mesh          sockets over which some members talk, and notice that another has gone
-addresses     addresses of those sockets
+mesh          sockets over which some members talk, and notice that another has gone; their addresses
 watch         liveness of members
 placement     the ranks on which experts lie
 dispatch      tokens on their way to the experts' ranks, and back
-errors        failures between members
-measure_plans measures what a plan takes from rank to rank: a command
 
 `groups` and `member` load no torch.
 """

@@ -7,13 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from baton.engine.core.bench import result_of
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.cache_groups import NOT_CACHED, WindowGroup, make_groups
 from baton.engine.core.messages import EngineRequest, FinishReason
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
+from baton.engine.offline.bench_scheduler import result_of
 
 from .core_grammars import FakeGrammars
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.bench import result_of
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.blocks import BlockPoolCorrupted
 from baton.engine.core.kv.cache_groups import NOT_CACHED, StateGroup
@@ -16,6 +15,7 @@ from baton.engine.core.layout import CHECKPOINT_TOKENS
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
+from baton.engine.offline.bench_scheduler import result_of
 
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.parallel.measure_plans import BLOCK_TOKENS, decode_plan, main, measure
+from baton.engine.offline.bench_plans import BLOCK_TOKENS, decode_plan, main, measure
 
 
 def test_each_request_takes_a_block_every_so_many_steps() -> None:

@@ -1,6 +1,6 @@
 """Measures how long a plan takes from the rank that schedules to one that follows, on this machine.
 
-    python -m baton.engine.parallel.measure_plans [--requests N] [--steps N] [--every-ms MS]
+    python -m baton.engine.offline.bench_plans [--requests N] [--steps N] [--every-ms MS]
 
 Two processes and the sockets of `plans`; from before a plan is encoded until the other process has decoded it.
 """
@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from ..core.step import Chunk, StepPlan
-from .groups import ALL_ALONE
-from .member import Member
-from .plans import PlanReceiver, PlanSender
-from .rendezvous import Rendezvous, RendezvousClient
+from ..parallel.groups import ALL_ALONE
+from ..parallel.member import Member
+from ..parallel.plans import PlanReceiver, PlanSender
+from ..parallel.rendezvous import Rendezvous, RendezvousClient
 
 BLOCK_TOKENS = 16  # a request takes a new block every so many steps
 CONTEXT_TOKENS = 1000
@@ -79,7 +79,7 @@ def _joined(member: Member) -> tuple[Member, RendezvousClient]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m baton.engine.parallel.measure_plans", description=__doc__.partition("\n")[0]
+        prog="python -m baton.engine.offline.bench_plans", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--requests", type=int, default=64, help="that decode in each step")
     parser.add_argument("--steps", type=int, default=2000)

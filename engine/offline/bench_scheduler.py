@@ -1,4 +1,4 @@
-"""Measures the cost of a scheduler step: `python -m baton.engine.core.bench`.
+"""Measures the cost of a scheduler step: `python -m baton.engine.offline.bench_scheduler`.
 
 Steady decode: every request runs and draws one token a step, none begins or ends. Their lengths are spread over a
 block, so in each step one request in `block_size` gets a new block and registers a full one. Timed are `plan_step` and
@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from .config import EngineCoreConfig
-from .layout import BLOCK_SIZE
-from .messages import EngineRequest
-from .sampling import SamplingParams
-from .scheduling.scheduler import Scheduler
-from .step import ChunkResult, StepPlan, StepResult
+from ..core.config import EngineCoreConfig
+from ..core.layout import BLOCK_SIZE
+from ..core.messages import EngineRequest
+from ..core.sampling import SamplingParams
+from ..core.scheduling.scheduler import Scheduler
+from ..core.step import ChunkResult, StepPlan, StepResult
 
 VOCAB_SIZE = 32_000
 

@@ -1,4 +1,4 @@
-"""Measure copies to the host's memory and back: `python -m baton.kv_transfer.tiers.measure --device cuda:0`.
+"""Measure copies to the host's memory and back: `python -m baton.kv_transfer.bench.tiers --device cuda:0`.
 
 They run beside a thread that sleeps and beside one that keeps the interpreter busy, as a step loop may; all copies are
 asked for at once, or one by one.
