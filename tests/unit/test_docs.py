@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / f"{name}/README.md" for name in ("kernels", "engine/models", "configs/models")),
+    *(ROOT / f"{name}/README.md" for name in ("kernels", "engine/models", "configs/models", "tests")),
 ]
 TREE = r"(?:cluster|engine|kernels|kv_transfer|configs|helm|tests|docs)"
 
@@ -51,7 +51,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [name for pair in named for name in pair if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_opens_with_what_its_reader_can_do_after_it(page: Path) -> None:
     paragraphs = re.split(r"\n{2,}", page.read_text())
     opening = next(each for each in paragraphs if not each.startswith(("#", "<!--")))
