@@ -46,7 +46,7 @@ class LogSettings(StrictModel):
     level: LogLevel = LogLevel.INFO
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class LogLine(msgspec.Struct, omit_defaults=True):
     """A line of the log in JSON. Empty fields are left out."""
 
     time: str
@@ -67,7 +67,7 @@ class LineFormatter(logging.Formatter):
         self._format, self._component, self._name = format, component, name
 
     def format(self, record: logging.LogRecord) -> str:
-        line = Line(
+        line = LogLine(
             time=datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             level=record.levelname.lower(),
             component=self._component,
@@ -80,7 +80,7 @@ class LineFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode() if self._format is LogFormat.JSON else _as_text(line)
 
 
-def _as_text(line: Line) -> str:
+def _as_text(line: LogLine) -> str:
     """Format a line as text. Line breaks in a message are escaped, so that it cannot imitate another line."""
     request = f" [{line.request_id}]" if line.request_id else ""
     message = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line.message)

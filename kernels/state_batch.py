@@ -45,7 +45,7 @@ SOURCE_CUT = 8 * CHUNK  # tokens before one that is written where the sequence's
 FIELDS = ("query_start", "sources", "targets", "num_decodes", "chunk_start", "chunk_seqs", "checkpoints", "seq_chunks")
 
 
-class Checkpoint(NamedTuple):
+class StateCheckpoint(NamedTuple):
     """A state to keep: that of sequence `seq` behind the first `num_tokens` of its tokens in this step."""
 
     seq: int
@@ -69,7 +69,7 @@ class Cuts(NamedTuple):
         query_lens: Sequence[int],
         sources: Sequence[int],
         *,
-        checkpoints: Sequence[Checkpoint] = (),
+        checkpoints: Sequence[StateCheckpoint] = (),
         decode_tokens: int = 1,
         num_decodes: int | None = None,
     ) -> Cuts:
@@ -243,7 +243,7 @@ class StateBatch:
         sources: Sequence[int],
         targets: Sequence[int],
         *,
-        checkpoints: Sequence[Checkpoint] = (),
+        checkpoints: Sequence[StateCheckpoint] = (),
         decode_tokens: int = 1,
         device: torch.device | None = None,
     ) -> StateBatch:
@@ -280,7 +280,7 @@ class StateBatch:
 
 
 def _slots_by_position(
-    checkpoints: Sequence[Checkpoint], query_lens: Sequence[int], num_decodes: int, sources: Sequence[int]
+    checkpoints: Sequence[StateCheckpoint], query_lens: Sequence[int], num_decodes: int, sources: Sequence[int]
 ) -> dict[int, dict[int, int]]:
     """Return {sequence: {number of tokens: slot}}."""
     kept: dict[int, dict[int, int]] = {}

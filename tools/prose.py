@@ -4,8 +4,8 @@
   function other than a property says what it does: it does not begin with a word of `NO_VERBS`, either.
 * A line of Markdown ends at column 120. Tables, blocks of code, and a word or link that cannot be broken are free.
 * A cell of a table is a phrase: at most `CELL` characters, without the addresses of its links.
-* A package has one class of a name, so that a reader need not ask which. Private ones may share a name within a folder,
-  where files do the same for different things (`_State` of each parser).
+* There is one class of a name, so that a reader need not ask which. Private ones may share a name with another package,
+  and within a folder, where files do the same for different things (`_State` of each parser).
 
 Prints one line for each finding, as `file:line: what is wrong`, and ends with 1 where there is one. The argument is the
 root of the tree, by default this one.
@@ -80,24 +80,28 @@ def classes(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
-def second_classes(root: Path, package: str) -> Iterator[tuple[Path, int, str, Path]]:
-    """Yield file, line and name of each class whose name another file of the package has, and that file."""
+def second_classes(root: Path) -> Iterator[tuple[Path, int, str, Path]]:
+    """Yield file, line and name of each class whose name another file has, and that file."""
     first: defaultdict[str, list[Path]] = defaultdict(list)
-    for path in sorted((root / package).rglob("*.py")):
+    for path in python_files(root):
         for line, name in classes(path):
-            others = [each for each in first[name] if not (name.startswith("_") and each.parent == path.parent)]
+            others = [each for each in first[name] if not (name.startswith("_") and _may_share(root, path, each))]
             if others:
                 yield path, line, name, others[0]
             first[name].append(path)
+
+
+def _may_share(root: Path, one: Path, other: Path) -> bool:
+    """Return whether two files may have a private class of one name."""
+    return one.parent == other.parent or one.relative_to(root).parts[0] != other.relative_to(root).parts[0]
 
 
 def findings(root: Path) -> Iterator[str]:
     for path in python_files(root):
         for line, word in openings(path.read_text()):
             yield f'{path.relative_to(root)}:{line}: a docstring begins with "{word}": begin with a verb or a noun'
-    for package in PACKAGES:
-        for path, line, name, other in second_classes(root, package):
-            yield f"{path.relative_to(root)}:{line}: {other.relative_to(root)} has a class {name}, too: name one anew"
+    for path, line, name, other in second_classes(root):
+        yield f"{path.relative_to(root)}:{line}: {other.relative_to(root)} has a class {name}, too: name one anew"
     for path in pages(root):
         for line, reason in long_lines(path.read_text()):
             yield f"{path.relative_to(root)}:{line}: {reason}"

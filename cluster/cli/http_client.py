@@ -40,7 +40,7 @@ class ModelList(msgspec.Struct):
     data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
 
-class Ranks(msgspec.Struct):
+class RankList(msgspec.Struct):
     """The answer of /v1/cluster/ranks."""
 
     object: str
@@ -197,7 +197,7 @@ class _State:
     def update(self) -> None:
         """Ask the gateway. Raises `httpx.HTTPError`."""
         self.is_ready = self._client.get("/health").status_code == httpx.codes.OK
-        self._ranks = msgspec.structs.asdict(decoded(self._client.get("/v1/cluster/ranks"), Ranks))
+        self._ranks = msgspec.structs.asdict(decoded(self._client.get("/v1/cluster/ranks"), RankList))
 
     def json(self, indent: int | None = None) -> str:
         return json.dumps({"ready": self.is_ready, **self._ranks}, indent=indent)

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cli_common import Pace, fail, watch
-from .http_client import Ranks, decoded, gateway_client, reason
+from .http_client import RankList, decoded, gateway_client, reason
 
 MINUTE_S = 60.0
 NOW_S = 10.0  # over which rates are shown
@@ -73,13 +73,13 @@ class FleetView:
         self._samples: list[MetricSample] = []
         self._metrics_error = ""
         self._is_ready = False
-        self._ranks = Ranks("list", "", [], [], [])
+        self._ranks = RankList("list", "", [], [], [])
 
     def update(self) -> None:
         """Ask the gateway. Raises `httpx.HTTPError`; without `/metrics`, its figures are left out."""
         at_s = time.monotonic()
         self._is_ready = self._client.get("/health").status_code == httpx.codes.OK
-        self._ranks = decoded(self._client.get("/v1/cluster/ranks"), Ranks)
+        self._ranks = decoded(self._client.get("/v1/cluster/ranks"), RankList)
         counted = [
             MetricSample(name, {"engine": rank["engine_id"], "epoch": rank["epoch"]}, rank["stats"][name])
             for rank in self._ranks.data

@@ -49,7 +49,7 @@ class ModelCards(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-class Alive(msgspec.Struct):
+class Live(msgspec.Struct):
     status: Literal["alive"] = "alive"
 
 
@@ -120,7 +120,7 @@ class Scrape(Protocol):
 def add_probe_routes(app: FastAPI, serving: ServingContext, scrape: Scrape, drain: Drain) -> None:
     @app.api_route("/live", methods=READ)
     async def live() -> Response:
-        return _json(Alive())
+        return _json(Live())
 
     @app.api_route("/health", methods=READ)
     @app.api_route("/ping", methods=[*READ, "POST"])  # SageMaker's name of it

@@ -31,7 +31,7 @@ from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import StepPlan
 from baton.engine.core.tiers import KVTiers
 from baton.engine.offline.bench_scheduler import result_of
-from baton.kv_transfer.handoff.reads import MEASURED_S, Piece, ReadPace
+from baton.kv_transfer.handoff.reads import MEASURED_S, ReadPace, TimedRead
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .traffic import VOCAB_SIZE
@@ -180,7 +180,7 @@ class VirtualConnector:
         def arrive(upto: int) -> None:
             nonlocal came, since_s, before
             pace.num_blocks += upto - came
-            pace.measured([Piece(since_s, before)], self._time())
+            pace.measured([TimedRead(since_s, before)], self._time())
             came, since_s, before, self._stats = upto, self._time(), pace.num_blocks, None
             self.on_measured()
 

@@ -19,7 +19,7 @@ from .mxfp4 import Mxfp4Experts
 from .plain_experts import STACKS, PlainExperts
 
 
-class Router(Layer):
+class ExpertRouter(Layer):
     """Chooses the experts of each token and the weight of each expert's output."""
 
     norms_hidden = False  # whether it has a norm of its own for what it reads, in place of the experts'
@@ -51,7 +51,7 @@ class Router(Layer):
         return route(logits, self.rule, bias=_data(self.e_score_correction_bias), slots=slots)
 
 
-class NormedRouter(Router):
+class NormedRouter(ExpertRouter):
     """The router of Gemma 4: of RMS-normed hidden states, with a scale for each of their dimensions and each expert.
 
     logits = proj(hidden / rms(hidden) * scale / sqrt(hidden_size))

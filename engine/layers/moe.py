@@ -17,7 +17,7 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.p2p import RoutedTokens
 
 from .base import Layer, Share, TokenRows
-from .experts import Experts, Router
+from .experts import ExpertRouter, Experts
 from .linear import Linear
 from .mlp import MLP, FeedForward, GatedMLP
 
@@ -39,9 +39,9 @@ class MoE(FeedForward):
         names: Mapping[str, str] | None = None,
         gated_expert: bool = False,
         shared: GatedMLP | None = None,
-        router: Router | None = None,
+        router: ExpertRouter | None = None,
     ) -> None:
-        self.gate = router or Router(hidden_size, config)
+        self.gate = router or ExpertRouter(hidden_size, config)
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
         if config.latent_size is not None:

@@ -70,7 +70,7 @@ class Mesh:
         self._watch = Watch(self._context, self._lose)
         try:
             self._connect(member, others)
-        except BaseException:  # Ctrl-C, too: a context with open sockets that is let go of waits for them for ever
+        except BaseException:  # Ctrl-C, too: a context that is freed with open sockets would wait for them for ever
             self._give_back(linger=0)
             raise
         self._watch.start()

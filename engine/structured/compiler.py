@@ -79,7 +79,7 @@ class GrammarCompiler:
 
     @property
     def process_id(self) -> int | None:
-        """The process's id; None before the first grammar, and once the process has ended of a limit."""
+        """The process's id; None before the first grammar, and once a limit has ended the process."""
         return None if self._process is None else self._process.pid
 
     def tokenizer_info(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.attention import AttentionBatch
-from baton.kernels.state_batch import Checkpoint, Cuts, Replay, StateBatch, most_chunks
+from baton.kernels.state_batch import Cuts, Replay, StateBatch, StateCheckpoint, most_chunks
 from baton.kernels.step import DrawPlaces, decode_states, replay_states
 
 from ..core.layout import NOT_KEPT, draft_places
@@ -134,7 +134,7 @@ class StateInputs:
         decodes = shape.num_decodes
         return most_chunks(shape.num_seqs - decodes, shape.num_tokens - decodes, self._entry_tokens)
 
-    def _checkpoints(self, table: Sequence[int], seq: int, start: int, end: int) -> list[Checkpoint]:
+    def _checkpoints(self, table: Sequence[int], seq: int, start: int, end: int) -> list[StateCheckpoint]:
         """Return the checkpoints within the tokens from `start` to `end` of a sequence.
 
         A slot that was moved on to a later entry (`core.kv.cache_groups`) still stands in the one before.
@@ -143,7 +143,7 @@ class StateInputs:
         cuts = range((start // size + 1) * size, end, size)
         slots = ((cut, table[cut // size - 1]) for cut in cuts)
         unkept = (NOT_KEPT, table[(end - 1) // size])
-        return [Checkpoint(seq, cut - start, slot) for cut, slot in slots if slot not in unkept]
+        return [StateCheckpoint(seq, cut - start, slot) for cut, slot in slots if slot not in unkept]
 
 
 class InputBuffers:

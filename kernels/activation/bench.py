@@ -1,4 +1,4 @@
-"""The gated activations, gates of heads and the soft cap."""
+"""Benchmark of the activations, with gates and without, of gates of heads and of the soft cap."""
 
 from __future__ import annotations
 

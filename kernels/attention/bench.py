@@ -1,4 +1,4 @@
-"""Attention at the shapes of models: a small one on a CPU, Qwen3's on a GPU."""
+"""Benchmark of attention at the shapes of models: a small one on a CPU, Qwen3's on a GPU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FEW_QUERIES = 4  # of a sequence: with so many, a step is one of decodes with dr
 
 
 @dataclass(frozen=True)
-class Model:
+class AttentionModel:
     num_heads: int
     num_kv_heads: int
     head_dim: int
     num_layers: int  # so many that no cache holds the keys and values of all
 
 
-SMALL = Model(16, 8, 64, num_layers=14)
-QWEN3_06B = Model(16, 8, 128, num_layers=28)
-QWEN3_8B = Model(32, 8, 128, num_layers=36)
-QWEN3_30B = Model(32, 4, 128, num_layers=48)
+SMALL = AttentionModel(16, 8, 64, num_layers=14)
+QWEN3_06B = AttentionModel(16, 8, 128, num_layers=28)
+QWEN3_8B = AttentionModel(32, 8, 128, num_layers=36)
+QWEN3_30B = AttentionModel(32, 4, 128, num_layers=48)
 
 SMALL_STEPS = {  # name: (query tokens, context) of each sequence
     "decode 1 x 128": [(1, 128)],
@@ -87,7 +87,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 def case(
     name: str,
-    model: Model,
+    model: AttentionModel,
     sequences: list[tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,
@@ -109,7 +109,7 @@ def case(
 
 
 def step(
-    model: Model,
+    model: AttentionModel,
     sequences: list[tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,

@@ -13,7 +13,7 @@ from baton.kernels.tune import Problem
 from baton.kernels.tuned import Options
 
 from . import AttentionRule, paged_attention
-from .bench import Model, step
+from .bench import AttentionModel, step
 from .gpu.decode_combine import MOST_SEQS
 from .gpu.decode_options import decode_plan, tuning_key
 from .gpu.decode_plan import prepared
@@ -55,7 +55,7 @@ def _problem(
 
     rule = AttentionRule(head_dim**-0.5)
     layer_bytes = 2 * 2 * num_seqs * context * num_kv_heads * head_dim
-    model = Model(num_heads, num_kv_heads, head_dim, num_layers=copies_beyond_caches(layer_bytes))
+    model = AttentionModel(num_heads, num_kv_heads, head_dim, num_layers=copies_beyond_caches(layer_bytes))
     batch, kv, q = step(model, [(1, context)] * num_seqs, torch.bfloat16, device)
     key = tuning_key(
         group=num_heads // num_kv_heads,

@@ -1,4 +1,4 @@
-"""KV blocks into a staging buffer and back; roof: each byte is read once and written once."""
+"""Benchmark of copies of KV blocks into a staging buffer and back: each byte is read once and written once."""
 
 from __future__ import annotations
 

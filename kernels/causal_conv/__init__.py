@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton.kernels.state_batch import Checkpoint, StateBatch
+from baton.kernels.state_batch import StateBatch, StateCheckpoint
 
 from . import cpu, reference
 
-__all__ = ["WIDTHS", "Checkpoint", "StateBatch", "causal_conv"]
+__all__ = ["WIDTHS", "StateBatch", "StateCheckpoint", "causal_conv"]
 
 WIDTHS = (2, 3, 4)
 

@@ -1,4 +1,4 @@
-"""The causal convolution at the sizes of Qwen3-Next: 8192 channels of q, k and v."""
+"""Benchmark of the causal convolution at the sizes of Qwen3-Next: 8192 channels of q, k and v."""
 
 from __future__ import annotations
 

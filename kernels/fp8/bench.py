@@ -1,4 +1,4 @@
-"""8-bit linear layers, input in and output out in bfloat16: from one token (bound by memory) to many."""
+"""Benchmark of 8-bit linear layers, input in and output out in bfloat16: from one token (bound by memory) to many."""
 
 from __future__ import annotations
 

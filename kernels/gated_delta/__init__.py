@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
+from baton.kernels.state_batch import CHUNK, StateBatch, StateCheckpoint
 
 from . import cpu, reference
 from .gate import DeltaDrafts, Gate
 
-__all__ = ["CHUNK", "Checkpoint", "DeltaDrafts", "Gate", "StateBatch", "gated_delta"]
+__all__ = ["CHUNK", "DeltaDrafts", "Gate", "StateBatch", "StateCheckpoint", "gated_delta"]
 
 
 def gated_delta(

@@ -1,4 +1,4 @@
-"""The gated delta rule at the sizes of Qwen3-Next and Qwen3.5, and of Kimi-Linear."""
+"""Benchmark of the gated delta rule at the sizes of Qwen3-Next and Qwen3.5, and of Kimi-Linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers, from one row (bound by memory) to many (bound by arithmetic)."""
+"""Benchmark of linear layers, from one row (bound by memory) to many (bound by arithmetic)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and of best tokens: every logit must be read once."""
+"""Benchmark of log-probabilities of sampled and of best tokens: every logit must be read once."""
 
 from __future__ import annotations
 

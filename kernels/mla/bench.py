@@ -1,4 +1,4 @@
-"""Latent attention at the sizes of DeepSeek-V2-Lite, and its write into the cache."""
+"""Benchmark of latent attention at the sizes of DeepSeek-V2-Lite, and of its write into the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm with and without a residual, and of gated heads."""
+"""Benchmark of RMSNorm with and without a residual, and of gated heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head norm, rotation and KV write of one layer."""
+"""Benchmark of head norm, rotation and KV write of one layer."""
 
 from __future__ import annotations
 

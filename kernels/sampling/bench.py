@@ -1,4 +1,4 @@
-"""Draws with and without truncation: every logit must be read once."""
+"""Benchmark of draws with and without truncation: every logit must be read once."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton.kernels.state_batch import CHUNK, Checkpoint, StateBatch
+from baton.kernels.state_batch import CHUNK, StateBatch, StateCheckpoint
 
 from . import cpu, reference
 from .time_steps import SSDDrafts, TimeSteps
 
-__all__ = ["CHUNK", "Checkpoint", "SSDDrafts", "StateBatch", "TimeSteps", "ssd"]
+__all__ = ["CHUNK", "SSDDrafts", "StateBatch", "StateCheckpoint", "TimeSteps", "ssd"]
 
 
 def ssd(

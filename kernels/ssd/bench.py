@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence at the sizes of Nemotron-H, and of Granite-4 with its one group."""
+"""Benchmark of Mamba-2's recurrence at the sizes of Nemotron-H, and of Granite-4 with its one group."""
 
 from __future__ import annotations
 

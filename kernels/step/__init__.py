@@ -23,14 +23,14 @@ from torch import Tensor
 from baton.kernels.state_batch import StateBatch
 
 from . import reference
-from .buffers import PIECE, REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
+from .buffers import PIECE, REJECTED, DrawPlaces, OutputRing, RowGuesses, StepBatch, StepBuffers, StepTables
 
 __all__ = [
     "PIECE",
     "REJECTED",
     "DrawPlaces",
-    "Guesses",
     "OutputRing",
+    "RowGuesses",
     "StepBatch",
     "StepBuffers",
     "StepTables",
@@ -117,7 +117,7 @@ def replace_tokens(
     _implementation(drawn).replace_tokens(drawn, index, entries, tables, batch, inputs, ring)
 
 
-def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
+def place_drafts(tables: StepTables, guesses: RowGuesses, batch: StepBatch, places: DrawPlaces) -> None:
     """Make guesses tokens of their rows: the last tokens of each sequence, one less than `draw_start` gives it.
 
     Guesses that the table does not hold are token 0. Also fills `places`. To be called before `chunk_inputs`.
@@ -139,7 +139,7 @@ def accept_again(
     drawn: Tensor,
     index: Tensor,
     tables: StepTables,
-    guesses: Guesses,
+    guesses: RowGuesses,
     batch: StepBatch,
     inputs: StepBuffers,
     ring: OutputRing,

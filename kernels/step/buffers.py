@@ -48,7 +48,7 @@ class StepBuffers:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class RowGuesses:
     """Guesses of tokens that rows have not drawn yet."""
 
     token_ids: Tensor  # [num_rows, width] int32

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from baton.kernels.state_batch import StateBatch
 
-from .buffers import REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
+from .buffers import REJECTED, DrawPlaces, OutputRing, RowGuesses, StepBatch, StepBuffers, StepTables
 
 
 def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
@@ -62,7 +62,7 @@ def replay_states(
     applied[row[real]] = behind[real].to(applied.dtype)
 
 
-def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
+def place_drafts(tables: StepTables, guesses: RowGuesses, batch: StepBatch, places: DrawPlaces) -> None:
     starts, query_start = _starts(tables.computed, batch).tolist(), batch.query_start.tolist()
     draw_start, samples = batch.draw_start.tolist(), batch.samples.tolist()
     width = guesses.token_ids.shape[1]
@@ -106,7 +106,7 @@ def accept_again(
     drawn: Tensor,
     index: Tensor,
     tables: StepTables,
-    guesses: Guesses,
+    guesses: RowGuesses,
     batch: StepBatch,
     inputs: StepBuffers,
     ring: OutputRing,

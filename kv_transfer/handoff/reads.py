@@ -45,7 +45,7 @@ class ReadEvent(NamedTuple):
     reason: str = ""
 
 
-class Piece(NamedTuple):
+class TimedRead(NamedTuple):
     """A read, or a part of one, that is timed."""
 
     began_s: float
@@ -76,7 +76,7 @@ class ReadPace:
             for count in (blocks, APART * blocks) if constant_bytes else (blocks,):
                 self._fit.add(count, (constant_bytes + count * block_bytes) / bytes_per_s, now_s)
 
-    def measured(self, ended: Iterable[Piece], now_s: float) -> None:
+    def measured(self, ended: Iterable[TimedRead], now_s: float) -> None:
         """Count the longest of the reads that ended now and that overlap with none counted before."""
         apart = [piece for piece in ended if piece.began_s >= self._counted_until_s]
         if apart:
@@ -104,7 +104,7 @@ class _BlockRead:
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: no further batch begins
     progress_at: float = 0.0  # when a batch ended, or the first of those that run began
-    piece: Piece | None = None  # that is read now
+    piece: TimedRead | None = None  # that is read now
 
     @property
     def has_all(self) -> bool:
@@ -141,7 +141,7 @@ class BlockReads:
         self._clock = clock
         self._paces: dict[PeerHandle, ReadPace] = {}
         self._entries: dict[TransferId, _BlockRead] = {}
-        self._ended: collections.defaultdict[PeerHandle, list[Piece]] = collections.defaultdict(list)
+        self._ended: collections.defaultdict[PeerHandle, list[TimedRead]] = collections.defaultdict(list)
         self.num_early = 0  # blocks that came while others of the same receive were not written yet
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class BlockReads:
         if not entry.is_under_way:
             entry.progress_at = now
         if entry.piece is None and entry.waiting:
-            entry.piece = Piece(self._clock(), self.pace(entry.peer).num_blocks)
+            entry.piece = TimedRead(self._clock(), self.pace(entry.peer).num_blocks)
         reason = self._settle(entry, list(entry.running), now)  # batches that have ended make room
         if not reason and not entry.ended_early:
             reason = self._settle(entry, self._start_batches(entry), now)  # some transports copy before `read` returns
@@ -262,7 +262,7 @@ class BlockReads:
                 self.num_early += num_blocks
         return reason
 
-    def _end_piece(self, entry: _BlockRead, piece: Piece) -> None:
+    def _end_piece(self, entry: _BlockRead, piece: TimedRead) -> None:
         """Note a finished piece, and parts of a long one."""
         pace, now = self.pace(entry.peer), self._clock()
         has_blocks, goes_on = pace.num_blocks > piece.blocks_before, bool(entry.running or entry.waiting)
@@ -270,7 +270,7 @@ class BlockReads:
             return
         if has_blocks and not entry.ended_early:
             self._ended[entry.peer].append(piece)
-        entry.piece = Piece(now, pace.num_blocks) if goes_on else None
+        entry.piece = TimedRead(now, pace.num_blocks) if goes_on else None
 
     def _start_batches(self, entry: _BlockRead) -> list[ReadHandle]:
         started = []

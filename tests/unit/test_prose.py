@@ -71,22 +71,20 @@ def test_a_line_or_a_cell_that_is_too_long_is_refused(tree: Path, line: str) -> 
     assert finding.startswith("kernels/page.md:3: ")
 
 
-def test_a_class_name_that_a_package_has_twice_is_refused(tree: Path) -> None:
-    (tree / "kernels/other").mkdir()
-    (tree / "kernels/norm/gpu.py").write_text("class Plan:\n    pass\n")
-    (tree / "kernels/other/gpu.py").write_text("x = 1\n\n\nclass Plan:\n    pass\n")
-    assert refused(tree) == ["kernels/other/gpu.py:4: kernels/norm/gpu.py has a class Plan, too: name one anew"]
-
-
-def test_a_private_class_may_share_its_name_within_a_folder_only(tree: Path) -> None:
-    (tree / "kernels/other").mkdir()
-    for file in ("norm/cpu.py", "norm/gpu.py", "other/cpu.py"):
-        (tree / "kernels" / file).write_text("class _State:\n    pass\n")
-    assert [line.partition(": ")[0] for line in refused(tree)] == ["kernels/other/cpu.py:1"]
-
-
-def test_packages_may_share_a_class_name(tree: Path) -> None:
+def test_a_class_name_that_comes_twice_is_refused(tree: Path) -> None:
     (tree / "engine").mkdir()
-    for folder in ("kernels/norm", "engine"):
-        (tree / folder / "plan.py").write_text("class Plan:\n    pass\n")
-    assert refused(tree) == []
+    (tree / "kernels/other").mkdir()
+    for file in ("engine/plan.py", "kernels/norm/gpu.py", "kernels/other/gpu.py"):
+        (tree / file).write_text("x = 1\n\n\nclass Plan:\n    pass\n")
+    assert refused(tree) == [
+        f"{file}:4: engine/plan.py has a class Plan, too: name one anew"
+        for file in ("kernels/norm/gpu.py", "kernels/other/gpu.py")
+    ]
+
+
+def test_a_private_class_may_share_its_name_within_a_folder_and_with_other_packages(tree: Path) -> None:
+    (tree / "engine").mkdir()
+    (tree / "kernels/other").mkdir()
+    for file in ("engine/plan.py", "kernels/norm/cpu.py", "kernels/norm/gpu.py", "kernels/other/cpu.py"):
+        (tree / file).write_text("class _State:\n    pass\n")
+    assert [line.partition(": ")[0] for line in refused(tree)] == ["kernels/other/cpu.py:1"]

@@ -23,7 +23,7 @@ from baton.engine.hf_config.hub import Files, model_folder
 from baton.engine.text import Tokenizer, TokenizerError
 
 from .figures import MeasuredRequest, summary
-from .options import Backend, ServeLoad
+from .options import LoadBackend, ServeLoad
 from .requests import LoadRequest, load_requests, paced
 
 TIMEOUT_S = 600.0
@@ -250,7 +250,7 @@ def _body(model: str, request: LoadRequest, load: ServeLoad) -> dict[str, Any]:
     }
     names = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
     body |= {name: value for name in names if (value := getattr(load, name)) is not None}
-    if load.backend is Backend.OPENAI_CHAT:
+    if load.backend is LoadBackend.OPENAI_CHAT:
         body["messages"] = [{"role": "user", "content": request.prompt}]
         if request.prediction is not None:
             body["prediction"] = {"type": "content", "content": request.prediction}

@@ -48,7 +48,7 @@ class InvalidLoad(ValueError):
     """Options do not go together, or a value is none."""
 
 
-class Backend(enum.StrEnum):
+class LoadBackend(enum.StrEnum):
     """The route that is asked."""
 
     OPENAI = "openai"  # /v1/completions
@@ -57,7 +57,7 @@ class Backend(enum.StrEnum):
 
     @property
     def route(self) -> str:
-        return "/v1/chat/completions" if self is Backend.OPENAI_CHAT else "/v1/completions"
+        return "/v1/chat/completions" if self is LoadBackend.OPENAI_CHAT else "/v1/completions"
 
 
 class DataSet(enum.StrEnum):
@@ -86,8 +86,8 @@ class ServeLoad:
         typer.Option(min=1, max=65535, help=rf"Port of the server, in place of --url.  \[default: {DEFAULT_PORT}]"),
     ] = None
     backend: Annotated[
-        Backend, typer.Option("--backend", "--endpoint-type", help="Ask for completions, or for chats.")
-    ] = Backend.OPENAI
+        LoadBackend, typer.Option("--backend", "--endpoint-type", help="Ask for completions, or for chats.")
+    ] = LoadBackend.OPENAI
     endpoint: Annotated[str | None, typer.Option(help="Route that is asked.  \\[default: the backend's]")] = None
     model: Annotated[str | None, typer.Option(help="Model to ask; by default the only one that the server has.")] = None
     served_model_name: Annotated[
@@ -267,9 +267,9 @@ class ServeLoad:
             return
         if not self.endpoint.startswith("/"):
             raise InvalidLoad(f"--endpoint {self.endpoint}: give a path, as {self.backend.route}")
-        asks_chats = self.backend is Backend.OPENAI_CHAT
+        asks_chats = self.backend is LoadBackend.OPENAI_CHAT
         if self.endpoint.endswith(ENDING) and self.endpoint.endswith(CHAT_ENDING) != asks_chats:
-            backends = (Backend.OPENAI_CHAT, Backend.OPENAI)
+            backends = (LoadBackend.OPENAI_CHAT, LoadBackend.OPENAI)
             raise InvalidLoad(f"--endpoint {self.endpoint} needs --backend {backends[asks_chats]}")
 
     def levels(self) -> list[ServeLoad]:
@@ -330,8 +330,8 @@ class ServeLoad:
     @property
     def template_variables(self) -> dict[str, Any]:
         variables = _object("--chat-template-kwargs", self.chat_template_kwargs)
-        if variables and self.backend is not Backend.OPENAI_CHAT:
-            raise InvalidLoad(f"--chat-template-kwargs needs --backend {Backend.OPENAI_CHAT}")
+        if variables and self.backend is not LoadBackend.OPENAI_CHAT:
+            raise InvalidLoad(f"--chat-template-kwargs needs --backend {LoadBackend.OPENAI_CHAT}")
         return variables
 
     @property

@@ -25,9 +25,9 @@ from .options import (
     CUSTOM_OUTPUT_LEN,
     DEFAULT_OUTPUT_LEN,
     PREFIX_REPETITION_OUTPUT_LEN,
-    Backend,
     DataSet,
     InvalidLoad,
+    LoadBackend,
     RampUp,
     ServeLoad,
 )
@@ -79,7 +79,7 @@ async def load_requests(load: ServeLoad, tokens: TextTokens) -> list[LoadRequest
 
 async def _as_sent(load: ServeLoad, requests: list[LoadRequest], tokens: TextTokens) -> list[LoadRequest]:
     """Return requests whose prompts are token ids as the load's backend takes them: chats are texts."""
-    if load.backend is not Backend.OPENAI_CHAT:
+    if load.backend is not LoadBackend.OPENAI_CHAT:
         return requests
     texts = [await tokens.decode(each.prompt) for each in requests if isinstance(each.prompt, list)]
     return [replace(each, prompt=text) for each, text in zip(requests, texts, strict=True)]
@@ -163,7 +163,7 @@ def _custom(load: ServeLoad) -> list[LoadRequest]:
             if not (isinstance(prompt, str) and prompt and isinstance(length, int) and length > 0):
                 raise ValueError("'prompt' must be a text, and 'output_tokens' a number above 0")
             prediction = entry.get("prediction")
-            if not (prediction is None or (isinstance(prediction, str) and load.backend is Backend.OPENAI_CHAT)):
+            if not (prediction is None or (isinstance(prediction, str) and load.backend is LoadBackend.OPENAI_CHAT)):
                 raise ValueError("'prediction' must be a text, and needs --backend openai-chat")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidLoad(

@@ -72,7 +72,7 @@ class MessageObject(msgspec.Struct, tag_field="type", tag="message"):
     baton_timeline: list[TimelineReport] | UnsetType = UNSET
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+class AnswerTextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -104,7 +104,7 @@ class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_blo
 
 class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+    delta: AnswerTextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
@@ -150,7 +150,7 @@ class Content:
         return [*opened, empty] if opened else []
 
     def add_text(self, text: str) -> list[Event]:
-        return [*self._open(TextBlock()), self._grow(text, TextDelta(text))]
+        return [*self._open(TextBlock()), self._grow(text, AnswerTextDelta(text))]
 
     def begin_call(self, name: str, call_id: str) -> list[Event]:
         return [*self.close(), *self._open(ToolUseBlock(call_id, name))]
@@ -186,7 +186,7 @@ class Content:
         self._is_open, self._pieces = True, []
         return [*events, BlockStart(len(self.blocks) - 1, block)]
 
-    def _grow(self, text: str, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> Event:
+    def _grow(self, text: str, delta: AnswerTextDelta | ThinkingDelta | InputJsonDelta) -> Event:
         self._pieces.append(text)
         return BlockDelta(len(self.blocks) - 1, delta)
 

@@ -61,7 +61,7 @@ SESSION_HEADER = "x-session-id"
 MAX_SESSION_ID_CHARS = 256
 
 
-class RunningRequests:
+class GeneratingRequests:
     """Generating requests of this gateway by their ids, which several may share: clients choose them."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class GatewayServices:
     bodies: BodyService
     spans: RequestSpans | None  # None: no exporter is configured
     turns: WritingTurns = dataclasses.field(default_factory=WritingTurns)
-    running: RunningRequests = dataclasses.field(default_factory=RunningRequests)
+    running: GeneratingRequests = dataclasses.field(default_factory=GeneratingRequests)
     recent: RecentRequests = dataclasses.field(default_factory=RecentRequests)
 
     @property

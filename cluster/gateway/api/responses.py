@@ -26,7 +26,7 @@ from .prepare import Preparer
 from .reasoning import TokenAttribution, token_runs
 from .renderer import Pieces, Text, UsageCounter, at_once, fill
 from .responses_input import ResponseChat, as_chat
-from .responses_output import Event, Item, LogprobList, Output, Status
+from .responses_output import Item, LogprobList, Output, OutputEvent, Status
 from .responses_request import FIELDS, InputTokensRequest, ResponsesRequest
 from .tools import call_id
 
@@ -192,9 +192,9 @@ class ResponsesRenderer:
             yield b""
         yield from fill(self._response, self._parts(self._output.lists))
 
-    def _read(self, delta: ChoiceDelta) -> list[Event]:
+    def _read(self, delta: ChoiceDelta) -> list[OutputEvent]:
         self._tally.add(0, delta)
-        events: list[Event] = []
+        events: list[OutputEvent] = []
         for run in token_runs(delta, self._length, known=self._job.sampling.logprobs is not None):
             self._attribution.push(run)
             events += self._write(self._reader.push(run.text))
@@ -205,8 +205,8 @@ class ResponsesRenderer:
             events += self._finish("incomplete" if delta.finish_reason == "length" else "completed")
         return events
 
-    def _write(self, parts: list[OutputPart]) -> list[Event]:
-        events: list[Event] = []
+    def _write(self, parts: list[OutputPart]) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
         for part, tokens in zip(parts, self._attribution.take(parts), strict=True):
             match part:
                 case ReasoningPart(text):
@@ -219,7 +219,7 @@ class ResponsesRenderer:
                     events += self._output.add_arguments(text)
         return events
 
-    def _finish(self, status: Status) -> list[Event]:
+    def _finish(self, status: Status) -> list[OutputEvent]:
         events = self._output.finish(status, is_in_call=self._reader.is_in_call)
         self._settle(status)
         if status == "incomplete":
@@ -245,17 +245,18 @@ class ResponsesRenderer:
             total_tokens=counted.total_tokens,
         )
 
-    def _opening(self) -> list[Event]:
+    def _opening(self) -> list[OutputEvent]:
         if self._num_events:
             return []
         return [
-            Event(kind, {"response": msgspec.structs.replace(self._response)}) for kind in ("created", "in_progress")
+            OutputEvent(kind, {"response": msgspec.structs.replace(self._response)})
+            for kind in ("created", "in_progress")
         ]
 
-    def _whole_event(self) -> Event:
-        return Event(self._response.status, {"response": self._response}, self._output.lists)
+    def _whole_event(self) -> OutputEvent:
+        return OutputEvent(self._response.status, {"response": self._response}, self._output.lists)
 
-    def _told(self, events: list[Event], event_id: bytes = b"") -> Text:
+    def _told(self, events: list[OutputEvent], event_id: bytes = b"") -> Text:
         texts: list[Iterator[bytes]] = []
         for kind, fields, lists in events:
             event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}

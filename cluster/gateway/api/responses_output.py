@@ -34,7 +34,7 @@ class LogprobList(NamedTuple):
     tokens: Sequence[LocatedToken]
 
 
-class Event(NamedTuple):
+class OutputEvent(NamedTuple):
     kind: str  # without `response.`
     fields: dict[str, Any]  # beside type and number
     lists: Sequence[LogprobList] = ()  # that fill the holes of its fields
@@ -86,29 +86,29 @@ class Output:
         self._tokens: list[LocatedToken] = []  # of the open item, where log probabilities were asked for
         self.lists: list[LogprobList] = []  # that fill the holes of `items`
 
-    def add_reasoning(self, text: str) -> list[Event]:
+    def add_reasoning(self, text: str) -> list[OutputEvent]:
         opened = (
             [] if self._grows(ReasoningItem) else self._open(ReasoningItem(self._item_id("rs")), ReasoningTextPart())
         )
         self._pieces.append(text)
         return [*opened, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
-    def add_text(self, text: str, tokens: Sequence[LocatedToken] = ()) -> list[Event]:
+    def add_text(self, text: str, tokens: Sequence[LocatedToken] = ()) -> list[OutputEvent]:
         opened = [] if self._grows(MessageItem) else self._open(MessageItem(self._item_id("msg")), OutputTextPart())
         self._pieces.append(text)
         self._tokens += tokens
         delta = self._event("output_text.delta", content_index=0, delta=text, logprobs=_hole(tokens))
         return [*opened, delta._replace(lists=_lists(streamed_tokens, tokens))]
 
-    def begin_call(self, name: str, call_id: str) -> list[Event]:
+    def begin_call(self, name: str, call_id: str) -> list[OutputEvent]:
         return self._open(FunctionCallItem(self._item_id("fc"), call_id, name), None)
 
-    def add_arguments(self, text: str) -> list[Event]:
+    def add_arguments(self, text: str) -> list[OutputEvent]:
         """Extend the arguments of the newest call."""
         self._pieces.append(text)
         return [self._event("function_call_arguments.delta", delta=text)]
 
-    def close(self, status: Status = "completed", *, is_in_call: bool = False) -> list[Event]:
+    def close(self, status: Status = "completed", *, is_in_call: bool = False) -> list[OutputEvent]:
         """Close the open item, if there is one. A call ignores `status`: it is incomplete if `is_in_call`."""
         if not self._is_open:
             return []
@@ -134,10 +134,10 @@ class Output:
                 events = [self._event("function_call_arguments.done", arguments=text)]
         return [
             *events,
-            Event("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]}, lists),
+            OutputEvent("output_item.done", {"output_index": len(self.items) - 1, "item": self.items[-1]}, lists),
         ]
 
-    def finish(self, status: Status, *, is_in_call: bool) -> list[Event]:
+    def finish(self, status: Status, *, is_in_call: bool) -> list[OutputEvent]:
         """Close the output. A completed one without a message or call gets a message with an empty text."""
         is_answered = any(isinstance(item, MessageItem | FunctionCallItem) for item in self.items)
         opened = (
@@ -150,18 +150,18 @@ class Output:
     def _grows(self, kind: type[Item]) -> bool:
         return self._is_open and isinstance(self.items[-1], kind)
 
-    def _open(self, item: Item, part: OutputTextPart | ReasoningTextPart | None) -> list[Event]:
+    def _open(self, item: Item, part: OutputTextPart | ReasoningTextPart | None) -> list[OutputEvent]:
         events = self.close()
         self.items.append(item)
         self._is_open, self._pieces, self._tokens = True, [], []
-        events.append(Event("output_item.added", {"output_index": len(self.items) - 1, "item": item}))
+        events.append(OutputEvent("output_item.added", {"output_index": len(self.items) - 1, "item": item}))
         if part is not None:
             events.append(self._event("content_part.added", content_index=0, part=part))
         return events
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> OutputEvent:
         """Return an event of the newest item."""
-        return Event(kind, {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, **fields})
+        return OutputEvent(kind, {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, **fields})
 
     def _item_id(self, prefix: str) -> str:
         """Return an id that is the same at every gateway, for streams that are resumed."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.kernels.sampling import sample, sample_rows
 from baton.kernels.step import (
-    Guesses,
+    RowGuesses,
     StepBuffers,
     accept_again,
     accept_tokens,
@@ -91,7 +91,7 @@ class CudaStep:
         self._has_drafts = False  # the newest step
         self._guesser = make_guesser(parts)
         self._guess_graphs: dict[int, Callable[[], object]] = {}  # by sequences
-        self._guesses = Guesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
+        self._guesses = RowGuesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         return None

@@ -29,12 +29,12 @@ from .decode_tma import (
     DecodeShape,
     Fitting,
     Fittings,
+    KeyShare,
     KVCache,
     Queries,
     RightOperands,
     Scoring,
     Sequences,
-    Share,
     load_pages,
     load_query,
     part_in_share,
@@ -176,7 +176,7 @@ def attend_share(
     values = new_ring(pages.dtype, STAGES, UNIT, DIM, 1)
     hopper.fence_async_shared()
     shape = DecodeShape(HEADS, GROUP, QUERIES, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP)
-    share = Share(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
+    share = KeyShare(words + gl.program_id(0) // HEADS * SHARE_WORDS, gl.program_id(0) % HEADS)
     sequences = Sequences(seq_lens, query_start, num_seqs, block_tables, table_rows, table_stride, window)
     cache = KVCache(pages, layer, num_layers)
     output = DecodeOutput(out, sinks, DecodeParts(sums, tops, arrivals, num_shares), num_tokens)

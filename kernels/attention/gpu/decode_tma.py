@@ -181,7 +181,7 @@ class DecodeShape:
 
 
 @record
-class Share:
+class KeyShare:
     """The keys of one program, as `decode_plan.write_shares` wrote them, for one KV head."""
 
     words: gl.tensor  # pointer to its int32 words

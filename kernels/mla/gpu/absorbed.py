@@ -3,7 +3,7 @@
     scores [rows, tile] = q_latent latents^T + q_rope ropes^T        rows: the heads of a few query tokens
     out    [rows, rank] = softmax(scores) latents
 
-Work is dealt out as in `work`. At the sizes of DeepSeek-V2 a key is 1 152 bytes, and 35 kFLOP for 16 heads.
+Work is divided as in `work_list`. At the sizes of DeepSeek-V2 a key is 1 152 bytes, and 35 kFLOP for 16 heads.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..buffers import PIECE, REJECTED, DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
+from ..buffers import PIECE, REJECTED, DrawPlaces, OutputRing, RowGuesses, StepBatch, StepBuffers, StepTables
 from .inputs import BLOCK, owners
 
 
-def place_drafts(tables: StepTables, guesses: Guesses, batch: StepBatch, places: DrawPlaces) -> None:
+def place_drafts(tables: StepTables, guesses: RowGuesses, batch: StepBatch, places: DrawPlaces) -> None:
     num_draws = len(places.rows)
     _place_drafts[(triton.cdiv(num_draws, BLOCK),)](
         tables.tokens,
@@ -59,7 +59,7 @@ def accept_again(
     drawn: Tensor,
     index: Tensor,
     tables: StepTables,
-    guesses: Guesses,
+    guesses: RowGuesses,
     batch: StepBatch,
     inputs: StepBuffers,
     ring: OutputRing,

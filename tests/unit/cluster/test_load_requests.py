@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.cli.load.options import Backend, DataSet, InvalidLoad, RampUp, ServeLoad
+from baton.cluster.cli.load.options import DataSet, InvalidLoad, LoadBackend, RampUp, ServeLoad
 from baton.cluster.cli.load.requests import LoadRequest, delays_s, load_requests, paced
 
 from ...helpers.gateway_service import Clock
@@ -68,7 +68,7 @@ def test_chats_get_texts() -> None:
 
 
 def _chats(**changed: Any) -> list[LoadRequest]:
-    return requests_of(backend=Backend.OPENAI_CHAT, **changed)
+    return requests_of(backend=LoadBackend.OPENAI_CHAT, **changed)
 
 
 def test_conversations_give_their_first_turn_and_the_length_of_its_answer(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
         ({"url": "http://a", "port": 9}, "leave --host and --port out"),
         ({"endpoint": "v1/completions"}, "--endpoint v1/completions: give a path"),
         ({"endpoint": "/v1/chat/completions"}, "needs --backend openai-chat"),
-        ({"endpoint": "/a/completions", "backend": Backend.OPENAI_CHAT}, "needs --backend openai"),
-        ({"chat_template_kwargs": "{}[", "backend": Backend.OPENAI_CHAT}, "--chat-template-kwargs is no JSON"),
+        ({"endpoint": "/a/completions", "backend": LoadBackend.OPENAI_CHAT}, "needs --backend openai"),
+        ({"chat_template_kwargs": "{}[", "backend": LoadBackend.OPENAI_CHAT}, "--chat-template-kwargs is no JSON"),
         ({"chat_template_kwargs": '{"a": 1}'}, "--chat-template-kwargs needs --backend openai-chat"),
         ({"percentile_metrics": "ttft,client_queue_time"}, "--percentile-metrics client_queue_time: give ttft, "),
         ({"dataset_name": DataSet.PREFIX_REPETITION, "dataset_path": Path("x")}, "prefix_repetition has no"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.kernels.state_batch import Checkpoint, Cuts, StateBatch
+from baton.kernels.state_batch import Cuts, StateBatch, StateCheckpoint
 
 NO_SLOT = -1
 
@@ -42,7 +42,7 @@ class StateCase:
         kept, seen = [], set[int]()
         for seq, tokens in self.checkpoints:
             in_source = self.keeps_in_source and seq not in seen and sources[seq] != NO_SLOT
-            kept.append(Checkpoint(seq, tokens, sources[seq] if in_source else free.pop()))
+            kept.append(StateCheckpoint(seq, tokens, sources[seq] if in_source else free.pop()))
             seen.add(seq)
         cuts = Cuts.of(self.query_lens, sources, checkpoints=kept, decode_tokens=self.decode_tokens)
         if not self.padding:

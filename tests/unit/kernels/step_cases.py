@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from baton.kernels.step import DrawPlaces, Guesses, OutputRing, StepBatch, StepBuffers, StepTables
+from baton.kernels.step import DrawPlaces, OutputRing, RowGuesses, StepBatch, StepBuffers, StepTables
 
 ROWS, MODEL_LEN, BLOCK_SIZE = 12, 96, 16
 PAGES, GROUPS = 3, 2
@@ -20,12 +20,12 @@ class Step:
     tables: StepTables
     batch: StepBatch
     inputs: StepBuffers
-    mailbox: OutputRing
+    ring: OutputRing
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
             f"{type(part).__name__}.{field.name}": value
-            for part in (self.tables, self.batch, self.inputs, self.mailbox)
+            for part in (self.tables, self.batch, self.inputs, self.ring)
             for field in fields(part)
             if isinstance(value := getattr(part, field.name), torch.Tensor)
         }
@@ -87,13 +87,13 @@ BATCHES = [([1], 1, 1), ([1, 1, 1], 4, 4), ([5, 1, 30, 2], 4, 38), ([3, 7], 9, 4
 
 def make_drafts(
     step: Step, device: torch.device, *, width: int, lag: int, num_draws: int | None = None
-) -> tuple[Guesses, DrawPlaces]:
-    """Guesses of each row's tokens from `lag` before the token behind those that are computed; poisoned places."""
+) -> tuple[RowGuesses, DrawPlaces]:
+    """RowGuesses of each row's tokens from `lag` before the token behind those that are computed; poisoned places."""
     computed = step.tables.computed
     guesses = torch.arange(ROWS * width, dtype=torch.int32, device=device).view(ROWS, width) + 5000
     size = len(step.inputs.token_ids) if num_draws is None else num_draws
     places = (torch.full((size,), -77, dtype=dtype, device=device) for dtype in (torch.int32, torch.int32, torch.int64))
-    return Guesses(guesses, computed + 1 - lag), DrawPlaces(*places)
+    return RowGuesses(guesses, computed + 1 - lag), DrawPlaces(*places)
 
 
 WITH_DRAFTS = [  # tokens and draws of each sequence, sequences, draws: with padding and without

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kernels.state_batch import CHUNK, LEAST_CUT, Checkpoint, Cuts, StateBatch, most_chunks
+from baton.kernels.state_batch import CHUNK, LEAST_CUT, Cuts, StateBatch, StateCheckpoint, most_chunks
 
 
 def test_short_sequences_in_front_go_token_by_token_and_the_others_in_chunks() -> None:
@@ -23,7 +23,7 @@ def test_short_sequences_in_front_go_token_by_token_and_the_others_in_chunks() -
 
 
 def test_a_chunk_ends_at_every_checkpoint() -> None:
-    kept = [Checkpoint(0, 100, 7), Checkpoint(0, 128, 8), Checkpoint(1, 10, 9)]
+    kept = [StateCheckpoint(0, 100, 7), StateCheckpoint(0, 128, 8), StateCheckpoint(1, 10, 9)]
     batch = StateBatch.plan([200, 10], [0, 1], [0, 1], checkpoints=kept)
     assert batch.chunk_start.tolist() == [0, 64, 100, 128, 192, 200, 210]
     assert batch.checkpoints.tolist() == [-1, 7, 8, -1, -1, 9]
@@ -54,7 +54,7 @@ def test_what_pads_a_step_has_no_tokens() -> None:
 )
 def test_no_step_has_more_chunks_than_its_size_may_have(lengths: list[int], spacing: int, starts: list[int]) -> None:
     kept = [
-        Checkpoint(seq, cut - start, 7 + seq)
+        StateCheckpoint(seq, cut - start, 7 + seq)
         for seq, (start, length) in enumerate(zip(starts, lengths, strict=False))
         for cut in range((start // spacing + 1) * spacing, start + length, spacing)
         if cut - start >= LEAST_CUT and any(other > 1 for other in lengths[: seq + 1])
@@ -69,7 +69,7 @@ def test_chunks_cover_every_token_once(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
     first = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
     kept = [
-        Checkpoint(seq, tokens, 100 + index)
+        StateCheckpoint(seq, tokens, 100 + index)
         for index, (seq, tokens) in enumerate(
             (seq, tokens)
             for seq, length in enumerate(lengths)
@@ -92,22 +92,22 @@ def test_chunks_cover_every_token_once(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
-        (Checkpoint(0, 1, 5), "give one of 1 to 2"),
-        (Checkpoint(3, 64, 5), "give one of 1 to 2"),
-        (Checkpoint(1, 101, 5), "behind 101 of sequence 1's 100 tokens"),
-        (Checkpoint(1, LEAST_CUT - 1, 5), "give from 8 to all"),
-        (Checkpoint(2, 2, 5), "give from 8 to all"),
+        (StateCheckpoint(0, 1, 5), "give one of 1 to 2"),
+        (StateCheckpoint(3, 64, 5), "give one of 1 to 2"),
+        (StateCheckpoint(1, 101, 5), "behind 101 of sequence 1's 100 tokens"),
+        (StateCheckpoint(1, LEAST_CUT - 1, 5), "give from 8 to all"),
+        (StateCheckpoint(2, 2, 5), "give from 8 to all"),
     ],
 )
-def test_checkpoints_that_cannot_be_are_refused(checkpoint: Checkpoint, message: str) -> None:
+def test_checkpoints_that_cannot_be_are_refused(checkpoint: StateCheckpoint, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StateBatch.plan([1, 100, 3], [0, 1, 2], [0, 1, 2], checkpoints=[checkpoint])
 
 
 def test_a_checkpoint_lies_in_what_is_read_only_where_it_is_the_first_and_near() -> None:
-    near, far = Checkpoint(0, 500, 7), Checkpoint(0, 513, 7)
-    StateBatch.plan([600], [7], [8], checkpoints=[near, Checkpoint(0, 550, 9)])
-    for checkpoints in ([far], [Checkpoint(0, 100, 9), near]):
+    near, far = StateCheckpoint(0, 500, 7), StateCheckpoint(0, 513, 7)
+    StateBatch.plan([600], [7], [8], checkpoints=[near, StateCheckpoint(0, 550, 9)])
+    for checkpoints in ([far], [StateCheckpoint(0, 100, 9), near]):
         with pytest.raises(ValueError, match="must be its first, behind at most 512 tokens"):
             StateBatch.plan([600], [7], [8], checkpoints=checkpoints)
 

@@ -151,14 +151,14 @@ def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
         kernels.chunk_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
         ends = step.inputs.seq_lens.tolist()
         drawn = torch.arange(100, 107, device=triton_device) + 10 * turn
-        kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.ring)  # type: ignore[attr-defined]
         rows = before.batch.rows.tolist()
         for i in (0, 2, 3):
             before.tables.tokens[rows[i], ends[i]] = drawn[i]
-            before.mailbox.pages[turn % PAGES, i] = drawn[i]
+            before.ring.pages[turn % PAGES, i] = drawn[i]
         assert torch.equal(step.tables.tokens, before.tables.tokens)
-        assert torch.equal(step.mailbox.pages, before.mailbox.pages)
-        assert step.mailbox.turn.tolist() == [(turn + 1) % PAGES]
+        assert torch.equal(step.ring.pages, before.ring.pages)
+        assert step.ring.turn.tolist() == [(turn + 1) % PAGES]
         expected = before.tables.computed.clone()
         expected[rows[:4]] = step.inputs.seq_lens[:4]
         assert torch.equal(step.tables.computed, expected)
@@ -171,13 +171,13 @@ def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, tr
     for page in (0, 1, 2, 0):
         kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
         first = torch.arange(50, 56, device=triton_device)
-        kernels.store_tokens(first, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        kernels.store_tokens(first, step.tables, step.batch, step.inputs, step.ring)  # type: ignore[attr-defined]
         expected = copy.deepcopy(step)
         again, index = (torch.tensor(values, device=triton_device) for values in ([900, 901], [3, 1]))
-        kernels.replace_tokens(again, index, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+        kernels.replace_tokens(again, index, index, step.tables, step.batch, step.inputs, step.ring)  # type: ignore[attr-defined]
         for i, token in ((3, 900), (1, 901)):
             expected.tables.tokens[step.batch.rows[i], step.inputs.seq_lens[i]] = token
-            expected.mailbox.pages[page, i] = token
+            expected.ring.pages[page, i] = token
         for name, tensor in step.tensors().items():
             assert torch.equal(tensor, expected.tensors()[name]), name
 
@@ -189,12 +189,12 @@ def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
     step.batch.samples.fill_(1)
     kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
     drawn = torch.tensor([7, NO_TOKEN, 9], device=triton_device)
-    kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    kernels.store_tokens(drawn, step.tables, step.batch, step.inputs, step.ring)  # type: ignore[attr-defined]
     again, index = torch.tensor([NO_TOKEN], device=triton_device), torch.tensor([2], device=triton_device)
-    kernels.replace_tokens(again, index, index, step.tables, step.batch, step.inputs, step.mailbox)  # type: ignore[attr-defined]
+    kernels.replace_tokens(again, index, index, step.tables, step.batch, step.inputs, step.ring)  # type: ignore[attr-defined]
     where = step.batch.rows.long(), step.inputs.seq_lens.long()
     assert step.tables.tokens[where].tolist() == [7, 0, 0]
-    assert step.mailbox.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
+    assert step.ring.pages[0, :3].tolist() == [7, NO_TOKEN, NO_TOKEN]
 
 
 @pytest.mark.parametrize(("lens", "draws", "num_seqs", "num_draws"), WITH_DRAFTS)
@@ -256,13 +256,13 @@ def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, t
             kept = drawn[first : first + num_right + 1].tolist()
             page[first : first + count] = kept + [REJECTED] * (count - len(kept))
         first += count
-    mailbox = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), step.mailbox.turn)
-    kernels.accept_tokens(drawn, step.tables, step.batch, mailbox, 5)  # type: ignore[attr-defined]
+    ring = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), step.ring.turn)
+    kernels.accept_tokens(drawn, step.tables, step.batch, ring, 5)  # type: ignore[attr-defined]
     assert torch.equal(step.tables.tokens, tokens)
     assert torch.equal(step.tables.computed, computed)
-    assert mailbox.pages[0, :first].tolist() == page[:first]
-    assert (mailbox.pages[0, first:] == -77).all()
-    assert mailbox.turn.tolist() == [1]
+    assert ring.pages[0, :first].tolist() == page[:first]
+    assert (ring.pages[0, first:] == -77).all()
+    assert ring.turn.tolist() == [1]
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -288,16 +288,16 @@ def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
     redrawn = [4, 3, 0, 5, 1]  # of the third sequence nothing is drawn again
     twin = copy.deepcopy(step)
     for each, right in ((step, before), (twin, after)):
-        ring = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), each.mailbox.turn)
-        each.mailbox = ring
+        ring = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), each.ring.turn)
+        each.ring = ring
         kernels.accept_tokens(drawn(right), each.tables, each.batch, ring, 3)  # type: ignore[attr-defined]
     index = torch.tensor(redrawn, device=triton_device)
     kernels.accept_again(  # type: ignore[attr-defined]
-        drawn(after), index, step.tables, guesses, step.batch, step.inputs, step.mailbox, 3
+        drawn(after), index, step.tables, guesses, step.batch, step.inputs, step.ring, 3
     )
     assert torch.equal(step.tables.computed, twin.tables.computed)
-    assert torch.equal(step.mailbox.pages, twin.mailbox.pages)
-    assert torch.equal(step.mailbox.turn, twin.mailbox.turn)
+    assert torch.equal(step.ring.pages, twin.ring.pages)
+    assert torch.equal(step.ring.turn, twin.ring.turn)
     for row in step.batch.rows[: len(lens)].tolist():
         known = int(step.tables.computed[row]) + 1
         assert torch.equal(step.tables.tokens[row, :known], twin.tables.tokens[row, :known])
@@ -340,11 +340,11 @@ def test_more_sequences_than_one_program_takes_are_stored(kernels: object, trito
     tables = StepTables(zeros.clone(), zeros[None], rows.clone(), BLOCK_SIZE)
     batch = StepBatch(rows, rows, ones, rows)
     inputs = StepBuffers(rows, rows, rows, ones, rows, rows)
-    mailbox = OutputRing(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
-    kernels.store_tokens(rows.long() + 5, tables, batch, inputs, mailbox)  # type: ignore[attr-defined]
+    ring = OutputRing(torch.zeros(2, count, dtype=torch.int32, device=triton_device), ones[:1].clone())
+    kernels.store_tokens(rows.long() + 5, tables, batch, inputs, ring)  # type: ignore[attr-defined]
     assert torch.equal(tables.tokens[:, 1], rows + 5)
-    assert torch.equal(mailbox.pages[1], rows + 5)
-    assert not mailbox.pages[0].any()
+    assert torch.equal(ring.pages[1], rows + 5)
+    assert not ring.pages[0].any()
     assert torch.equal(tables.computed, ones)
 
 
@@ -366,7 +366,7 @@ def test_rows_past_four_gibibytes_are_reached() -> None:
         fill(tables, step.batch, step.inputs)
         assert step.inputs.token_ids.tolist() == [123]
         assert step.inputs.slots.tolist() == [[456 * BLOCK_SIZE + 14]] * GROUPS
-    gpu.store_tokens(torch.tensor([789], device="cuda"), tables, step.batch, step.inputs, step.mailbox)
+    gpu.store_tokens(torch.tensor([789], device="cuda"), tables, step.batch, step.inputs, step.ring)
     assert int(tokens[519, length - 1]) == 789
     to = tokens.numel() - 3
     pieces, values = torch.tensor([[to, 0, 3]], device="cuda"), torch.tensor([1, 2, 3], device="cuda").int()
@@ -382,8 +382,8 @@ def test_pinned_memory_is_read_and_written_in_place() -> None:
     step.batch.samples.fill_(1)
     pages = torch.zeros(PAGES, ROWS, dtype=torch.int32).pin_memory()
     gpu.decode_inputs(step.tables, step.batch, step.inputs)
-    mailbox = OutputRing(pages, step.mailbox.turn)
-    gpu.store_tokens(torch.tensor([7, 8], device="cuda"), step.tables, step.batch, step.inputs, mailbox)
+    ring = OutputRing(pages, step.ring.turn)
+    gpu.store_tokens(torch.tensor([7, 8], device="cuda"), step.tables, step.batch, step.inputs, ring)
     torch.cuda.synchronize()
     assert pages[0, :2].tolist() == [7, 8]
     pieces = torch.tensor([[1, 0, 2]]).pin_memory()
