@@ -124,8 +124,10 @@ def groups_of(
     device = device_of(member)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
-    groups = connect_groups(member, meeting, device, spread, timeout_s=GROUP_TIMEOUT_S, peer_memory=peer_memory)
+    rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=member.start_timeout_s)
+    groups = connect_groups(
+        member, rendezvous_client, device, spread, timeout_s=GROUP_TIMEOUT_S, peer_memory=peer_memory
+    )
     yield groups
     groups.widest.agree([0])  # who is done first must not leave while others still talk
     groups.close()

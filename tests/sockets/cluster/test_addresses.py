@@ -1,4 +1,4 @@
-"""Addresses of engines and gateways: IPv6, and strangers who have found one. No Ray."""
+"""Addresses of engines and gateways: IPv6, and foreign peers that have found one. No Ray."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ async def test_an_engine_serves_its_gateway_whoever_else_comes_to_its_port(host:
     where = split_endpoint(record.address.removeprefix("tcp://"))
     source = ListedSource()
     client = ZmqEngineClient(source, KEY, "gateway-a")
-    with ExitStack() as strangers:
-        strangers.callback(server.close)
+    with ExitStack() as foreign_peers:
+        foreign_peers.callback(server.close)
         assert where[0] == host
         for what in GARBAGE.values():
-            strangers.enter_context(say(where, what))
+            foreign_peers.enter_context(say(where, what))
         source.show(record)
         await client.start()
         while not client.engines():

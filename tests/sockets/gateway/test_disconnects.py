@@ -45,7 +45,7 @@ STREAM = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"
 
 
 @STREAM
-async def test_in_prefill(disaggregated: Service, stream: bool) -> None:
+async def test_a_client_that_leaves_in_prefill_costs_nothing_more(disaggregated: Service, stream: bool) -> None:
     prefill = disaggregated.cluster.members[0]
     async with client_of(disaggregated) as client:
         prefill.step_s = 0.02
@@ -70,7 +70,7 @@ async def test_while_waiting_for_an_engine(start: Callable[..., Service], stream
 
 
 @STREAM
-async def test_in_transfer(disaggregated: Service, stream: bool) -> None:
+async def test_a_client_that_leaves_during_a_transfer_costs_nothing_more(disaggregated: Service, stream: bool) -> None:
     prefill, decode = disaggregated.cluster.members
     disaggregated.cluster.wire.hold = True
     async with client_of(disaggregated) as client:
@@ -102,7 +102,7 @@ async def test_between_hand_off_and_decode(start: Callable[..., Service], stream
 
 
 @STREAM
-async def test_in_decode(disaggregated: Service, stream: bool) -> None:
+async def test_a_client_that_leaves_in_decode_costs_nothing_more(disaggregated: Service, stream: bool) -> None:
     decode = disaggregated.cluster.members[1]
     decode.step_s = 0.02
     async with client_of(disaggregated) as client:

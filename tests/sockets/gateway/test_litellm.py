@@ -46,7 +46,7 @@ def at(url: str, route: str, model: str = "tiny") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_whole_and_streamed(litellm: Any, url: str, route: str) -> None:
+async def test_a_streamed_answer_is_the_whole_one_in_parts(litellm: Any, url: str, route: str) -> None:
     whole = await litellm.acompletion(**at(url, route), **ASKED)
     message = whole.choices[0].message
     assert (message.content, message.reasoning_content) == (ANSWER, "who sleeps?")

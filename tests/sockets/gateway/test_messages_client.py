@@ -35,7 +35,7 @@ async def scripted(responses: Service) -> Service:
     return responses
 
 
-async def test_whole_and_streamed(scripted: Service) -> None:
+async def test_a_streamed_message_is_the_whole_one_in_parts(scripted: Service) -> None:
     async with client_of(scripted) as client:
         whole = await client.messages.create(**ASKED)
         thought, text = whole.content
@@ -90,7 +90,7 @@ async def test_thoughts_are_sent_back_as_they_came(scripted: Service) -> None:
         assert [block.to_dict() for block in second.content] == [{"type": "text", "text": "so"}]
 
 
-async def test_stop_sequences(scripted: Service) -> None:
+async def test_a_stop_sequence_ends_a_message_and_is_named(scripted: Service) -> None:
     async with client_of(scripted) as client:
         answer = await client.messages.create(**ASKED, stop_sequences=[" and"])
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " and")

@@ -29,7 +29,7 @@ async def scripted(responses: Service) -> Service:
     return responses
 
 
-async def test_whole_and_streamed(scripted: Service) -> None:
+async def test_a_streamed_response_is_the_whole_one_in_parts(scripted: Service) -> None:
     async with scripted.openai() as client:
         whole = await client.responses.create(model="tiny", input="hello", store=False)
         assert (whole.output_text, whole.status) == (ANSWER, "completed")

@@ -108,13 +108,13 @@ def make_files(folder: Path, ranks: int) -> list[Path]:
 
 
 def exchange_of(member: Member, name: str) -> Callable[[str], list[str]]:
-    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=TIMEOUT_S)
+    rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=TIMEOUT_S)
     numbers = itertools.count()
 
     def exchange(words: str) -> list[str]:
         number = next(numbers)
-        meeting.put(f"{name}/{number}/{member.rank}", words)
-        return [meeting.get(f"{name}/{number}/{rank}") for rank in range(member.world_size)]
+        rendezvous_client.put(f"{name}/{number}/{member.rank}", words)
+        return [rendezvous_client.get(f"{name}/{number}/{rank}") for rank in range(member.world_size)]
 
     return exchange
 

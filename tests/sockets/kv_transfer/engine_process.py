@@ -35,7 +35,7 @@ def untimed(events: Sequence[ConnectorEvent]) -> list[ConnectorEvent]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class RankSetup:
     """Which part of an engine a process is."""
 
     name: str
@@ -54,16 +54,16 @@ class Seat:
 class Memory:
     """Of one rank: [block, head, byte], zeros at first."""
 
-    def __init__(self, seat: Seat, num_heads: int) -> None:
-        self._shape = (seat.num_blocks, num_heads, seat.layout.head_bytes)
+    def __init__(self, setup: RankSetup, num_heads: int) -> None:
+        self._shape = (setup.num_blocks, num_heads, setup.layout.head_bytes)
         self._array: Any
-        if seat.device == "cpu":
+        if setup.device == "cpu":
             self._array = np.zeros(self._shape, dtype=np.uint8)
             self.device, self.address = "cpu", self._array.ctypes.data
             return
         import torch
 
-        self.device = f"cuda:{seat.rank % torch.cuda.device_count()}"
+        self.device = f"cuda:{setup.rank % torch.cuda.device_count()}"
         self._array = torch.zeros(self._shape, dtype=torch.uint8, device=self.device)
         self.address = self._array.data_ptr()
         torch.cuda.synchronize(self.device)
@@ -93,45 +93,50 @@ class Memory:
 class Child:
     """What runs in each process. Every public method is an order."""
 
-    def __init__(self, seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
-        self.layout, self.heads = seat.layout, seat.layout.heads_of(seat.rank, seat.size)
-        self.num_blocks = seat.num_blocks
-        self.memory = Memory(seat, len(self.heads))
+    def __init__(self, setup: RankSetup, pipe: multiprocessing.connection.Connection) -> None:
+        self.layout, self.heads = setup.layout, setup.layout.heads_of(setup.rank, setup.size)
+        self.num_blocks = setup.num_blocks
+        self.memory = Memory(setup, len(self.heads))
         region = CacheRegion.of(
             ArenaRegion(
-                self.memory.address, seat.num_blocks, self.memory.device, self.layout, self.heads.start, len(self.heads)
+                self.memory.address,
+                setup.num_blocks,
+                self.memory.device,
+                self.layout,
+                self.heads.start,
+                len(self.heads),
             )
         )
         self.info: PeerInfo | None = None
-        if seat.rank == 0:
-            self._lead(seat, region, pipe)
+        if setup.rank == 0:
+            self._lead(setup, region, pipe)
         else:
             self.member = join_tp_read_group(
                 region,
-                rank=seat.rank,
-                leader=seat.leader,
-                engine_id=seat.name,
-                key=seat.key,
-                settings=seat.settings,
+                rank=setup.rank,
+                leader=setup.leader,
+                engine_id=setup.name,
+                key=setup.key,
+                settings=setup.settings,
             )
 
-    def _lead(self, seat: Seat, region: CacheRegion, pipe: multiprocessing.connection.Connection) -> None:
+    def _lead(self, setup: RankSetup, region: CacheRegion, pipe: multiprocessing.connection.Connection) -> None:
         read_socket = None
-        if seat.size > 1:
-            read_socket = GroupSocket(seat.size, "127.0.0.1", seat.key)
+        if setup.size > 1:
+            read_socket = GroupSocket(setup.size, "127.0.0.1", setup.key)
             pipe.send(read_socket.address)
         self.news = threading.Event()
         self.connector = open_connector(
             region,
-            engine_id=seat.name,
-            epoch=seat.epoch,
+            engine_id=setup.name,
+            epoch=setup.epoch,
             host="127.0.0.1",
-            key=seat.key,
-            settings=seat.settings,
+            key=setup.key,
+            settings=setup.settings,
             wake=self.news.set,
             read_socket=read_socket,
         )
-        self.info = PeerInfo(seat.name, seat.epoch, self.connector.address, self.layout.fingerprint)
+        self.info = PeerInfo(setup.name, setup.epoch, self.connector.address, self.layout.fingerprint)
 
     def fill(self, seed: int) -> None:
         """The same bytes for a head, wherever it is."""
@@ -194,9 +199,9 @@ class Child:
         (self.member if self.info is None else self.connector).close()
 
 
-def _serve(orders: multiprocessing.connection.Connection, seat: Seat) -> None:
-    os.environ.update(seat.environ)  # UCX reads them when a transport is made
-    child = Child(seat, orders)
+def _serve(orders: multiprocessing.connection.Connection, setup: RankSetup) -> None:
+    os.environ.update(setup.environ)  # UCX reads them when a transport is made
+    child = Child(setup, orders)
     orders.send(child.info)
     while True:
         method, values = orders.recv()
@@ -208,9 +213,9 @@ def _serve(orders: multiprocessing.connection.Connection, seat: Seat) -> None:
 class RankProcess:
     """Orders by name: `rank.offer("r", [1, 2])`."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         self._pipe, theirs = FORKING.Pipe()
-        self.process = FORKING.Process(target=_serve, args=(theirs, seat), daemon=True)
+        self.process = FORKING.Process(target=_serve, args=(theirs, setup), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -241,12 +246,12 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         self.layout, self.size = layout, size
-        seat = Seat(name, layout, key, size=size, **options)
-        self.ranks = [RankProcess(seat)]
+        setup = RankSetup(name, layout, key, size=size, **options)
+        self.ranks = [RankProcess(setup)]
         if size > 1:
             leader = self.ranks[0].answer(START_S)
             for rank in range(1, size):
-                self.ranks.append(RankProcess(dataclasses.replace(seat, rank=rank, leader=leader)))
+                self.ranks.append(RankProcess(dataclasses.replace(setup, rank=rank, leader=leader)))
 
     @functools.cached_property
     def info(self) -> PeerInfo:

@@ -54,9 +54,9 @@ class _Leader:
             copy_socket, tier_socket = (
                 GroupSocket(member.tensor_parallel_size, member.host, job.key) for _ in range(2)
             )
-            meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
+            rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
             for what, socket in ((_READS, read_socket), (_COPIES, copy_socket), (_TIERS, tier_socket)):
-                meeting.put(what, socket.address)
+                rendezvous_client.put(what, socket.address)
 
         def connect(region: CacheRegion) -> TransferConnector | HostBufferConnector:
             self._connector = open_connector(
@@ -146,12 +146,12 @@ def _lead(pipe: multiprocessing.connection.Connection, *arguments: Any) -> None:
 
 def _follow(job: Job, member: Member) -> None:
     def connect(region: CacheRegion) -> list[object]:
-        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
+        rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
         reader = follow_connector(
             region,
             rank=member.tp_rank,
-            leader=meeting.get(_READS),
-            copies=meeting.get(_COPIES),
+            leader=rendezvous_client.get(_READS),
+            copies=rendezvous_client.get(_COPIES),
             engine_id=job.name,
             key=job.key,
             settings=job.settings,
@@ -163,7 +163,7 @@ def _follow(job: Job, member: Member) -> None:
             job.tiers,
             rank=member.tp_rank,
             num_ranks=member.tensor_parallel_size,
-            leader=meeting.get(_TIERS),
+            leader=rendezvous_client.get(_TIERS),
             key=job.key,
             name=f"{job.name}:tiers:{member.tp_rank}",
             cpu_affinity="any",

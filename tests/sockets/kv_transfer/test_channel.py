@@ -66,9 +66,9 @@ def test_what_strangers_say_to_a_channel_is_not_heard(channels: list[ZmqChannel]
     channels += [ZmqChannel("127.0.0.1", KEY), ZmqChannel("127.0.0.1", KEY)]
     holder, reader = channels
     link = reader.connect(holder.address)
-    with ExitStack() as strangers:
+    with ExitStack() as foreign_peers:
         for what in GARBAGE.values():
-            stranger = strangers.enter_context(say(split_endpoint(holder.address.removeprefix("tcp://")), what))
+            stranger = foreign_peers.enter_context(say(split_endpoint(holder.address.removeprefix("tcp://")), what))
             if not stays:
                 stranger.close()
         assert reader.send(link, b"claim")

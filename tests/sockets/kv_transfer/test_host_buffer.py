@@ -266,9 +266,7 @@ class TestChoice:
                     raise NotRegistrable("cannot register 65536 bytes of VRAM memory: unsupported")
 
         monkeypatch.setattr(host_buffer, "TransferConnector", Picky)
-        return open_connector(
-            self.REGION, settings=TransferSettings(buffer_bytes=1 << 16, **settings), engine_id="x", crew=None
-        )
+        return open_connector(self.REGION, settings=TransferSettings(buffer_bytes=1 << 16, **settings), engine_id="x")
 
     def test_auto_goes_by_way_of_the_host_and_says_so(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

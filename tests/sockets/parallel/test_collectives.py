@@ -173,9 +173,9 @@ def test_one_thread_listens_for_all_groups_of_a_member(pool: MemberPool) -> None
 
 
 def test_a_member_whose_address_is_nobodys_says_so() -> None:
-    member, meeting = Member(tensor_parallel_size=2, host="192.0.2.7"), cast(RendezvousClient, Strangers())
+    member, rendezvous_client = Member(tensor_parallel_size=2, host="192.0.2.7"), cast(RendezvousClient, Strangers())
     with pytest.raises(CollectiveFailed, match=r"192\.0\.2\.7"):
-        connect_groups(member, meeting, torch.device("cpu"))
+        connect_groups(member, rendezvous_client, torch.device("cpu"))
 
 
 class Strangers:

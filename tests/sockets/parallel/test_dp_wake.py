@@ -141,10 +141,10 @@ def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
 def test_what_is_no_wave_is_dropped() -> None:
     rendezvous = Rendezvous()
     receiving, group = End(0, rendezvous.address, {"data_parallel_size": 2}), Closing()
-    meeting = RendezvousClient(rendezvous.address, 1, timeout_s=SOON_S)
+    rendezvous_client = RendezvousClient(rendezvous.address, 1, timeout_s=SOON_S)
     sending = Member(rank=1, rendezvous=rendezvous.address, start_timeout_s=SOON_S, data_parallel_size=2)
-    meeting.put("here/1", sending.host)
-    connect = lambda: Mesh("waves", sending, meeting, ParallelGroups(dp=group), [0])  # noqa: E731
+    rendezvous_client.put("here/1", sending.host)
+    connect = lambda: Mesh("waves", sending, rendezvous_client, ParallelGroups(dp=group), [0])  # noqa: E731
     _, mesh = run_threads([receiving.connect, connect], lambda: None)
     mesh.send(b"nonsense and more")
     mesh.send(struct.pack("<q", 5))

@@ -67,10 +67,10 @@ def ends(size: int = 2, hosts: list[str] | None = None, **member: Any) -> Iterat
     def make(rank: int) -> Mesh:
         sizes = {"tensor_parallel_size": size, "rendezvous": rendezvous.address, "start_timeout_s": SOON_S}
         own = Member(rank=rank, host=hosts[rank], **{**sizes, **member})
-        meeting = RendezvousClient(own.rendezvous, rank, timeout_s=SOON_S)
-        meeting.put(f"here/{rank}", own.host)
+        rendezvous_client = RendezvousClient(own.rendezvous, rank, timeout_s=SOON_S)
+        rendezvous_client.put(f"here/{rank}", own.host)
         others = [other for other in range(size) if other != rank]
-        made.append(end := Mesh("talk", own, meeting, ParallelGroups(groups[rank]), others))
+        made.append(end := Mesh("talk", own, rendezvous_client, ParallelGroups(groups[rank]), others))
         return end
 
     works = [functools.partial(make, rank) for rank in range(size)]
@@ -87,10 +87,10 @@ def ends(size: int = 2, hosts: list[str] | None = None, **member: Any) -> Iterat
 def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, member: dict[str, Any], when: str, stays: bool
 ) -> None:
-    strangers: list[socket.socket] = []
+    foreign_peers: list[socket.socket] = []
 
     def poke(where: tuple[str, int]) -> None:
-        strangers.extend(said := [say(where, what) for what in GARBAGE.values()])
+        foreign_peers.extend(said := [say(where, what) for what in GARBAGE.values()])
         time.sleep(0.3)  # to be read
         for stranger in () if stays else said:
             stranger.close()
@@ -107,7 +107,7 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
             for where in found.ports():
                 poke(where)
             found.talk()
-            for stranger in strangers:
+            for stranger in foreign_peers:
                 stranger.close()
             time.sleep(0.5)  # for these ends to be noticed
         found.talk()
@@ -115,7 +115,7 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
         assert found.groups[0].closed.wait(SOON_S)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             found.links[0].send(b"")
-    for stranger in strangers:
+    for stranger in foreign_peers:
         stranger.close()
 
 
@@ -136,10 +136,10 @@ def test_a_group_with_another_key_is_refused_at_once() -> None:
     rendezvous = Rendezvous()
 
     def make(rank: int, key: ClusterKey) -> Mesh:
-        meeting = RendezvousClient(rendezvous.address, rank, timeout_s=SOON_S)
-        meeting.put(f"here/{rank}", host := f"127.0.0.{1 + rank}")
+        rendezvous_client = RendezvousClient(rendezvous.address, rank, timeout_s=SOON_S)
+        rendezvous_client.put(f"here/{rank}", host := f"127.0.0.{1 + rank}")
         own = Member(rank=rank, host=host, secure_server=key.secure_server, secure_client=key.secure_client)
-        return Mesh("talk", own, meeting, ParallelGroups(), [1 - rank])  # patience: that of a start
+        return Mesh("talk", own, rendezvous_client, ParallelGroups(), [1 - rank])  # patience: that of a start
 
     works = [functools.partial(make, rank, key) for rank, key in enumerate((KEY, other))]
     with pytest.raises(GroupFailed, match="all need the same cluster key"):
@@ -213,7 +213,7 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
 
 def test_a_rank_that_cannot_listen_at_its_address_says_so() -> None:
     rendezvous = Rendezvous()
-    meeting = RendezvousClient(rendezvous.address, 0, timeout_s=SOON_S)
-    meeting.put("here/1", "127.0.0.1")
+    rendezvous_client = RendezvousClient(rendezvous.address, 0, timeout_s=SOON_S)
+    rendezvous_client.put("here/1", "127.0.0.1")
     with pytest.raises(GroupFailed, match=r"rank 0 cannot listen at 192\.0\.2\.7"):
-        Mesh("talk", Member(host="192.0.2.7"), meeting, ParallelGroups(), [1])
+        Mesh("talk", Member(host="192.0.2.7"), rendezvous_client, ParallelGroups(), [1])

@@ -74,9 +74,9 @@ def ends(
     groups = [Closing() for _ in members]
 
     def make(member: Member, group: Group) -> Any:
-        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
-        meeting.put(f"here/{member.rank}", member.host)
-        return (PlanSender if member.rank == 0 else PlanReceiver)(member, meeting, ParallelGroups(group))
+        rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
+        rendezvous_client.put(f"here/{member.rank}", member.host)
+        return (PlanSender if member.rank == 0 else PlanReceiver)(member, rendezvous_client, ParallelGroups(group))
 
     works = [functools.partial(make, member, group) for member, group in zip(members, groups, strict=True)]
     sender, *receivers = run_threads(works, lambda: rendezvous.fail(0, "the test ends"))
@@ -190,22 +190,22 @@ def test_a_follower_without_the_clusters_key_gets_none() -> None:
 def test_a_follower_that_finds_nobody_at_the_address_says_where_and_waits_no_longer(address: str) -> None:
     rendezvous = Rendezvous()
     member = Member(rank=1, tensor_parallel_size=2, rendezvous=rendezvous.address, start_timeout_s=600.0)
-    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
-    meeting.put("here/0", member.host)
-    meeting.put("plans/0", f"word {address}")
+    rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
+    rendezvous_client.put("here/0", member.host)
+    rendezvous_client.put("plans/0", f"word {address}")
     with pytest.raises(GroupFailed, match=f"rank 0 did not connect: no member of this group answers at {address}"):
-        PlanReceiver(member, meeting, ParallelGroups(Closing()))
+        PlanReceiver(member, rendezvous_client, ParallelGroups(Closing()))
 
 
 def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()
     member = Member(tensor_parallel_size=3, rendezvous=rendezvous.address)
-    meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
-    meeting.put("here/1", member.host)
+    rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
+    rendezvous_client.put("here/1", member.host)
     threading.Timer(0.2, lambda: rendezvous.fail(2, "it does not fit")).start()
     with pytest.raises(GroupFailed, match="it does not fit"):
-        PlanSender(member, meeting, ParallelGroups(Closing()))
+        PlanSender(member, rendezvous_client, ParallelGroups(Closing()))
     assert list(tmp_path.iterdir()) == []
 
 

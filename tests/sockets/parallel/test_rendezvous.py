@@ -63,11 +63,16 @@ def test_a_rendezvous_that_takes_a_hello_and_never_answers_is_an_error(link: Sil
 
 @pytest.mark.slow
 def test_a_member_whose_link_is_lost_does_not_wait_for_the_answer(link: SilentProxy) -> None:
-    meeting = meeting_by(link)
-    meeting.put("here/0", "10.0.0.1")
-    assert meeting.get("here/0") == "10.0.0.1"
+    rendezvous_client = meeting_by(link)
+    rendezvous_client.put("here/0", "10.0.0.1")
+    assert rendezvous_client.get("here/0") == "10.0.0.1"
     link.silence()
-    for ask in (lambda: meeting.get("here/0"), meeting.failure, lambda: meeting.put("more", ""), meeting.check):
+    for ask in (
+        lambda: rendezvous_client.get("here/0"),
+        rendezvous_client.failure,
+        lambda: rendezvous_client.put("more", ""),
+        rendezvous_client.check,
+    ):
         with pytest.raises(GroupFailed, match="rank 0 lost its group's rendezvous: no answer within 1 s"):
             ask()
 
@@ -143,10 +148,10 @@ def test_no_port_of_a_group_minds_what_strangers_say_between_steps_or_in_one(
     pair = Pair(host)
     pair.step()
     assert len(pair.ports) == 5  # the rendezvous, and of each rank one of gloo's and one for links
-    strangers = [say(port, what) for port in pair.ports for what in GARBAGE.values()]
+    foreign_peers = [say(port, what) for port in pair.ports for what in GARBAGE.values()]
     pair.step(late_s=1.0)
     pair.step()
-    for stranger in strangers:
+    for stranger in foreign_peers:
         stranger.close()
     time.sleep(0.5)  # for that to be noticed
     pair.step()
@@ -156,10 +161,10 @@ def test_no_port_of_a_group_minds_what_strangers_say_between_steps_or_in_one(
 def test_strangers_at_a_rendezvous_keep_no_member_from_it() -> None:
     place = Rendezvous()
     port = int(place.address.rpartition(":")[2])
-    strangers = [say(("127.0.0.1", port), what) for what in GARBAGE.values()]
+    foreign_peers = [say(("127.0.0.1", port), what) for what in GARBAGE.values()]
     first, second = (RendezvousClient(place.address, rank, timeout_s=SOON_S) for rank in range(2))
     first.put("address", "10.0.0.1")
-    for stranger in strangers:
+    for stranger in foreign_peers:
         stranger.close()
     assert second.get("address") == "10.0.0.1"
 

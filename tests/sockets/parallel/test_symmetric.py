@@ -107,9 +107,9 @@ def share_over_rendezvous(member: Member) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric.PeerMemory, "share", share)
-        meeting = RendezvousClient(member.rendezvous, member.rank, timeout_s=GROUP_TIMEOUT_S)
+        rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=GROUP_TIMEOUT_S)
         group = type("Ranked", (Recorder,), {"rank": member.rank})()
-        return told, with_peer_memory("tp/0", group, meeting, CPU) is group
+        return told, with_peer_memory("tp/0", group, rendezvous_client, CPU) is group
 
 
 @pytest.mark.slow
@@ -168,9 +168,9 @@ def test_groups_of_gpus_that_sum_or_gather_take_their_members_memory(
     monkeypatch.setattr(collectives, "with_peer_memory", take)
     monkeypatch.setattr(collectives.GroupConnector, "connect", lambda *_: Recorder())
     member = Member(tensor_parallel_size=tp, data_parallel_size=dp)
-    meeting: Any = Here()
+    rendezvous_client: Any = Here()
     groups = collectives.connect_groups(
-        member, meeting, torch.device(device), ExpertSpread() if spread else None, peer_memory=wanted
+        member, rendezvous_client, torch.device(device), ExpertSpread() if spread else None, peer_memory=wanted
     )
     assert taken == (names if device == "cuda" and wanted else [])
     assert groups.widest.size == 2

@@ -61,7 +61,7 @@ class GroupRunner(FakeRunner):
 class Replica(threading.Thread):
     """A rank as its server drives it: steps while there is work, sleeps otherwise."""
 
-    def __init__(self, rank: int, group: list[Replica], meeting: RendezvousClient, depth: int) -> None:
+    def __init__(self, rank: int, group: list[Replica], rendezvous_client: RendezvousClient, depth: int) -> None:
         super().__init__(daemon=True)
         engine_config = config(depth=depth, max_num_batched_tokens=16)
         self.runner = GroupRunner(engine_config)
@@ -72,9 +72,9 @@ class Replica(threading.Thread):
                 if other is not self:
                     other.lockstep.on_wake(wave)
 
-        self.lockstep = Lockstep(rank, len(group), meeting.agree, wake_others)
+        self.lockstep = Lockstep(rank, len(group), rendezvous_client.agree, wake_others)
         self.core = EngineCore(engine_config, self.runner, self.connector, lockstep=self.lockstep)
-        self.meeting = meeting
+        self.rendezvous_client = rendezvous_client
         self.bell = threading.Event()
         self.core.when_woken(self.bell.set)
         self.inbox: deque[EngineRequest | str] = deque()
@@ -89,7 +89,7 @@ class Replica(threading.Thread):
                 self.turn()
         except EngineFailed as failure:
             self.failure = failure
-            self.meeting.leave()
+            self.rendezvous_client.leave()
 
     def turn(self) -> None:
         while self.inbox:
@@ -131,10 +131,10 @@ def until_idle(group: list[Replica]) -> None:
 
 
 def start_group(num_ranks: int, depth: int) -> list[Replica]:
-    meeting = RendezvousClient(num_ranks)
+    rendezvous_client = RendezvousClient(num_ranks)
     group: list[Replica] = [None] * num_ranks  # type: ignore[list-item]
     for rank in range(num_ranks):
-        group[rank] = Replica(rank, group, meeting, depth)
+        group[rank] = Replica(rank, group, rendezvous_client, depth)
     for replica in group:
         replica.start()
     return group
@@ -143,7 +143,7 @@ def start_group(num_ranks: int, depth: int) -> list[Replica]:
 def stop_group(group: list[Replica]) -> None:
     for replica in group:
         replica.closing = True
-        replica.meeting.leave()
+        replica.rendezvous_client.leave()
         replica.bell.set()
     for replica in group:
         replica.join(30)

@@ -106,7 +106,7 @@ def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatc
     assert questions.share_right(handed_over(prefill, decode, questions)) < 0.5
 
 
-def test_preempted(questions: Questions) -> None:
+def test_requests_that_were_preempted_recall_as_well(questions: Questions) -> None:
     """Requests that write on and on need blocks, which those behind them lose."""
     crowded = engine_of(num_gpu_blocks_override=70)
     writing = SamplingParams(temperature=1.0, max_tokens=300, ignore_eos=True)

@@ -245,7 +245,7 @@ LARGE = ([1, 1, 5, 40, 300, 1000], [700, 1, 90, 40, 1300, 1000])
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 20.0}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (32, 8), (28, 4), (16, 1)])
-def test_bfloat16(
+def test_long_and_short_tiles_in_bfloat16_equal_the_reference(
     gpu: ModuleType, triton_device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, options: Any
 ) -> None:
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -245,7 +245,7 @@ def test_old_keys_are_read_before_the_wait_and_all_programs_fit_the_device(
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq_len", [1, 128, 129, 1000, 4096])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8), (32, 4)])
-def test_bfloat16(seq_len: int, num_heads: int, num_kv_heads: int) -> None:
+def test_one_short_sequence_in_bfloat16_equals_the_reference(seq_len: int, num_heads: int, num_kv_heads: int) -> None:
     device = torch.device("cuda")
     sequences = decodes(device, [seq_len], num_kv_heads=num_kv_heads, head_dim=128, dtype=torch.bfloat16)
     check(queries(sequences, num_heads), sequences)

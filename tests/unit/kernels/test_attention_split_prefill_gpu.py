@@ -236,7 +236,9 @@ def test_two_programs_of_wide_heads_fit_a_multiprocessor_and_spill_little() -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 20.0}], ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (64, 8, 64)])
-def test_bfloat16(num_heads: int, num_kv_heads: int, head_dim: int, options: Any) -> None:
+def test_split_keys_in_bfloat16_equal_the_reference(
+    num_heads: int, num_kv_heads: int, head_dim: int, options: Any
+) -> None:
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": torch.bfloat16}
     for query_lens, seq_lens in (([128], [128]), ([100], [5000]), ([1, 5, 40], [700, 90, 40])):
         for splits in (1, 4):

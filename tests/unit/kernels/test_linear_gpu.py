@@ -115,7 +115,7 @@ def test_what_stands_around_the_product(
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("gated", [False, True])
-def test_few_tokens(tokens: int, gated: bool, triton_device: torch.device) -> None:
+def test_products_of_few_tokens_equal_the_reference(tokens: int, gated: bool, triton_device: torch.device) -> None:
     Layer(triton_device, torch.float32, (tokens, 8, 128), gated=gated, with_norm=True).check(FEW)
 
 

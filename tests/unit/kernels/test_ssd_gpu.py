@@ -42,7 +42,7 @@ def test_ragged_sequences_with_states_and_checkpoints(
     [Sizes(1, 1), Sizes(2, 2, 16, 64), Sizes(4, 1, 64, 16), Sizes(6, 2, 16, 256), Sizes(2, 1, 128, 16)],
     ids=str,
 )
-def test_groups_and_sizes(sizes: Sizes, triton_device: torch.device) -> None:
+def test_all_groups_and_sizes_equal_the_reference(sizes: Sizes, triton_device: torch.device) -> None:
     ssd_step([1, 70], triton_device, sizes=sizes, in_place=False).check(gpu.ssd)
 
 

@@ -51,7 +51,7 @@ def test_the_nearest_key_by_factor_serves(write: Write) -> None:
     assert block_for(rows=100_000, columns=1024) == 30
 
 
-def test_words_must_agree(write: Write) -> None:
+def test_an_entry_of_another_word_does_not_serve(write: Write) -> None:
     write(({"rows": 1, "dtype": "bfloat16"}, 10), ({"rows": 64, "dtype": "float16"}, 20))
     assert block_for(rows=64, dtype="bfloat16") == 10
     assert block_for(rows=64, dtype="float32") == DEFAULT["BLOCK"]

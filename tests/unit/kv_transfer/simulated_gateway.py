@@ -1,7 +1,8 @@
 """The gateway of the simulation: it carries tickets, and does to engines what gateways do to them.
 
-One request at a time has at most one prefill and one decode leg. Whatever is given up is told to the engines; a request
-that lost a leg is submitted anew, elsewhere or to the same engines, under the same name and the next generation.
+One request at a time has at most one prefill and one decode attempt. Whatever is given up is told to the engines; a
+request that lost an attempt is submitted anew, elsewhere or to the same engines, under the same name and the next
+generation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Gateway:
         self.jobs: dict[str, Job] = {}
         self.tickets: list[Offering] = []  # all that were ever carried
         self._num_jobs = 0
-        self._legs: dict[tuple[EngineKey, int], str] = {}  # whose every receive is that was ever begun
+        self._attempts: dict[tuple[EngineKey, int], str] = {}  # whose every receive is that was ever begun
         self._answered: set[str] = set()
 
     def submit(self, prefill: str, decode: str, num_blocks: int, cached_blocks: int, num_written: int) -> None:
@@ -52,7 +53,7 @@ class Gateway:
             self._try(job, prefill, decode)
 
     def abort(self, which: int) -> None:
-        """The client left: every leg is told."""
+        """The client left: every attempt is told."""
         job = self._pick(which)
         if job is not None:
             self._give_up(job)
@@ -64,14 +65,14 @@ class Gateway:
             self.world.engines[decode].receive(self.tickets[which % len(self.tickets)], 0)
 
     def on_received(self, engine: Engine, receive: int) -> None:
-        request_id = self._legs.get((engine.key, receive))
+        request_id = self._attempts.get((engine.key, receive))
         if request_id is not None:  # a ticket that was replayed is nobody's
             require(request_id not in self._answered, f"{request_id} is answered twice")
             self._answered.add(request_id)
             self.jobs.pop(request_id, None)
 
     def on_failed(self, engine: Engine, receive: int) -> None:
-        """The other leg is told at once; a new attempt is up to `resubmit`."""
+        """The other attempt is told at once; a new attempt is up to `resubmit`."""
         job = self._job_of(engine, receive)
         if job is not None:
             job.decode = None
@@ -95,7 +96,7 @@ class Gateway:
         engine = self.world.engines[decode]
         receive = engine.receive(offering, job.cached_blocks)
         if receive is not None:
-            self._legs[engine.key, receive] = job.request_id
+            self._attempts[engine.key, receive] = job.request_id
         if receive is not None and receive in engine.receives:  # it may have failed at once
             job.decode = engine.key, receive
 

@@ -260,8 +260,8 @@ def test_no_restore_ever_brings_another_block_than_the_one_that_was_asked_for() 
     run_state_machine_as_test(BooksMachine, settings=SETTINGS)
 
 
-def _first_of_all(shelf: SlotLru) -> Iterator[bytes]:
-    return (block_hash for block_hash, entry in shelf._entries.items() if entry.state.value == "kept")  # noqa: SLF001
+def _first_of_all(lru: SlotLru) -> Iterator[bytes]:
+    return (block_hash for block_hash, entry in lru._entries.items() if entry.state.value == "kept")  # noqa: SLF001
 
 
 class TestPlantedBugs:
@@ -269,12 +269,12 @@ class TestPlantedBugs:
 
     @pytest.mark.slow
     def test_evicting_what_is_being_read_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SlotLru, "victim", lambda shelf: next(_first_of_all(shelf), None))
+        monkeypatch.setattr(SlotLru, "victim", lambda lru: next(_first_of_all(lru), None))
         with pytest.raises((AssertionError, KeyError)):
             run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)
 
     def test_finding_what_is_still_being_written_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SlotLru, "keeps", lambda shelf, block_hash: block_hash in shelf)
+        monkeypatch.setattr(SlotLru, "keeps", lambda lru, block_hash: block_hash in lru)
         with pytest.raises((AssertionError, KeyError)):
             run_state_machine_as_test(BooksMachine, settings=TO_THE_FIRST_FAULT)
 
