@@ -198,10 +198,10 @@ class CausalLM(Layer):
         wanted: Tensor | None = None,
         ranks: RankRows | None = None,
     ) -> Tensor:
-        """Hidden states [T, hidden] of token_ids [T] (an integer type), all sequences of the step one after another.
+        """Return hidden states [T, hidden] of token_ids [T] (an integer type), all sequences of the step in turn.
 
         Writes what the layers keep of these tokens into `caches`, one a cache group of the config. With `wanted` [R]
-        int64, indices of tokens, gives [R, hidden] and saves the last layer's work on all others.
+        int64, indices of tokens, it returns [R, hidden] and saves the last layer's work on all others.
         `ranks` says how many tokens the other data-parallel ranks run in this step, where they run it together; without
         it, as many as this one.
         """
@@ -215,7 +215,7 @@ class CausalLM(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states of all tokens, as `forward` does, and what a draft head reads of them [T, ...].
 
-        That are the same, or the inputs of the layers that the config's head names, side by side.
+        These are the same, or the inputs of the layers that the config's head names, side by side.
         """
         if ranks is not None:
             ranks = replace(ranks, wanted=ranks.tokens)  # every rank has all of them go on

@@ -151,7 +151,7 @@ class GroupConnector:
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, device: torch.device, timeout_s: float) -> None:
         self._member = member
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self._device = device
         self._timeout_s = timeout_s
         try:
@@ -185,7 +185,7 @@ class GroupConnector:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=patience_s)
         options._devices = [self._network]
-        return self._meeting.run_watched(lambda: dist.ProcessGroupGloo(self._store(name), rank, size, options))
+        return self._rendezvous.run_watched(lambda: dist.ProcessGroupGloo(self._store(name), rank, size, options))
 
     def _store(self, name: str) -> dist.Store:
-        return dist.PrefixStore(name, self._meeting.store)
+        return dist.PrefixStore(name, self._rendezvous.store)

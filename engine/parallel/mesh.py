@@ -55,7 +55,7 @@ class Mesh:
 
         `grace_s`: none where the others never end by themselves. Raises `GroupFailed`.
         """
-        self._name, self._meeting, self._groups, self._grace_s = name, rendezvous, groups, grace_s
+        self._name, self._rendezvous, self._groups, self._grace_s = name, rendezvous, groups, grace_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._addresses = Addresses(member)
         self._key = secrets.token_hex(8).encode()
@@ -110,7 +110,7 @@ class Mesh:
         if self.loss is None:
             return
         try:
-            reason = self._meeting.failure(_REASON_S)
+            reason = self._rendezvous.failure(_REASON_S)
         except GroupFailed:  # the process that kept the rendezvous has gone
             reason = None
         raise GroupFailed(reason or f"{self.loss} has gone")
@@ -139,19 +139,19 @@ class Mesh:
         self._addresses.remove()
 
     def _connect(self, member: Member, others: Sequence[int]) -> None:
-        self.address = self._addresses.bind(self._pull, [self._meeting.get(f"here/{rank}") for rank in others])
-        self._meeting.put(f"{self._name}/{member.rank}", f"{self._key.decode()} {self.address}")
+        self.address = self._addresses.bind(self._pull, [self._rendezvous.get(f"here/{rank}") for rank in others])
+        self._rendezvous.put(f"{self._name}/{member.rank}", f"{self._key.decode()} {self.address}")
         for rank in others:
-            key, _, address = self._meeting.get(f"{self._name}/{rank}").partition(" ")
+            key, _, address = self._rendezvous.get(f"{self._name}/{rank}").partition(" ")
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(_MAX_UNREAD)
             self._peers[socket] = f"rank {rank}", key.encode()
             self._watch.add(socket, f"rank {rank}")
             connect(socket, address, member)
-        self._watch.wait_connected(member.start_timeout_s, self._meeting.check)
-        self._meeting.put(f"{self._name}/{member.rank}/connected", "")
+        self._watch.wait_connected(member.start_timeout_s, self._rendezvous.check)
+        self._rendezvous.put(f"{self._name}/{member.rank}/connected", "")
         for rank in others:
-            self._meeting.get(f"{self._name}/{rank}/connected")
+            self._rendezvous.get(f"{self._name}/{rank}/connected")
         self._addresses.remove()
 
     def _drop(self) -> None:

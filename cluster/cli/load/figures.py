@@ -80,7 +80,7 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
         result["request_goodput"] = len(reached) / duration_s
     samples = _samples(good)
     for name in METRICS:
-        result |= _figures(name, samples[name], load.percentiles if name in load.told_percentiles_of else ())
+        result |= _figures(name, samples[name], load.percentiles if name in load.percentile_figures else ())
     if load.timeline:
         result["median_parts_ms"] = _median_parts_ms(good)
         result |= _acceptance(good)

@@ -233,7 +233,7 @@ class ServeLoad:
 
     def check(self) -> None:
         """Raise `InvalidLoad` for options that do not go together, and for values that are none."""
-        _ = self.percentiles, self.told_percentiles_of, self.goals_ms, self.extra_headers, self.facts
+        _ = self.percentiles, self.percentile_figures, self.goals_ms, self.extra_headers, self.facts
         _ = self.extra_fields, self.template_variables
         self._check_server()
         if (self.dataset_name in (DataSet.RANDOM, DataSet.PREFIX_REPETITION)) != (self.dataset_path is None):
@@ -299,8 +299,8 @@ class ServeLoad:
         return _numbers("--metric-percentiles", self.metric_percentiles, least=0, most=100)
 
     @property
-    def told_percentiles_of(self) -> list[str]:
-        """The figures whose percentiles are told."""
+    def percentile_figures(self) -> list[str]:
+        """The figures whose percentiles are reported."""
         names = [name.strip() for name in self.percentile_metrics.split(",") if name.strip()]
         if unknown := [name for name in names if name not in METRICS]:
             raise InvalidLoad(f"--percentile-metrics {unknown[0]}: give {', '.join(METRICS)}, or some of them")

@@ -1,5 +1,6 @@
-"""The choice of the engine for a sequence's next attempt, past engines that it lost and those with open circuits; and
-the way that it is served by them: the value of `x-baton-path`, its metrics and its log line.
+"""Choose the engine for a sequence's next attempt, past engines that it lost and those with open circuits.
+
+`ServedPath` notes which engines served it, and how: the value of `x-baton-path`, metrics, and a line of the log.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ..messages import EngineError, ErrorKind
 from ..requests.request import Request, RequestStatus
 from ..stages import Stage
 from .running import RunningRequests
-from .step_draft import StepDraft
+from .step_builder import StepBuilder
 from .waiting import ReadyQueue, WaitingQueue
 
 SHORT_SHARE = 4  # of a step's budget, one part is for short prompts while longer ones are read
@@ -165,18 +165,18 @@ class Admission:
         if head is not None:
             self._running.preempt_for(head)
 
-    def admit_ready(self, draft: StepDraft) -> None:
+    def admit_ready(self, builder: StepBuilder) -> None:
         ready = self._loading.ready
-        while ready.head is not None and self._running.has_room and draft.budget:
-            self._start(ready.take(), draft)
+        while ready.head is not None and self._running.has_room and builder.budget:
+            self._start(ready.take(), builder)
 
-    def choose_short(self, prefills: Sequence[Request], draft: StepDraft) -> list[Request]:
+    def choose_short(self, prefills: Sequence[Request], builder: StepBuilder) -> list[Request]:
         """Return waiting prompts to start in this step though those that are being read could use all of it."""
         unread = sum(request.num_tokens - request.num_computed for request in prefills)
-        if unread < draft.budget or not self._running.has_room or self._running.lacks_blocks:
+        if unread < builder.budget or not self._running.has_room or self._running.lacks_blocks:
             return []
         head = self._waiting.peek()
-        share, chosen = draft.budget // SHORT_SHARE, list[Request]()
+        share, chosen = builder.budget // SHORT_SHARE, list[Request]()
         for request in () if head is None else (head, *self._waiting.behind_head()):
             may_start = request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request)
             if may_start and self._loading.find_restore(request) is None:
@@ -184,19 +184,19 @@ class Admission:
                 chosen.append(request)
         return chosen
 
-    def admit_short(self, chosen: Sequence[Request], draft: StepDraft) -> None:
+    def admit_short(self, chosen: Sequence[Request], builder: StepBuilder) -> None:
         """Start the prompts that were chosen, as far as rows and blocks go."""
         for request in chosen:
-            self._admit(request, draft)
+            self._admit(request, builder)
 
-    def admit_waiting(self, draft: StepDraft) -> None:
+    def admit_waiting(self, builder: StepBuilder) -> None:
         """Start waiting requests in order."""
         while not self._running.lacks_blocks and (request := self._waiting.peek()):
-            if not self._admit(request, draft):
-                self._admit_small_requests(request, draft)
+            if not self._admit(request, builder):
+                self._admit_small_requests(request, builder)
                 return
 
-    def _admit(self, request: Request, draft: StepDraft) -> bool:
+    def _admit(self, request: Request, builder: StepBuilder) -> bool:
         """Take a request out of the queue: into this step, or to load its KV. False where it has to wait."""
         if request.awaits_transfer:
             return self._loading.begin_transfer(request)
@@ -204,13 +204,13 @@ class Admission:
             return False
         if (plan := self._loading.find_restore(request)) is not None:
             return self._loading.begin_restore(request, plan)
-        if draft.budget and self._running.has_room and self._reserve(request, draft):
+        if builder.budget and self._running.has_room and self._reserve(request, builder):
             self._waiting.remove(request)
-            self._start(request, draft)
+            self._start(request, builder)
             return True
         return False
 
-    def _admit_small_requests(self, head: Request, draft: StepDraft) -> None:
+    def _admit_small_requests(self, head: Request, builder: StepBuilder) -> None:
         """Let requests overtake a head that lacks blocks, each of which needs few beside it."""
         needed = self._memory.num_blocks(head)
         if head.num_blocks_passed >= needed or self._memory.fits(head):
@@ -218,10 +218,10 @@ class Admission:
         for request in self._waiting.behind_head():
             num_blocks = self._memory.num_blocks(request)
             may_pass = num_blocks * SMALL <= needed and head.num_blocks_passed + num_blocks <= needed
-            if may_pass and self._admit(request, draft):
+            if may_pass and self._admit(request, builder):
                 head.num_blocks_passed += num_blocks
 
-    def _reserve(self, request: Request, draft: StepDraft) -> bool:
+    def _reserve(self, request: Request, builder: StepBuilder) -> bool:
         """Reserve the request's blocks. False where it cannot start in this step.
 
         One that was preempted comes back only when all its drawn tokens are known. One that would run a single token is
@@ -229,14 +229,14 @@ class Admission:
         next step where this one computes some of it.
         """
         known = self._fence.has_passed(request.last_step)
-        if not known or self._memory.must_follow(draft.filled_blocks, request, draft.budget):
+        if not known or self._memory.must_follow(builder.filled_blocks, request, builder.budget):
             return False
         return self._memory.reserve(request)
 
-    def _start(self, request: Request, draft: StepDraft) -> None:
+    def _start(self, request: Request, builder: StepBuilder) -> None:
         if not request.stages.has_started:
             request.stages.reach(Stage.STARTED)
             request.num_cached_tokens = min(request.num_computed, request.num_prompt)
             self.num_prompt_tokens += 0 if request.message.kv_source else request.num_prompt
             self._tier_copies.started(request)
-        self._running.start(request, draft)
+        self._running.start(request, builder)

@@ -19,7 +19,7 @@ from ..requests.request import Request, RequestStatus, advance_decodes
 from ..speculation.config import MAX_DRAFTED_TOKENS
 from ..step import Chunk
 from .drafting import NO_DRAFTS, Drafting
-from .step_draft import NO_BLOCKS, StepDraft
+from .step_builder import NO_BLOCKS, StepBuilder
 from .waiting import WaitingQueue
 
 _rank = attrgetter("rank")
@@ -70,17 +70,17 @@ class RunningRequests:
         left = (each.num_tokens - each.num_computed for each in running)
         return sum(count for count in left if count > 1)  # 1: the token that is being drawn
 
-    def start(self, request: Request, draft: StepDraft) -> None:
+    def start(self, request: Request, builder: StepBuilder) -> None:
         """Give a request that has its blocks a row, and plan its first chunk."""
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
         row_start, new_blocks = request.row_start(), NO_BLOCKS
         if self._memory.has_states:  # its own slots are new: nobody else reads them
-            new_blocks = self._memory.extend_states(request, draft.end_of(request))
-        draft.start(request, row_start, new_blocks)
+            new_blocks = self._memory.extend_states(request, builder.end_of(request))
+        builder.start(request, row_start, new_blocks)
         self._reading.append(request)
-        self._chunk_planned(request, draft)
+        self._chunk_planned(request, builder)
 
     def remove(self, request: Request) -> None:
         """Remove a request that runs."""
@@ -92,7 +92,7 @@ class RunningRequests:
 
     # -------------------------------------------------------------------------------- shares of a step
 
-    def decode(self, draft: StepDraft, *, num_waiting: int = 0) -> list[Request]:
+    def decode(self, builder: StepBuilder, *, num_waiting: int = 0) -> list[Request]:
         """Plan one token for each request that has one left to compute. Returns the others, which have more.
 
         The budget suffices, since it is never less than the number of rows. `num_waiting`: requests that may start in
@@ -100,7 +100,7 @@ class RunningRequests:
         """
         self.lacks_blocks = False
         prefills = []
-        chunks, requests = draft.singles, draft.singles_requests
+        chunks, requests = builder.singles, builder.singles_requests
         for request in self._by_rank:  # preemption removes only requests that come later
             start = request.num_computed
             if request.num_tokens - start != 1:
@@ -110,29 +110,29 @@ class RunningRequests:
                 continue
             new_blocks = NO_BLOCKS
             if start >= request.capacity:
-                new_blocks = self._grow(request, draft)
+                new_blocks = self._grow(request, builder)
                 if not new_blocks:
                     continue
             chunks.append(Chunk(request.row, start, 1, True, new_blocks))
             requests.append(request)
-        advance_decodes(requests, draft.step)
-        draft.budget -= len(chunks)
+        advance_decodes(requests, builder.step)
+        builder.budget -= len(chunks)
         if self._drafting is not None:
             unread = sum(request.num_tokens - request.num_computed for request in prefills)
-            if self._drafting.begin_step(len(chunks), min(unread, draft.budget)):
+            if self._drafting.begin_step(len(chunks), min(unread, builder.budget)):
                 num_others = len(prefills) + min(num_waiting, self._rows.num_free)
-                self._add_drafts(self._drafting, draft, num_others)
+                self._add_drafts(self._drafting, builder, num_others)
         self._reading = prefills.copy()
         return prefills
 
-    def _add_drafts(self, drafting: Drafting, draft: StepDraft, num_others: int) -> None:
+    def _add_drafts(self, drafting: Drafting, builder: StepBuilder, num_others: int) -> None:
         """Let decodes have drafts, as far as budget, blocks, checkpoints and the requests' lengths go.
 
         A block is taken for them, and for guesses that are made behind them, only where one is free. `num_others`: the
         most other requests of the step, for whose draws there must be memory, too.
         """
-        decodes = draft.take_decodes()
-        spare = min(draft.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
+        decodes = builder.take_decodes()
+        spare = min(builder.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
         for chunk, request in decodes:
             num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
@@ -146,30 +146,30 @@ class RunningRequests:
                 num_drafts = min(num_drafts, request.capacity - num_computed)
             if num_drafts > 0:
                 spare -= num_drafts
-                draft.add_drafts(chunk, request, num_drafts, drafts.guesses, new_blocks)
+                builder.add_drafts(chunk, request, num_drafts, drafts.guesses, new_blocks)
                 if sits_out:
                     request.sit_out()
             else:
-                draft.put_back(chunk, request)
+                builder.put_back(chunk, request)
 
-    def read_on(self, prefills: list[Request], draft: StepDraft, kept: int = 0) -> None:
+    def read_on(self, prefills: list[Request], builder: StepBuilder, kept: int = 0) -> None:
         """Plan as much of their prompts as the budget allows, in order, and leave `kept` tokens of it."""
-        draft.budget -= kept
+        builder.budget -= kept
         for request in prefills:
-            if not draft.budget:
+            if not builder.budget:
                 break
             new_blocks = NO_BLOCKS
             if self._memory.has_states:
-                new_blocks = self._memory.extend_states(request, draft.end_of(request))
+                new_blocks = self._memory.extend_states(request, builder.end_of(request))
                 if not new_blocks:
                     continue
-            draft.add(request, new_blocks)
-            self._chunk_planned(request, draft)
-        draft.budget += kept
+            builder.add(request, new_blocks)
+            self._chunk_planned(request, builder)
+        builder.budget += kept
 
-    def _chunk_planned(self, request: Request, draft: StepDraft) -> None:
+    def _chunk_planned(self, request: Request, builder: StepBuilder) -> None:
         """Let other requests find the blocks that the chunk fills, and give back those behind windows."""
-        draft.filled_blocks.update(self._memory.register(request))
+        builder.filled_blocks.update(self._memory.register(request))
         if self._memory.gives_back:
             self._give_back_behind(request)
 
@@ -198,7 +198,7 @@ class RunningRequests:
         """Return whether its blocks would be free soon after a preemption; blocks on offer wait for their reader."""
         return request.has_unplanned_tokens and not self._transfers.grows(request)
 
-    def _grow(self, request: Request, draft: StepDraft) -> list[list[int]]:
+    def _grow(self, request: Request, builder: StepBuilder) -> list[list[int]]:
         """Return one more block in each group; none where the request has to sit this step out."""
         if self._memory.gives_back:
             self._give_back_behind(request)
@@ -212,8 +212,8 @@ class RunningRequests:
                 self.preempt(last)
                 continue
             # No request before it needs its blocks, so it keeps them while others run.
-            nothing_in_flight = self._fence.has_passed(draft.step - 1)
-            if draft.is_empty and nothing_in_flight:
+            nothing_in_flight = self._fence.has_passed(builder.step - 1)
+            if builder.is_empty and nothing_in_flight:
                 self.preempt(request)
                 self.lacks_blocks = False
             return []

@@ -13,7 +13,7 @@ until then.
     admission       which waiting requests may start; KV that transfers and tiers load for them
     running         running requests and their shares of a step; preemption
     drafting        guesses of their next tokens
-    step_draft      the step that is planned, steps in flight
+    step_builder    the step that is planned, steps in flight
 
 Blocks are owned by one of these, and come back with its event:
 
@@ -51,7 +51,7 @@ from .admission import Admission, KVLoading
 from .drafting import Drafting
 from .request_table import RequestTable
 from .running import RunningRequests
-from .step_draft import StepMismatch, StepsInFlight
+from .step_builder import StepMismatch, StepsInFlight
 from .waiting import PromptBacklog, WaitingQueue
 
 
@@ -157,20 +157,20 @@ class Scheduler:
         """Return the next step, which counts as computed from now on; None where nothing can run."""
         self.requests.end_expired()
         self.requests.take_masks()
-        draft = self.steps.draft()
+        builder = self.steps.begin()
         self.admission.preempt_for_head()
-        prefills = self.running.decode(draft, num_waiting=len(self.waiting) + len(self.loading.ready))
-        self.admission.admit_ready(draft)
-        short = self.admission.choose_short(prefills, draft)
-        self.running.read_on(prefills, draft, kept=sum(request.num_tokens for request in short))
-        self.admission.admit_short(short, draft)
-        self.admission.admit_waiting(draft)
-        self._offer_early(draft.started)
-        if draft.is_empty:
+        prefills = self.running.decode(builder, num_waiting=len(self.waiting) + len(self.loading.ready))
+        self.admission.admit_ready(builder)
+        short = self.admission.choose_short(prefills, builder)
+        self.running.read_on(prefills, builder, kept=sum(request.num_tokens for request in short))
+        self.admission.admit_short(short, builder)
+        self.admission.admit_waiting(builder)
+        self._offer_early(builder.started)
+        if builder.is_empty:
             self._rest()
             return None
         plan = self.steps.enter(
-            draft,
+            builder,
             self.rows.drain_freed(),
             constrained=self.constraints.num_live > 0,
             drafting=self.drafting,

@@ -22,7 +22,7 @@ from ..up_projection import UpProjection
 from . import absorbed, absorbed_hopper, head_gemv
 from .expanded import ExpandedPrompts, expand, expanded_attention, pays_to_expand
 from .latent_cache import latent_and_cache
-from .work_list import WorkList, WorkTiles, deal
+from .work_list import WorkList, WorkTiles, plan_work
 
 __all__ = ["latent_and_cache", "mla_attention", "prepare"]
 
@@ -55,13 +55,13 @@ def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int, tile: int =
     rows = max(LEAST_ROWS, min(heads, absorbed_hopper.MOST_ROWS))
     singles = WorkTiles(rows, rows, tile)
     if pays_to_expand(batch):
-        parts = [_deal(batch, batch.num_decodes, singles, num_heads, singles=True)] if batch.num_decodes else []
+        parts = [_absorbed(batch, batch.num_decodes, singles, num_heads, singles=True)] if batch.num_decodes else []
         prepared = MLAPlans(tuple(parts), batch.num_decodes, expand(batch, num_heads, head_dim))
     else:
-        parts = [_deal(batch, batch.num_seqs, singles, num_heads, singles=True)]
+        parts = [_absorbed(batch, batch.num_seqs, singles, num_heads, singles=True)]
         if batch.max_query_len > 1:
             chunks = WorkTiles(MOST_ROWS, min(heads, MOST_ROWS), tile)
-            parts.append(_deal(batch, batch.num_seqs, chunks, num_heads, singles=False))
+            parts.append(_absorbed(batch, batch.num_seqs, chunks, num_heads, singles=False))
         prepared = MLAPlans(tuple(parts), batch.num_tokens, None)
     return dataclasses.replace(batch, prepared=prepared)
 
@@ -99,5 +99,5 @@ def mla_attention(
     return out
 
 
-def _deal(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int, *, singles: bool) -> Absorbed:
-    return Absorbed(deal(batch, num_seqs, tiles, num_heads, singles=singles), tiles)
+def _absorbed(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int, *, singles: bool) -> Absorbed:
+    return Absorbed(plan_work(batch, num_seqs, tiles, num_heads, singles=singles), tiles)

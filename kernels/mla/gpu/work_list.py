@@ -64,7 +64,7 @@ class WorkList:
         return self.shares.shape[0] - 1
 
 
-def deal(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int, *, singles: bool) -> WorkList:
+def plan_work(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int, *, singles: bool) -> WorkList:
     """Plan the work of the first `num_seqs` sequences that have one query token (`singles`), or of those that have
     more.
 
@@ -83,7 +83,7 @@ def deal(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int,
     shares = torch.empty((num_programs + 1, SHARE_WORDS.value), dtype=torch.int32, device=device)
     arrivals = torch.empty((groups, num_programs), dtype=torch.int32, device=device)
     rows = batch.table_rows
-    _deal[(1,)](
+    plan_work_kernel[(1,)](
         batch.query_start,
         batch.seq_lens,
         batch.seq_lens if rows is None else rows,
@@ -123,7 +123,7 @@ def programs_of(start, end, num_tiles, num_programs):
 @triton.jit(
     do_not_specialize=["num_seqs", "max_items", "num_programs", "num_groups", "seq_search_steps", "item_search_steps"]
 )
-def _deal(
+def plan_work_kernel(
     query_start_ptr,
     seq_lens_ptr,
     table_rows_ptr,

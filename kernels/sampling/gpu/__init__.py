@@ -32,8 +32,8 @@ def sample_rows(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) 
     for name, tensor in (("rows", rows), ("positions", positions)):
         if tensor.shape != logits.shape[:1] or not tensor.is_contiguous():
             raise ValueError(f"{name} {list(tensor.shape)} for logits {list(logits.shape)}: give one a row")
-    floors, meetings = truncate(logits, table, rows)
-    return draw_tokens(logits, table, rows, positions, floors, meetings)
+    floors, scoreboards = truncate(logits, table, rows)
+    return draw_tokens(logits, table, rows, positions, floors, scoreboards)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -14,7 +14,7 @@ are below the best score so far by more than all that it may have rounded:
 Sieves decide how much is computed, never which token wins. So the programs of a row may exchange
 their best scores at any time. They share a cache line, which holds that and the number of programs that have ended:
 
-    meetings[row]    goal, the best score less the margin, as an integer in the order of floats | arrived | unused
+    scoreboards[row]    goal, the best score less the margin, as an integer in the order of floats | arrived | unused
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _MARGIN = tl.constexpr(1e-3)  # more than float32 rounds in sieves 2 and 3, wher
 _RELATIVE_MARGIN = tl.constexpr(1e-6)  # ... and in sieves 1 and 2 where they are
 _CERTAIN = tl.constexpr(0x4B7FFFFF)
 MOST_SHARES = 512  # of a row
-MEETING_WORDS = 32
-_MEETING_WORDS = tl.constexpr(MEETING_WORDS)
+SCOREBOARD_WORDS = 32
+_SCOREBOARD_WORDS = tl.constexpr(SCOREBOARD_WORDS)
 
 OPTIONS = {"groups": 8, "programs": 2112}
 NUM_WARPS = 1  # a second warp would see other goals, and part ways with the first
 
 
 def draw_tokens(
-    logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor, floors: Tensor, meetings: Tensor
+    logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor, floors: Tensor, scoreboards: Tensor
 ) -> Tensor:
     """Draw token ids `[R]` int64 of the rows, or `NO_TOKEN`, among logits from `floors` `[R]` float32 upwards.
 
-    `meetings` `[R, MEETING_WORDS]` int32 must be as `truncate` leaves them: no score published, no program arrived.
+    `scoreboards` `[R, SCOREBOARD_WORDS]` int32 must be as `truncate` leaves them: no score, no program arrived.
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -72,7 +72,7 @@ def draw_tokens(
         rows,
         positions,
         floors,
-        meetings,
+        scoreboards,
         scores,
         winners,
         tokens,
@@ -94,7 +94,7 @@ def draw_share_kernel(
     rows_ptr,  # [R]
     positions_ptr,  # [R]
     floors_ptr,  # [R] float32
-    meetings_ptr,  # [R, MEETING_WORDS] int32
+    scoreboards_ptr,  # [R, SCOREBOARD_WORDS] int32
     scores_ptr,  # [R, shares] float64
     winners_ptr,  # [R, shares] int32
     tokens_ptr,  # [R] int64
@@ -112,7 +112,7 @@ def draw_share_kernel(
     tile = _load_tile(logits, start, vocab_size, GROUPS)
     following = _load_tile(logits, start + step, vocab_size, GROUPS)
     row = tl.load(rows_ptr + index).to(tl.int64)
-    meeting = meetings_ptr + index * _MEETING_WORDS
+    scoreboard = scoreboards_ptr + index * _SCOREBOARD_WORDS
     best = tl.full([], _NONE, tl.float64)
     winner = tl.full([], 0, tl.int32)
     if row >= 0:
@@ -135,13 +135,13 @@ def draw_share_kernel(
                 floor,
                 position,
                 seed,
-                meeting,
+                scoreboard,
                 GROUPS,
             )
     shares = tl.num_programs(0)
     tl.store(scores_ptr + index * shares + share, best)
     tl.store(winners_ptr + index * shares + share, winner)
-    if tl.atomic_add(meeting + 1, 1, sem="acq_rel") == shares - 1:
+    if tl.atomic_add(scoreboard + 1, 1, sem="acq_rel") == shares - 1:
         slot = tl.arange(0, MOST_SHARES)
         score = tl.load(scores_ptr + index * shares + slot, slot < shares, _NONE, cache_modifier=".cg")
         theirs = tl.load(winners_ptr + index * shares + slot, slot < shares, 0, cache_modifier=".cg")
@@ -179,7 +179,7 @@ def _best_score(
     floor,
     position,
     seed,
-    meeting,
+    scoreboard,
     GROUPS: tl.constexpr,
 ):
     """Return the greatest score of this program's tiles, and the first token that has it."""
@@ -187,14 +187,14 @@ def _best_score(
     best = tl.full([], _NONE, tl.float64)
     winner = tl.full([], 0, tl.int32)
     goal = tl.full([], _NONE, tl.float32)
-    reached = _reached(meeting)
+    reached = _reached(scoreboard)
     step = tl.num_programs(0) * GROUPS * GROUP
     for start in range(tl.program_id(0) * GROUPS * GROUP, vocab_size, step):
         x0, x1, x2, x3 = _known(tile, start, vocab_size, GROUPS)
         tile = following
         following = _load_tile(logits, start + 2 * step, vocab_size, GROUPS)
         goal = tl.maximum(goal, unordered(reached))
-        reached = _reached(meeting)
+        reached = _reached(scoreboard)
         least = tl.maximum(tl.maximum(floor, (goal - GREATEST_NOISE) * temperature), _LEAST)
         greatest = _greater(_greater(x0, x1), _greater(x2, x3)).to(tl.float32)
         if _any(_by_thread(greatest) >= least):
@@ -228,14 +228,14 @@ def _best_score(
                 improved = (best - _MARGIN - _RELATIVE_MARGIN * tl.abs(best)).to(tl.float32)
                 if improved > goal:
                     goal = improved
-                    tl.atomic_max(meeting, ordered(goal), sem="relaxed")
+                    tl.atomic_max(scoreboard, ordered(goal), sem="relaxed")
     return best, winner
 
 
 @triton.jit
-def _reached(meeting):
+def _reached(scoreboard):
     """Return the best score that the row's programs have published so far: the same for all threads of a program."""
-    return tl.max(tl.load(meeting + tl.zeros([32], tl.int32), volatile=True))
+    return tl.max(tl.load(scoreboard + tl.zeros([32], tl.int32), volatile=True))
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from torch import Tensor
 from baton.kernels import pdl
 
 from ..batch import GREEDY_BELOW, MIN_P, ROW_WORDS, TEMPERATURE, TOP_K, TOP_P
-from .draw import MEETING_WORDS
+from .draw import SCOREBOARD_WORDS
 from .numerics import ordered, portable_log, unordered
 
 _ROW_WORDS = tl.constexpr(ROW_WORDS)
@@ -46,28 +46,28 @@ _ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # at the
 def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least logit `[R]` float32 that each row may draw, minus infinity where it does not truncate.
 
-    And the `meetings` that `draw_tokens` asks for, to be used once.
+    And the `scoreboards` that `draw_tokens` asks for, to be used once.
     """
     num_rows, vocab_size = logits.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    meetings = torch.empty(num_rows, MEETING_WORDS, dtype=torch.int32, device=logits.device)
+    scoreboards = torch.empty(num_rows, SCOREBOARD_WORDS, dtype=torch.int32, device=logits.device)
     if num_rows:
         truncate_kernel[(num_rows,)](
             logits,
             table,
             rows,
             floors,
-            meetings,
+            scoreboards,
             vocab_size,
             logits.stride(0),
             ZERO_BITS=_ZERO_BITS[logits.dtype],
             LANES=LANES,
-            MEETING_WORDS=MEETING_WORDS,
+            SCOREBOARD_WORDS=SCOREBOARD_WORDS,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
             **pdl.launch_options(),
         )
-    return floors, meetings
+    return floors, scoreboards
 
 
 @triton.jit
@@ -76,20 +76,20 @@ def truncate_kernel(
     table_ptr,  # [num_rows, ROW_WORDS] int32
     rows_ptr,  # [R]
     floors_ptr,  # [R] float32
-    meetings_ptr,  # [R, MEETING_WORDS] int32
+    scoreboards_ptr,  # [R, SCOREBOARD_WORDS] int32
     vocab_size,
     logits_stride,
     ZERO_BITS: tl.constexpr,
     LANES: tl.constexpr,
-    MEETING_WORDS: tl.constexpr,
+    SCOREBOARD_WORDS: tl.constexpr,
 ):
     pdl.let_next_start()
     pdl.wait_for_previous()
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index).to(tl.int64)
     floor = tl.full([], _NONE, tl.float32)
-    tl.store(meetings_ptr + index * MEETING_WORDS, ordered(floor))
-    tl.store(meetings_ptr + index * MEETING_WORDS + 1, 0)
+    tl.store(scoreboards_ptr + index * SCOREBOARD_WORDS, ordered(floor))
+    tl.store(scoreboards_ptr + index * SCOREBOARD_WORDS + 1, 0)
     if row >= 0:
         words = table_ptr + row * _ROW_WORDS
         temperature = tl.load(words + _TEMPERATURE).to(tl.float32, bitcast=True)

@@ -13,7 +13,7 @@ import baton.engine.core
 from baton.engine.core.engine import EngineCore, EngineFailed
 from baton.engine.core.messages import ErrorKind, FinishReason
 from baton.engine.core.scheduling.scheduler import Scheduler
-from baton.engine.core.scheduling.step_draft import StepMismatch
+from baton.engine.core.scheduling.step_builder import StepMismatch
 from baton.engine.core.stages import Stage
 from baton.engine.core.step import ChunkResult, StepResult
 

@@ -11,7 +11,7 @@ import torch
 
 from baton.kernels.mla import gpu
 from baton.kernels.mla.gpu import expanded
-from baton.kernels.mla.gpu.work_list import WorkTiles, deal
+from baton.kernels.mla.gpu.work_list import WorkTiles, plan_work
 
 from .mla_cases import LAYER, SCALE, SMALL, latent_step, padded
 from .mla_writes import check_write, prepare, write
@@ -77,7 +77,7 @@ def test_queries_may_be_a_view_into_a_fused_projection(triton_device: torch.devi
     step.check(step.attend(prepare, gpu.mla_attention))
 
 
-# ---- the deal -------------------------------------------------------------------------------------------------------
+# ---- the plan of work -----------------------------------------------------------------------------------------------
 
 
 def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], singles: bool, queries: int) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
     seq_lens = [length + extra for length, extra in zip(query_lens, range(300), strict=True)]
     batch = latent_step(query_lens, seq_lens, triton_device).batch
     tiles = WorkTiles(16, 16 if singles else 4, 16)
-    work = deal(batch, 300, tiles, 4, singles=singles)
+    work = plan_work(batch, 300, tiles, 4, singles=singles)
     expected = items_of(query_lens, seq_lens, singles, tiles.queries)
     counts = work.starts.diff().tolist()
     assert [item for item, count in zip(work.items.tolist(), counts, strict=True) if count] == expected
@@ -122,7 +122,7 @@ def test_no_part_has_arrived_of_any_group_of_heads(
 ) -> None:
     monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
     batch = latent_step([1, 1], [40, 20], triton_device).batch
-    work = deal(batch, 2, WorkTiles(16, 16, 16), num_heads=33, singles=True)
+    work = plan_work(batch, 2, WorkTiles(16, 16, 16), num_heads=33, singles=True)
     assert work.arrivals.tolist() == [[0] * (num_programs // 3)] * 3
 
 

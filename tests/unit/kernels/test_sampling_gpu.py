@@ -215,7 +215,7 @@ def test_the_draw_compiles_for_an_h200_and_rounds_as_it_is_written(dtype: str) -
     pointers = {
         "positions_ptr": "*i32",
         "floors_ptr": "*fp32",
-        "meetings_ptr": "*i32",
+        "scoreboards_ptr": "*i32",
         "scores_ptr": "*fp64",
         "winners_ptr": "*i32",
         "tokens_ptr": "*i64",
@@ -239,9 +239,9 @@ def test_truncation_compiles_for_an_h200(dtype: str, zero_bits: int) -> None:
     pytest.importorskip("triton")
     from baton.kernels.sampling.gpu import draw, truncation
 
-    constants = {"ZERO_BITS": zero_bits, "LANES": truncation.LANES, "MEETING_WORDS": draw.MEETING_WORDS}
+    constants = {"ZERO_BITS": zero_bits, "LANES": truncation.LANES, "SCOREBOARD_WORDS": draw.SCOREBOARD_WORDS}
     options = {"num_warps": truncation.NUM_WARPS, "enable_fp_fusion": False}
-    signature = {"logits_ptr": f"*{dtype}", **_ROW, "floors_ptr": "*fp32", "meetings_ptr": "*i32"}
+    signature = {"logits_ptr": f"*{dtype}", **_ROW, "floors_ptr": "*fp32", "scoreboards_ptr": "*i32"}
     compiled = compile_for_h200(truncation.truncate_kernel, signature, constants, **options)
     assert compiled.widest_load_bytes >= 8
 

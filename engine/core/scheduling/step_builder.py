@@ -1,6 +1,6 @@
 """The step that is being planned, and the steps that are in flight.
 
-StepDraft ──> StepPlan ──> in flight ──> taken with its result
+StepBuilder ──> StepPlan ──> in flight ──> taken with its result
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StepMismatch(Exception):
     """A result does not fit the oldest step in flight: the runner broke the contract of `step.py`."""
 
 
-class StepDraft:
+class StepBuilder:
     """A step plan while it is being made: chunks under the token budget.
 
     Single tokens lead the plan: its decodes. Those with drafts follow.
@@ -187,16 +187,16 @@ class StepsInFlight:
         """Prompt tokens that these steps compute."""
         return sum(step.num_prompt_tokens for step in self._steps)
 
-    def draft(self) -> StepDraft:
-        return StepDraft(self.num_planned, self._max_num_tokens)
+    def begin(self) -> StepBuilder:
+        return StepBuilder(self.num_planned, self._max_num_tokens)
 
     def enter(
-        self, draft: StepDraft, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None
+        self, builder: StepBuilder, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None
     ) -> StepPlan:
-        """Make the draft a plan that is in flight. `constrained`: some of its requests may have a grammar."""
-        num_decodes = draft.num_decodes
-        plan, requests = draft.seal(freed_rows, constrained=constrained, drafting=drafting)
-        self._steps.append(StepInFlight(plan, requests, draft.num_prompt_tokens, num_decodes))
+        """Make the built step a plan that is in flight. `constrained`: some of its requests may have a grammar."""
+        num_decodes = builder.num_decodes
+        plan, requests = builder.seal(freed_rows, constrained=constrained, drafting=drafting)
+        self._steps.append(StepInFlight(plan, requests, builder.num_prompt_tokens, num_decodes))
         self.num_planned += 1
         return plan
 
