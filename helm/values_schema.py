@@ -77,7 +77,7 @@ SCALED = {**KEPT, "minReplicas": {"type": "integer", "minimum": 0}, "maxReplicas
 
 
 def values_schema() -> Schema:
-    """What values the chart takes."""
+    """Return what values the chart takes."""
     spec = _plain(FleetSpec.model_json_schema())
     application, kinds = spec["properties"], spec["$defs"]
     del application[MOUNTED_BY_THE_CHART]

@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Said:
-    """What a client measured. Times are milliseconds."""
+    """The measurements of a client. Times are milliseconds."""
 
     client: str
     route: str

@@ -3,7 +3,7 @@
     checkpoint ──slots──> parameters ──pack──> packed weight ──multiply(x, bias, activation, ...)──> y
 
 `Linear` and `Experts` know shapes, ranks and biases, and leave everything else to their method. They begin with the
-plain one; `weights.quantized` gives the layers that a checkpoint has quantized another (`use`), before memory is
+plain one; `weights.loader` gives the layers that a checkpoint has quantized another (`use`), before memory is
 allocated. A method never sees the device: a device without kernels for it gets plain weights.
 
     method           stored                                       in memory       multiplied by

@@ -31,7 +31,7 @@ CLEAN_TIMEOUT_S = 40.0  # longer than leases
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one fault did. `problems` is empty where everything held that must."""
+    """The outcome of one fault. `problems` is empty where everything held that must."""
 
     fault: str
     fates: Counter[Fate]
@@ -89,7 +89,7 @@ class FaultTrial:
         )
 
     def _recovery_s(self, load: Load) -> float:
-        """Until every process is there again, and a question asked from now on was answered."""
+        """Return the seconds until every process is there again, and a question asked from now on was answered."""
         start_s = time.monotonic()
 
         def answered() -> bool:
@@ -124,7 +124,7 @@ def _broken(load: Load, fault: Fault) -> list[str]:
 
 
 def _more(before: Counter[float], after: Counter[float]) -> Counter[float]:
-    """What was counted since; all of it, where it began anew with another gateway."""
+    """Return what was counted since; all of it, where it began anew with another gateway."""
     return after - before if all(after[bound] >= count for bound, count in before.items()) else +after
 
 

@@ -26,12 +26,12 @@ class Fault(Protocol):
 
     @property
     def hold_s(self) -> float:
-        """How long it lasts, from `apply` to `heal`."""
+        """Return how long it lasts, from `apply` to `heal`."""
         ...
 
     @property
     def hides_gateway(self) -> bool:
-        """Whether clients find no gateway meanwhile: else nothing may be refused."""
+        """Return whether clients find no gateway meanwhile: else nothing may be refused."""
         ...
 
     def apply(self, baton: BatonOnHosts) -> None:
@@ -138,7 +138,7 @@ class HostLost:
 
 
 class SlowLink:
-    """What the host sends is late, and some of it is lost."""
+    """A link on which everything that the host sends is late, and some of it is lost."""
 
     hides_gateway = False
 

@@ -28,7 +28,7 @@ CONNECT_S = 5.0
 
 
 class Fate(enum.StrEnum):
-    """What became of a request."""
+    """The end of a request."""
 
     RIGHT = "right"
     WRONG = "wrong"  # another text than the undisturbed one
@@ -61,7 +61,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answerer:
-    """Where the questions go. Nothing may be open longer than `deadline_s`."""
+    """The address of the questions. Nothing may be open longer than `deadline_s`."""
 
     url: str
     deadline_s: float
@@ -92,7 +92,7 @@ class Answerer:
 
 
 class _Pauses:
-    """How long one client waits for a piece, from the request on."""
+    """The times for which one client waits for a piece, from the request on."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

@@ -62,7 +62,7 @@ def main(port: int) -> None:
     record = ray.get(actor.start.remote())
 
     async def num_kept() -> float:
-        """How many silent members the directory has kept, as it exports."""
+        """Return how many silent members the directory has kept, as it exports."""
         key, snapshot = await directory.cluster_key.remote(LogSettings()), await directory.watch.remote(-1)
         with closing(MetricsReader(key)) as reader:
             families = {family.name: family for family in await reader.read(snapshot.metrics_address)}

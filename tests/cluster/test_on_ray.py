@@ -180,7 +180,7 @@ def cluster(release: Release) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def url(cluster: Cluster, release: Release) -> str:
-    """Of the gateway, once it is ready as Kubernetes would see it, and both engines are there.
+    """Return the gateway's URL once it is ready as Kubernetes would see it, and both engines are there.
 
     It is ready as soon as one of them can answer alone.
     """
@@ -193,7 +193,7 @@ def url(cluster: Cluster, release: Release) -> str:
 
 
 def ranks_at(url: str) -> list[Object]:
-    """Those that the gateway reaches, by role."""
+    """Return the ranks that the gateway reaches, by role."""
     answer = httpx.get(f"{url}/v1/cluster/ranks", headers={"Authorization": "Bearer sk-one"}, timeout=10)
     ranks = answer.raise_for_status().json()["data"]
     return sorted((rank for rank in ranks if rank["reachable"]), key=lambda rank: rank["role"])

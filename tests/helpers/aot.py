@@ -41,12 +41,12 @@ class Compiled:
 
     @property
     def wgmma(self) -> bool:
-        """Whether matrix products run on Hopper's warp-group instructions."""
+        """Return whether matrix products run on Hopper's warp-group instructions."""
         return "wgmma.mma_async" in self.ptx
 
     @property
     def widest_load_bytes(self) -> int:
-        """Of one thread from global memory, in one instruction, asynchronous copies included."""
+        """The most bytes that one instruction of a thread loads from global memory, asynchronous copies included."""
         loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.ptx)
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[\w.:]* \[.*?\], \[.*?\], (0x[0-9a-f]+|\d+)", self.ptx)
         sizes = [int(count or 1) * int(bits) // 8 for count, bits in loads] + [int(size, 0) for size in copies]

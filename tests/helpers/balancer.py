@@ -110,7 +110,7 @@ def wait_until_healthy(port: int) -> None:
 
 
 def answered_by(port: int) -> float:
-    """How many requests the gateway at this port has served; its scrape may have those of others, too."""
+    """Return how many requests the gateway at this port has served; its scrape may have those of others, too."""
     url = f"http://127.0.0.1:{port}"
     gateway = httpx.get(f"{url}/v1/cluster/ranks").json()["gateway"]
     lines = httpx.get(f"{url}/metrics").text.splitlines()

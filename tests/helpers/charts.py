@@ -102,7 +102,7 @@ class Group:
 
     @property
     def offers(self) -> dict[str, float]:
-        """What one pod has for Ray, by Ray's names."""
+        """Return what one pod has for Ray, by Ray's names."""
         params = self.spec["rayStartParams"]
         quoted = params["resources"]
         assert quoted[0] == quoted[-1] == "'", "it goes through a shell"

@@ -61,7 +61,7 @@ def _kinds(architecture: str, *, own: bool = False) -> dict[str, Any]:
 
 
 class GuessReference(Protocol):
-    """What guesses behind a text, by layers that are not Baton's."""
+    """Guesses tokens behind a text, by layers that are not Baton's."""
 
     def states_of_model(self, token_ids: list[int]) -> Tensor:
         """Return what it reads of the model, [T, hidden_size]."""

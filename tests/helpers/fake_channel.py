@@ -22,7 +22,7 @@ class NetworkFaults:
 
 
 class FakeNetwork:
-    """Where fake channels find each other, by address. A channel that binds an address anew replaces the old one."""
+    """The addresses at which fake channels find each other. A channel that binds one anew replaces the old one."""
 
     def __init__(self, clock: VirtualClock, rng: random.Random, faults: NetworkFaults | None = None) -> None:
         self.clock = clock

@@ -36,7 +36,7 @@ def say(where: tuple[str, int], what: bytes) -> socket.socket:
 
 
 def ports_of_this_process() -> set[tuple[str, int]]:
-    """Where it listens."""
+    """Return where it listens."""
     links = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
     own = {os.readlink(link) for link in links if link.is_symlink()}
     return {

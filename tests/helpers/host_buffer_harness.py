@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Inner:
-    """What `HostBufferConnector` is built on, where the test decides what happens."""
+    """The connector below `HostBufferConnector`, in which the test decides what happens."""
 
     offers_early = True
     address = "tcp://here"

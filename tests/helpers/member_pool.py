@@ -47,7 +47,7 @@ class MemberPool:
         device: str = "cpu",
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """What `function(member, *args)` returns in each member of a group, in rank order.
+        """Return what `function(member, *args)` returns in each member of a group, in rank order.
 
         The function is one of a module's top level, its arguments and results pickle. It ends within `timeout_s`, by
         default that of the device. Raises `PoolFailed`.
@@ -112,7 +112,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def device_of(member: Member) -> torch.device:
-    """Where a member of the pool works."""
+    """Return where a member of the pool works."""
     return torch.device("cpu") if member.device_index is None else torch.device("cuda", member.device_index)
 
 

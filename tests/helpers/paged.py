@@ -61,7 +61,7 @@ class PagedRun:
     def caches(
         self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> list[GroupCache | StateCache]:
-        """What the model is given of these sequences, whose last tokens run."""
+        """Return what the model is given of these sequences, whose last tokens run."""
         index = torch.tensor(rows, device=self.device)
         caches: list[GroupCache | StateCache] = []
         for number, (tables, arena) in enumerate(zip(self.block_tables, self.arenas, strict=True)):

@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """What one engine answered, in the order of the requests."""
+    """The answers of one engine, in the order of the requests."""
 
     answers: list[Answer]
     stats: EngineStats

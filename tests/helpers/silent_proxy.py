@@ -36,7 +36,7 @@ class SilentProxy:
         self._loop.call_soon_threadsafe(self._speaks.set)
 
     def cut(self) -> None:
-        """Who has connected loses the connection, with what is on its way; the target notices nothing."""
+        """End the connections of clients, with what is on its way; the target notices nothing."""
         self._loop.call_soon_threadsafe(self._cut)
 
     def _cut(self) -> None:

@@ -23,7 +23,7 @@ Given = TypeVar("Given")
 
 
 class _Table:
-    """Where the members of one group lay down what they bring, and take what the others brought."""
+    """A table where the members of one group lay what they bring, and take what the others brought."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -80,7 +80,7 @@ class Closing(Group):
 
 
 def thread_groups(tp: int, dp: int, spread: ExpertSpread | None = None) -> list[ParallelGroups]:
-    """Of all members, in rank order."""
+    """Return the groups of all members, in rank order."""
     size = tp * dp
     of_tp = [_Table(tp) for _ in range(dp)]
     of_dp = [_Table(dp) for _ in range(tp)]
@@ -101,7 +101,7 @@ def thread_groups(tp: int, dp: int, spread: ExpertSpread | None = None) -> list[
 
 
 def run_threads(works: Sequence[Callable[[], Result]], on_error: Callable[[], None]) -> list[Result]:
-    """What each gives. The first error is raised, once all have ended."""
+    """Return what each gives. The first error is raised, once all have ended."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 

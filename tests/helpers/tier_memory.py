@@ -46,7 +46,7 @@ class Pool:
         return CacheRegion.of(ArenaRegion(address, len(self.blocks), "cpu", self.layout, heads.start, len(heads)))
 
     def content(self, number: int) -> np.ndarray:
-        """What a block called `number` holds, of the heads that are here."""
+        """Return what a block called `number` holds, of the heads that are here."""
         whole = np.random.default_rng(number).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
         size = self.layout.head_bytes
         return whole[self.heads.start * size : self.heads.stop * size]
@@ -77,7 +77,7 @@ def save(store: TierStore, pool: Pool, numbers: Sequence[int]) -> None:
 
 
 def load(store: TierStore, pool: Pool, numbers: Sequence[int]) -> int:
-    """How many came. Those are checked."""
+    """Return how many came. Those are checked."""
     pool.blocks[:] = 0
     found = store.find(names(numbers))
     copy_id = store.restore(names(numbers)[:found], range(found))

@@ -41,7 +41,7 @@ GONE_S = 5.0
 
 
 def code_below(folder: str) -> list[Path]:
-    """Where there is something that a process needs to run our code, outermost first."""
+    """Return where there is something that a process needs to run our code, outermost first."""
     roots = {Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)}
     return sorted(root.resolve() for root in roots if root.resolve().is_relative_to(folder))
 
@@ -81,7 +81,7 @@ class Host:
         return int(Path(f"/sys/class/net/{self.link}/statistics/tx_bytes").read_text())
 
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """What runs `words` on the host, from here."""
+        """Return what runs `words` on the host, from here."""
         enter = ["nsenter", "--target", str(self._first.pid), "--net", "--mount", "--pid", "--uts", "--ipc"]
         own = {"HOME": str(self.home), "HOSTNAME": self.name, "TMPDIR": "/tmp", **environment}
         return [*enter, f"--wd={self.home}", "env", *(f"{name}={value}" for name, value in own.items()), *words]
@@ -232,7 +232,7 @@ def clear_leftovers() -> None:
 
 
 def left_over() -> list[str]:
-    """What there is of hosts on this machine now: first processes, interfaces, folders."""
+    """Return what there is of hosts on this machine now: first processes, interfaces, folders."""
     firsts = [f"process {process.pid}" for process in _first_processes()]
     return [*firsts, *_links(), *map(str, FOLDERS.glob(f"{PREFIX}*"))]
 

@@ -170,7 +170,7 @@ class BatonOnHosts:
         return [sys.executable, "-c", code]
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Those that the gateway reaches. Raises `httpx.HTTPError` where it does not answer."""
+        """Return the ranks that the gateway reaches. Raises `httpx.HTTPError` where it does not answer."""
         table = self._http.get("/v1/cluster/ranks").raise_for_status().json()
         return [rank for rank in table["data"] if rank["reachable"]]
 
@@ -180,7 +180,7 @@ class BatonOnHosts:
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def decisions(self) -> Counter[float]:
-        """How many failed attempts the gateways have decided about, by the seconds that each took at most."""
+        """Return how many failed attempts the gateways have decided about, by the seconds that each took at most."""
         lines = self._http.get("/metrics").raise_for_status().text.splitlines()
         samples = [
             re.match(r'baton_failure_decision_seconds_bucket{(failure=.*,gateway=.*),le="(.*)"} (.*)', x) for x in lines
@@ -202,7 +202,7 @@ class BatonOnHosts:
         return processes[self.hosts[host].own_ids(WORKER).index(self.rank_of(role, host)["pid"])]
 
     def is_whole(self) -> bool:
-        """Whether every engine is at its place, and lives: what the gateway lists may be late."""
+        """Return whether every engine is at its place, and lives: what the gateway lists may be late."""
         ranks = self.ranks()
         places = sorted((rank["node_ip"], rank["role"]) for rank in ranks)
         wanted = sorted((self.hosts[name].ip, role) for name in ENGINE_HOSTS for role in ROLES)
@@ -213,16 +213,16 @@ class BatonOnHosts:
         return rank["pid"] in host.own_ids(WORKER)
 
     def census(self) -> Counter[str]:
-        """How many processes there are of each kind that the application is made of."""
+        """Return how many processes there are of each kind that the application is made of."""
         titles = [title for name in (HEAD, *ENGINE_HOSTS) for title in self.hosts[name].processes().values()]
         return Counter({kind: sum(kind in title for title in titles) for kind in KINDS})
 
     def state(self) -> str:
-        """What Serve says, for people."""
+        """Return what Serve says, for people."""
         return self._serve("status", check=False)
 
     def is_clean(self) -> bool:
-        """Whether every engine is idle and nothing is stranded: all blocks free, none held, none quarantined."""
+        """Return whether every engine is idle and nothing is stranded: all blocks free, none held, none quarantined."""
         return self.is_whole() and all(map(is_clean, self.ranks()))
 
     def __enter__(self) -> Self:

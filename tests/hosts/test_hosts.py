@@ -34,7 +34,7 @@ def hosts(machine_with_hosts: None) -> Iterator[Hosts]:
 
 
 def answered(hosts: Hosts, what: str = "b") -> bool:
-    """Whether host a reaches the other one."""
+    """Return whether host a reaches the other one."""
     code = (
         "import socket, sys; s = socket.socket(); s.settimeout(1);"
         f"sys.exit(0 if s.connect_ex(({hosts[what].ip!r}, 9)) == 111 else 1)"  # refused: somebody is there

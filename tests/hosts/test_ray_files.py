@@ -36,7 +36,7 @@ def test_ray_takes_the_file_of_a_cloud(file: Path) -> None:
 
 @pytest.mark.parametrize("file", CLOUDS, **ids)
 def test_the_machines_of_a_cloud_are_those_that_the_application_asks_for(file: Path) -> None:
-    """Of prefill_decode.yaml: as many nodes as `baton plan` counts, with the fleets' markers on machines with GPUs."""
+    """prefill_decode.yaml has as many nodes as `baton plan` counts, and the fleets' markers on machines with GPUs."""
     config = yaml.safe_load(file.read_text())
     (served,) = set(re.findall(r"configs/serve/(\w+)\.yaml", file.read_text()))
     (application,) = yaml.safe_load((CHECKOUT / f"configs/serve/{served}.yaml").read_text())["applications"]

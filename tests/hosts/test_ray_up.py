@@ -129,6 +129,6 @@ def test_ray_up_brings_a_cluster_up_that_serves_and_ray_down_leaves_nothing(host
 
 
 def monitor_log(head: Host) -> str:
-    """What Ray's autoscaler did on the head."""
+    """Return what Ray's autoscaler did on the head."""
     logs = sorted(head.folder.glob("tmp/ray/session_2*/logs/monitor.*"))
     return "\n".join(log.read_text()[-3000:] for log in logs)

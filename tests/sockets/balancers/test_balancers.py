@@ -176,7 +176,7 @@ async def test_gateways_that_are_killed_at_once_cost_no_request_that_is_made_lat
 
 
 async def failures_without(setup: Setup, gateways: list[int]) -> list[str]:
-    """What clients meet when these are killed under load."""
+    """Return what clients meet when these are killed under load."""
     async with Load(setup.port, CLIENTS, stream=False, keep_alive=True).under_way() as load:
         await eventually(setup.all_are_asked)
         for port in gateways:

@@ -22,7 +22,7 @@ TRACE = {"engine_id": "engine", "path": "/tmp/trace"}
 
 
 class Asked:
-    """What a server was asked, in order: routes, and headers and bodies of those that generate."""
+    """The requests that a server got, in order: routes, and headers and bodies of those that generate."""
 
     def __init__(self) -> None:
         self.port = 0

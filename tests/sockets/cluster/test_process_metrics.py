@@ -144,7 +144,7 @@ async def app() -> AsyncIterator[Application]:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> float:
-    """How long a scrape waits for a process."""
+    """Return how long a scrape waits for a process."""
     monkeypatch.setattr(process_metrics, "ANSWER_S", 0.5)
     return 0.5
 

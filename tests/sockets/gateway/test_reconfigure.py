@@ -45,7 +45,7 @@ OTHER: dict[str, Any] = {
     "session_patience_s": 3.0,
     "cost": {"prefill_tokens_per_s": 3.0, "decode_request_s": 3.0, "handoff_s": 3.0},
 }
-OF_THE_SERVER = {"drain_s", "drain_timeout_s"}  # see tests/cluster/test_gateway_server.py
+OF_THE_SERVER = {"drain_s", "drain_timeout_s"}  # see tests/sockets/cluster/test_gateway_server.py
 DRAWN = {"gateway_id"}
 
 

@@ -77,7 +77,7 @@ class Exchange:
     def run(
         self, rank: int, memory: PeerMemory, dtype: torch.dtype, block: int
     ) -> tuple[DispatchedTokens, Tensor, Tensor]:
-        """What came, what came back of (rank + 1) times that, and how often experts were asked for. All poisoned."""
+        """Return what came, what came back of (rank + 1) times that, and how often experts were used. All poisoned."""
         device = memory.addresses.device
         options = {"method": Algorithm.ONE_SHOT, "BLOCK": block}
         table = self.table(memory.size, device)
@@ -100,12 +100,12 @@ class Exchange:
 
 
 def partial_of(brought: DispatchedTokens, rank: int) -> Tensor:
-    """What experts give that multiply by (rank + 1): not a number where no token came."""
+    """Return what experts give that multiply by (rank + 1): not a number where no token came."""
     return (brought.hidden * (rank + 1)).masked_fill(brought.visits[0].view(-1, 1) == 0, float("nan"))
 
 
 def differences(found: tuple[DispatchedTokens, Tensor, Tensor], expected: tuple[DispatchedTokens, Tensor]) -> list[str]:
-    """What differs, to the bit; the sign of a sum of zeros is nobody's concern."""
+    """Return what differs, to the bit; the sign of a sum of zeros is nobody's concern."""
     (brought, back, _), (wanted, wanted_back) = found, expected
     came = wanted.visits[0].view(-1) != 0
     pairs = {

@@ -50,7 +50,7 @@ class Way:
         return run(x, memory, self.options)
 
     def expected(self, inputs: list[Tensor]) -> list[Tensor]:
-        """What each rank has, of every rank's input."""
+        """Return what each rank has, of every rank's input."""
         define: Callable[..., Any] = getattr(reference, self.op.value)
         whole = define(inputs)
         return whole if self.op is Op.REDUCE_SCATTER else [whole] * len(inputs)
@@ -68,7 +68,7 @@ WAYS = [
 
 
 def inputs_of(size: int, ranks: int, seed: int) -> list[Tensor]:
-    """Of each rank; with zeros below zero, alone and in pairs."""
+    """Return the inputs of each rank, with zeros below zero, alone and in pairs."""
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(size, generator=generator).half() for _ in range(ranks)]
     for rank, x in enumerate(inputs):
@@ -79,7 +79,7 @@ def inputs_of(size: int, ranks: int, seed: int) -> list[Tensor]:
 
 @functools.cache
 def let_others_run() -> None:
-    """From now on, who looks in vain for what others send leaves them the processor: ranks are more than cores."""
+    """Leave others the processor after a vain look for what they send: there are more ranks than cores."""
     from triton.runtime.interpreter import interpreter_builder
 
     load = interpreter_builder.create_masked_load
@@ -146,13 +146,13 @@ def replay_unevenly(member: Member, work: Callable[[], None]) -> None:
 
 
 def num_left(member: Member, memory: PeerMemory) -> int:
-    """How many values were never taken from this rank's memory."""
+    """Return how many values were never taken from this rank's memory."""
     left = torch.frombuffer(memory.read_own(), dtype=torch.int16)
     return int((left != EMPTY).sum())
 
 
 def wait_in_vain(member: Member, run: Callable[[PeerMemory], object]) -> tuple[bool, float]:
-    """Whether rank 0 waits for the other, which does not come, and seconds until it has ended."""
+    """Return whether rank 0 waits for the other, which does not come, and seconds until it has ended."""
     memory, exchange = share_memory(member)
     waits, elapsed_s = False, 0.0
     if member.rank == 0:

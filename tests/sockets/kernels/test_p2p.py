@@ -50,7 +50,7 @@ def test_the_definition_of_a_gather_keeps_all_bits_but_those_of_two_negative_zer
 def run_in_turn(
     member: Member, folder: Path, calls: list[tuple[Way, int]], most_programs: int, slow_rank: int
 ) -> tuple[list[Tensor], Any]:
-    """What this rank has after each call, and how often each channel of its memory was used."""
+    """Return what this rank has after each call, and how often each channel of its memory was used."""
     options.MOST_PROGRAMS = most_programs  # of this process
     files = [folder / str(rank) for rank in range(member.world_size)]
     memory = map_memory(member.rank, files)
@@ -98,7 +98,7 @@ def test_ops_take_turns_in_one_memory(pool: MemberPool, tmp_path: Path) -> None:
 
 
 def dispatch_over_peers(member: Member, folder: Path) -> tuple[Served, Tensor]:
-    """What data-parallel ranks with spread experts bring each other, and what comes back of (rank + 1) times that."""
+    """Return what ranks with spread experts bring each other, and what comes back of (rank + 1) times that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options.tuned, "config", lambda *_: {"method": 1, "BLOCK": 32})
         patch.setattr(p2p, "supports", gpu.supports)

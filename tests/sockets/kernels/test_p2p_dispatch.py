@@ -66,7 +66,7 @@ def test_the_definition_brings_a_row_to_the_ranks_of_its_experts_and_its_routing
 def exchange_in_turn(
     member: Member, folder: Path, exchanges: list[Exchange], most_programs: int, slow_rank: int
 ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
-    """What this rank has after each exchange, and how often each channel of its memory was used."""
+    """Return what this rank has after each exchange, and how often each channel of its memory was used."""
     options.MOST_PROGRAMS = most_programs  # of this process
     memory = map_memory(member.rank, [folder / str(rank) for rank in range(member.world_size)])
     results = []
@@ -113,7 +113,7 @@ def test_programs_take_several_blocks_of_tokens_where_there_are_more_than_progra
 def exchange_both_ways(
     member: Member, folder: Path, exchanges: list[Exchange], column: int
 ) -> list[tuple[Served, Tensor, Tensor]]:
-    """Of `OverPeers` and of `GatherScatter`, one after the other: what came, what came back, and what was counted.
+    """Return what came, what came back and what was counted, of `OverPeers` and then of `GatherScatter`.
 
     Ranks are those of one column of two.
     """
@@ -245,7 +245,7 @@ def test_steps_of_one_size_go_over_peers_memory_where_there_is_some_and_others_w
 
 
 def test_tokens_that_were_not_measured_go_with_everybodys() -> None:
-    """Of a CPU, nothing was."""
+    """No tokens of a CPU were measured."""
     exchange, placement = Exchange(Load.RANDOM, 3), ExpertPlacement.initial(EXPERTS, 0, 2)
     group = SymmetricGroup(StubGroup(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
     dispatch = OverPeers(ParallelGroups(ALONE, group, group, ExpertSpread()), placement, group)

@@ -29,7 +29,7 @@ each_number_of_ranks = pytest.mark.parametrize("ranks", [2, pytest.param(4, mark
 
 
 def wrong_exchanges(member: Member, dtype: torch.dtype) -> list[str]:
-    """What differs from the definition, or, in a bit of the sums, from `reduce_scatter` of the same memory."""
+    """Return what differs from the definition, or, in a bit of the sums, from `reduce_scatter` of the same memory."""
     device, size = device_of(member), member.world_size
     memory, exchange_words = share_memory(member)
     wrong = []
@@ -56,7 +56,7 @@ def test_on_devices_tokens_go_where_the_definition_says(pool: MemberPool, ranks:
 
 
 def uneven_exchanges(member: Member) -> tuple[int, int]:
-    """How many values were wrong in replays of a graph, and how many are left in this rank's memory."""
+    """Return how many values were wrong in replays of a graph, and how many are left in this rank's memory."""
     device, size, dtype = device_of(member), member.world_size, torch.bfloat16
     memory, exchange_words = share_memory(member)
     cases = []

@@ -33,7 +33,7 @@ SIZES = (16, 2048, 4112, 64 * 4096, 200 * 4096 + 16)
 
 
 def differences(member: Member, dtype: torch.dtype) -> list[str]:
-    """What differs from the definition, in its bits where they are only brought."""
+    """Return what differs from the definition, in its bits where they are only brought."""
     memory, exchange = share_memory(member)
     wrong = []
     for number, size in enumerate(SIZES):
@@ -54,7 +54,7 @@ def test_on_devices_ranks_have_what_the_definition_says(pool: MemberPool, dtype:
 
 
 def uneven_replays(member: Member) -> tuple[int, int]:
-    """How many values were wrong in replays of a graph, and how many are left in this rank's memory."""
+    """Return how many values were wrong in replays of a graph, and how many are left in this rank's memory."""
     device = device_of(member)
     memory, exchange = share_memory(member)
     cases = []

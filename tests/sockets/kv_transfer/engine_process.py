@@ -36,7 +36,7 @@ def untimed(events: Sequence[ConnectorEvent]) -> list[ConnectorEvent]:
 
 @dataclasses.dataclass(frozen=True)
 class RankSetup:
-    """Which part of an engine a process is."""
+    """The part of an engine that a process is."""
 
     name: str
     layout: KVLayout
@@ -52,7 +52,7 @@ class RankSetup:
 
 
 class Memory:
-    """Of one rank: [block, head, byte], zeros at first."""
+    """The memory of one rank: [block, head, byte], zeros at first."""
 
     def __init__(self, setup: RankSetup, num_heads: int) -> None:
         self._shape = (setup.num_blocks, num_heads, setup.layout.head_bytes)
@@ -91,7 +91,7 @@ class Memory:
 
 
 class Child:
-    """What runs in each process. Every public method is an order."""
+    """The part that runs in each process. Every public method is an order."""
 
     def __init__(self, setup: RankSetup, pipe: multiprocessing.connection.Connection) -> None:
         self.layout, self.heads = setup.layout, setup.layout.heads_of(setup.rank, setup.size)
@@ -185,7 +185,7 @@ class Child:
         return untimed(found)
 
     def last_words(self, timeout_s: float) -> tuple[list[ConnectorEvent], str]:
-        """What is told until the transfer thread has died, and why it did; no reason where it lives on."""
+        """Return what is told until the transfer thread has died, and why it did; no reason where it lives on."""
         deadline, found = time.monotonic() + timeout_s, []
         while time.monotonic() < deadline:
             try:
@@ -265,7 +265,7 @@ class EngineProcess:
             rank.order("fill", seed)
 
     def content(self, blocks: Sequence[int]) -> bytes:
-        """Of all heads. Ranks that keep the same head must agree."""
+        """Return the content of all heads. Ranks that keep the same head must agree."""
         assert self.info
         heads: dict[int, np.ndarray] = {}
         for rank in self.ranks:

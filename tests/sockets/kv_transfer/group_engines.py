@@ -35,7 +35,7 @@ _READS, _COPIES, _TIERS = "kv-reads", "kv-copies", "kv-tiers"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all ranks of an engine are told."""
+    """The orders that all ranks of an engine get."""
 
     config: EngineConfig
     name: str

@@ -133,7 +133,7 @@ def test_a_ticket_for_more_blocks_than_are_to_be_filled_fails_the_receive(connec
 
 
 def ticket_of_nobody(address: str = "tcp://127.0.0.1:9") -> bytes:
-    """Of a holder that does not exist."""
+    """Return a ticket of a holder that does not exist."""
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
     ticket = Ticket(
         TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])

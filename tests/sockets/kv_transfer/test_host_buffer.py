@@ -166,7 +166,7 @@ class TestPlaces:
         assert released == BlocksReleased(transfer)
 
     def test_what_is_refused_on_the_spot_wakes_the_step_loop(self, station: Station) -> None:
-        """Which asks no earlier than a second later, where nothing else happens."""
+        """The loop asks no earlier than a second later, where nothing else happens."""
         station.buffer.receive("a", 0, b"", 0, range(9))
         assert station.woken.is_set()
         assert len(station.buffer.poll()) == 2

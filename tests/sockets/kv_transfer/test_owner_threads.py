@@ -29,7 +29,7 @@ def channel() -> Iterator[ZmqChannel]:
 
 
 def is_open(channel: ZmqChannel) -> bool:
-    """Whether somebody listens at the channel's address."""
+    """Return whether somebody listens at the channel's address."""
     try:
         socket.create_connection(split_endpoint(channel.address.removeprefix("tcp://"))).close()
     except ConnectionRefusedError:

@@ -88,7 +88,7 @@ REPLAYS = 5
 
 
 def replayed_sums(member: Member, peer_memory: bool) -> list[torch.Tensor]:
-    """What a captured chain of sums gives, again and again, for other inputs each time."""
+    """Return what a captured chain of sums gives, again and again, for other inputs each time."""
     device = device_of(member)
     with groups_of(member, peer_memory=peer_memory) as groups:
         return _replay(groups.tp, member, device)
@@ -153,7 +153,7 @@ def test_data_parallel_ranks_without_spread_experts_are_strangers(pool: MemberPo
 
 
 def threads_that_listen(member: Member) -> tuple[int, int]:
-    """Of this process, before and while it is a member of three groups, which have settled their connections."""
+    """Count the threads that listen in this process, before and while it is a member of three settled groups."""
 
     def count() -> int:
         return sum(comm.read_text().startswith("gloo_tcp") for comm in Path("/proc/self/task").glob("*/comm"))

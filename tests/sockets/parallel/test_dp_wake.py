@@ -46,7 +46,7 @@ class End:
 
 @contextmanager
 def ends(dp: int, *, tp: int = 1, apart: bool = False, **member: Any) -> Iterator[list[End]]:
-    """Of the ranks that schedule. `apart`: on different machines, as far as they can tell."""
+    """Yield the ends of the ranks that schedule. `apart`: on different machines, as far as they can tell."""
     rendezvous = Rendezvous()
     sizes = {"data_parallel_size": dp, "tensor_parallel_size": tp}
     found = [

@@ -97,7 +97,7 @@ def test_ranks_without_requests_cost_nothing(make: Callable[..., LLM]) -> None:
 def test_a_process_that_is_killed_leaves_no_files(
     make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any rank: once all are connected, there are none."""
+    """There are none of any rank once all are connected."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with make(tensor_parallel_size=2, data_parallel_size=2, **EXPERTS):

@@ -98,7 +98,7 @@ def test_its_stub_launches_the_same_kernels_and_waits_for_nobody(group: Symmetri
 
 
 def share_over_rendezvous(member: Member) -> Any:
-    """What each member reads in two exchanges, and whether it has its group back where memory is out of reach."""
+    """Return what each member reads in two exchanges, and whether it has its group back without peer memory."""
     told: list[list[str]] = []
 
     def share(rank: int, size: int, device: torch.device, exchange: Any) -> PeerMemory:

@@ -150,7 +150,7 @@ class Controller(gateway_controller.GatewayController):
 
     @property
     def settings(self) -> GatewaySpec:
-        """Those that gateways start with."""
+        """Return the settings that gateways start with."""
         return self._gateway
 
     async def has_gateway(self) -> None:

@@ -56,7 +56,7 @@ def check_references(scheduler: Scheduler, number: int) -> None:
 
 
 def lent_blocks(scheduler: Scheduler, number: int) -> list[list[int]]:
-    """What transfers and tiers hold of a group."""
+    """Return what transfers and tiers hold of a group."""
     transfers = scheduler.transfers
     held, quarantined = transfers.held.owned_blocks(), transfers.quarantine.owned_blocks()
     assert transfers.held.num_blocks == len({block for blocks in held for block in blocks})
@@ -100,7 +100,7 @@ def check_places(scheduler: Scheduler) -> None:
 
 
 def check_unread(scheduler: Scheduler) -> None:
-    """What is counted of the queue step by step is what one finds there."""
+    """Check that what is counted of the queue step by step is what one finds there."""
     size, backlog = scheduler.config.block_size, scheduler.backlog
     counted = {each: backlog.num_full_blocks(each) for each in scheduler.waiting if not each.awaits_transfer}
     num_drafts = 0 if scheduler.drafting is None else scheduler.drafting.most

@@ -202,12 +202,12 @@ class FakeConnector(GrowingConnector):
         self.events.append(BlocksReleased(transfer_id))
 
     def check_offers(self) -> None:
-        """What was promised is still there."""
+        """Check that what was promised is still there."""
         for offer in self.offers.values():
             assert self._read(offer, offer.num_ready) == offer.content, "an offered block changed"
 
     def check_content(self, offer: OpenOffer, token_ids: Sequence[int]) -> None:
-        """What was written of an offer is that of these tokens."""
+        """Check that what was written of an offer is that of these tokens."""
         values = kv_of(token_ids)[: offer.num_tokens]
         places = self._arenas.handed_over(offer.num_tokens)[: offer.num_ready]
         expected = [value for start, end in places for value in values[start:end]]

@@ -25,7 +25,7 @@ def allowed_after(output: Sequence[int]) -> list[int]:
 
 
 def draw_allowed(token: int, output: Sequence[int]) -> int:
-    """What is drawn behind an output where `token` would be drawn without a grammar."""
+    """Return what is drawn behind an output where `token` would be drawn without a grammar."""
     return min(allowed_after(output), key=lambda each: (each - token) % NUM_TOKENS)
 
 

@@ -176,7 +176,7 @@ class Harness:
         self.core.add(msgspec.structs.replace(asked, awaits_first_token=True))
 
     def think_late(self) -> None:
-        """From now on grammars are opened, and masks made, when somebody says so, or nothing else is left to do."""
+        """Let grammars be opened, and masks made, when a test says so, or nothing else is left to do."""
         self.scheduler.constraints.openers = self.scheduler.constraints.maskers = self.threads
 
     def begin(self, request_id: str, generation: int = 0) -> None:

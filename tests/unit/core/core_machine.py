@@ -96,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live_ids())
     @rule(data=st.data())
     def resubmit(self, data: st.DataObject) -> None:
-        """Of the same request: a newer generation takes its place."""
+        """Submit the same request: a newer generation takes its place."""
         request_id = data.draw(st.sampled_from(self.live_ids()))
         live = self.engine.scheduler.requests[request_id]
         old = live.message

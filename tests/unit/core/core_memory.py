@@ -35,7 +35,7 @@ def logprob_of(kv: int, token: int) -> TokenLogprobs:
 
 
 def expected_answer(request: EngineRequest, config: EngineCoreConfig) -> tuple[list[int], FinishReason]:
-    """What the request must be answered with, whatever else the engine does: computed without any engine."""
+    """Return what the request must be answered with, whatever else the engine does: computed without any engine."""
     sampling, tokens = request.sampling, [*request.prompt_token_ids, *request.output_token_ids]
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(config.eos_token_ids))
     drawn: list[int] = []

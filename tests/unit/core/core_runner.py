@@ -208,7 +208,7 @@ class FakeRunner:
             states.slots[slot] = value
 
     def _check_kv(self, row: Row, start: int, end: int, what: str) -> None:
-        """What the token at `start` and those behind it read before `end` is there in every group."""
+        """Check that what the tokens from `start` to `end` read is there in every group."""
         for group, (memory, table) in enumerate(zip(self.memories, row.tables, strict=False)):
             first = self._first_seen(group, start)
             assert memory.read(table, end, first) == row.kv[first:end], f"{what}: {row.request_id}, group {group}"
@@ -241,7 +241,7 @@ class FakeRunner:
 
 
 def is_decode(chunk: Chunk) -> bool:
-    """Whether it has one token that is known, and drafts behind it or none."""
+    """Return whether it has one token that is known, and drafts behind it or none."""
     return chunk.num_tokens == 1 + chunk.num_drafts
 
 

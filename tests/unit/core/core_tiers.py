@@ -20,7 +20,7 @@ class Copy:
 
 
 def name_in(block_hash: BlockHash, group: int) -> bytes:
-    """What the fake calls a block: of the first group its hash."""
+    """Return what the fake calls a block: of the first group its hash."""
     return block_hash if group == 0 else b"%d:%b" % (group, block_hash)
 
 
@@ -87,7 +87,7 @@ class FakeTiers:
                 self._tell(name, is_kept=True)
 
     def demote(self, name: bytes) -> None:
-        """From the host's memory to the disk."""
+        """Move blocks from the host's memory to the disk."""
         self._tell(name, is_kept=False)
         self.on_disk.add(name)
         self._tell(name, is_kept=True)
@@ -105,7 +105,7 @@ class FakeTiers:
         self.events.append(Stored(copy_id))
 
     def finish_restore(self, copy_id: CopyId, num_good: int | None = None) -> None:
-        """What is not good is overwritten all the same."""
+        """End a restore; blocks that are not good are overwritten all the same."""
         copy = self.restores.pop(copy_id)
         good = len(copy.blocks) if num_good is None else min(num_good, len(copy.blocks))
         for number, (block, content) in enumerate(zip(copy.blocks, copy.content, strict=True)):
@@ -131,7 +131,7 @@ class FakeTiers:
             self.finish_restore(copy_id)
 
     def check_lent(self) -> None:
-        """What is on its way down has not changed since it was asked for."""
+        """Check that what is on its way down has not changed since it was asked for."""
         for copy in self.stores.values():
             for block, content in zip(copy.blocks, copy.content, strict=True):
                 assert self._arenas.content(block) == content, "a block changed while a copy read it"
@@ -165,5 +165,5 @@ class FakeTiers:
 
 
 def name_is_first(name: bytes) -> bool:
-    """Whether a block is of the first group: hashes are as long as `prefix.HASH_BYTES`, other names are longer."""
+    """Return whether a block is of the first group: its name has `prefix.HASH_BYTES` bytes, other names are longer."""
     return len(name) == HASH_BYTES

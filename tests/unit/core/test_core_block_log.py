@@ -60,7 +60,7 @@ def test_an_engine_that_nobody_asks_keeps_no_log() -> None:
 
 
 class TestMoves:
-    """Of one block, which is told in the best place that has it."""
+    """Moves of one block, which is reported in the best place that has it."""
 
     def setup_method(self) -> None:
         self.pool = BlockPool(2)

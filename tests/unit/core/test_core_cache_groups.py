@@ -29,7 +29,7 @@ def engine_of(*groups: tuple[int, int | None], **changes: object) -> Harness:
 
 
 def held(engine: Harness, request_id: str = "a") -> list[int]:
-    """How many blocks a request owns in each group."""
+    """Return how many blocks a request owns in each group."""
     return [len(blocks) for blocks in engine.scheduler.requests[request_id].owned_blocks()]
 
 

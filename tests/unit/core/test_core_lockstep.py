@@ -74,7 +74,7 @@ class TestOneRank:
 
 @dataclass
 class Rank:
-    """What an `EngineCore` does with its lockstep, and work that is a number of steps left."""
+    """An `EngineCore`'s use of its lockstep, with a number of steps left as work."""
 
     lockstep: Lockstep
     depth: int
@@ -180,7 +180,7 @@ class Ranks(RuleBasedStateMachine):
                 self.ranks[to].lockstep.on_wake(wakes.popleft())
 
     def go_on(self, number: int) -> bool:
-        """Whether the rank could do anything."""
+        """Return whether the rank could do anything."""
         rank = self.ranks[number]
         if rank.in_agreement:
             told = self.told[rank.turn]

@@ -48,7 +48,7 @@ def names(group: int, *blocks: int) -> list[bytes]:
 
 
 def restored(engine: Harness) -> list[bytes]:
-    """What the only restore brings."""
+    """Return what the only restore brings."""
     assert engine.tiers is not None
     (copy,) = engine.tiers.restores.values()
     return copy.names

@@ -30,12 +30,12 @@ class Ticket(msgspec.Struct):
 
 @dataclass
 class Room:
-    """Who is there to copy from."""
+    """The engines from which blocks can be copied."""
 
     peers: list[CopyConnector] = field(default_factory=list)
 
     def connect(self, region: CacheRegion) -> CopyConnector:
-        """What `build_engine` calls."""
+        """Return a connector, as `build_engine` asks for one."""
         self.peers.append(CopyConnector(self, len(self.peers), region))
         return self.peers[-1]
 
@@ -82,7 +82,7 @@ class CopyConnector:
         self.bytes_moved += size
 
     def skips(self, region: CacheRegion, block: int) -> bool:
-        """Whether a block is left as it is, for tests of what that would do."""
+        """Return whether a block is left as it is, for tests of what that would do."""
         return False
 
     def cancel(self, transfer_id: TransferId) -> None:

@@ -54,7 +54,7 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Answer]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """How many tokens and sequences each step had that a CPU graph served."""
+    """Return how many tokens and sequences each step had that a CPU graph served."""
     made: list[tuple[int, int]] = []
     replayed: list[CpuGraph] = []
     replay, launch = CpuGraph.replay, ModelRunner.launch

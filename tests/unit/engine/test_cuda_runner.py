@@ -349,7 +349,7 @@ def cuda_step(runner: ModelRunner) -> CudaStep:
 
 
 def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
-    """What a profile run leaves behind is measured right after it: memory must not wait for a collector of garbage."""
+    """Memory is measured right after a profile run, so what that held must not wait for the garbage collector."""
     gc.disable()
     try:
         runner = workshop.device_runner()

@@ -37,7 +37,7 @@ print("late", llm.engine.core.stats().num_late_compilations)
 
 
 def start(folder: Path, cache: Path) -> tuple[str, str]:
-    """What the process made itself, and what it says in the end."""
+    """Return what the process made itself, and what it says in the end."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-c", START, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_S)

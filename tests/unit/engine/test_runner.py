@@ -203,7 +203,7 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Cal
 
 
 def inputs_of(runner: ModelRunner, chunks: list[Chunk]) -> StepInputs:
-    """What the model is given in a step of these chunks that is not captured."""
+    """Return what the model is given in a step of these chunks that is not captured."""
     seen: list[StepInputs] = []
 
     def forward(token_ids: torch.Tensor, caches: Any, wanted: Any, ranks: object) -> None:

@@ -37,7 +37,7 @@ def test_the_region_says_where_the_blocks_are_and_what_they_look_like(checkpoint
 
 
 def permissions_at(address: int) -> str:
-    """Of the mapping in this process that an address lies in."""
+    """Return the permissions of the mapping in this process that an address lies in."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions = line.split()[:2]
         begin, end = (int(border, 16) for border in span.split("-"))

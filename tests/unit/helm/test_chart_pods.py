@@ -27,7 +27,7 @@ def test_who_gets_requests_is_ready_when_its_gateway_can_serve(name: str) -> Non
 
 
 def drains_s(container: Object) -> int:
-    """How long Ray lets what is in a pod that is to end go elsewhere."""
+    """Return how long Ray lets what is in a pod that is to end go elsewhere."""
     (seconds,) = (one["value"] for one in container["env"] if one["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
     return int(seconds)
 

@@ -73,7 +73,7 @@ def application_metrics(gateway: GatewayMetrics, tiers: TierStats, transfers: Tr
 
 
 def gateway_metrics() -> GatewayMetrics:
-    """Of a gateway that reaches one engine."""
+    """Return the metrics of a gateway that reaches one engine."""
     return GatewayMetrics("m", lambda: [EngineView(ENGINE, None, outstanding=0)])
 
 

@@ -26,7 +26,7 @@ def poisoned_outputs() -> Iterator[None]:
 
 @pytest.fixture
 def triton_device() -> torch.device:
-    """Where a Triton kernel takes its tensors: a GPU, or a CPU that interprets it (in float32 or float16 only)."""
+    """Return the device of a Triton kernel's tensors: a GPU, or a CPU that interprets it (float32 or float16 only)."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return torch.device("cuda")

@@ -39,7 +39,7 @@ class DeltaStep:
     norm_eps: float | None = 1e-6
 
     def run(self, op: Callable[..., Tensor], **options: object) -> tuple[Tensor, Tensor]:
-        """What an op gives, and the states that it leaves."""
+        """Return what an op gives, and the states that it leaves."""
         state = self.state.clone()
         out = op(self.q, self.k, self.v, self.gate, state, self.batch, scale=SCALE, norm_eps=self.norm_eps, **options)
         return out, state

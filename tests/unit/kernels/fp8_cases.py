@@ -29,5 +29,5 @@ def exact_input(num_tokens: int, depth: int, group: int, dtype: torch.dtype, dev
 
 
 def group_of(weight: Fp8Weight) -> int:
-    """How many values of a token share a scale."""
+    """Return how many values of a token share a scale."""
     return BLOCK if weight.in_blocks else weight.shape[1]

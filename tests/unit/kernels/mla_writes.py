@@ -19,7 +19,7 @@ prepare = functools.partial(gpu.prepare, tile=16)
 
 @dataclasses.dataclass
 class Write:
-    """What one layer projects for the tokens of a step, and where its angles are."""
+    """The projections of one layer for the tokens of a step, and its angles."""
 
     step: LatentStep
     compressed: Tensor

@@ -40,7 +40,7 @@ class Mixture:
         return (self.x, self.experts, self.expert_ids, self.weights, self.add_to.clone())
 
     def to(self, target: torch.dtype | torch.device) -> Mixture:
-        """Of another floating type (expert ids stay integers), or elsewhere."""
+        """Convert to another floating type (expert ids stay integers), or move elsewhere."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -55,7 +55,7 @@ class Mixture:
 
 
 def in_8_bits(experts: ExpertWeights) -> ExpertWeights:
-    """What E4M3 with a scale a block makes of them; every row another size, so that a wrong scale is seen."""
+    """Return what E4M3 with a scale a block makes of them; every row another size, so that a wrong scale is seen."""
 
     def narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
         made = []

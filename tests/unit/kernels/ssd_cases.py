@@ -38,7 +38,7 @@ class SSDStep:
     skip: Tensor | None
 
     def run(self, op: Callable[..., Tensor], **options: object) -> tuple[Tensor, Tensor]:
-        """What an op gives, and the states that it leaves."""
+        """Return what an op gives, and the states that it leaves."""
         state = self.state.clone()
         out = op(self.x, self.b, self.c, self.time_steps, state, self.batch, skip=self.skip, **options)
         return out, state

@@ -37,7 +37,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def attend(
     q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
 ) -> Tensor:
-    """What the kernel writes into a poisoned output; with `num_shares`, in so many shares of at least one unit."""
+    """Return what the kernel writes into a poisoned output; with `num_shares`, in so many shares of a unit or more."""
     num_kv_heads, dim = sequences.kv.shape[1], q.shape[2]
     value_dim = kv_rows(sequences.kv, dim).value_dim
     batch = prepare(sequences.batch, sequences.kv, num_heads=q.shape[1], head_dim=dim)

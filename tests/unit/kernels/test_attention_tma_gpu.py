@@ -29,7 +29,7 @@ PAIRS = ((32, 8), (16, 8), (32, 4), (32, 2), (15, 5))  # query heads, KV heads
 def fetched(
     q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
 ) -> Tensor:
-    """What the kernel writes into a poisoned output; with `num_shares`, in so many shares."""
+    """Return what the kernel writes into a poisoned output; with `num_shares`, in so many shares."""
     kernel = KERNELS[sequences.kv.dtype]
     plan = kernel.plan_tma_decode(sequences.batch, sequences.kv, q.shape[1])
     assert plan is not None

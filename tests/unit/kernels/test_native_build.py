@@ -170,7 +170,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--slice", "{chosen}", "-k
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names CPUs of another architecture")
 @pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
 def test_the_sources_are_right_for_other_cpus_than_this_one(cpu: str) -> None:
-    """Which vectors a CPU has decides what is compiled: an error there would leave its users to the references."""
+    """The vectors of a CPU decide what is compiled: an error there would leave its users to the references."""
     flags = [flag for flag in build.COMPILE_FLAGS if not flag.startswith(("-march", "-O"))]
     for source in sorted(build.SOURCE_FOLDER.glob("*.cpp")):
         command = ["g++", *flags, f"-march={cpu}", "-fsyntax-only", str(source)]

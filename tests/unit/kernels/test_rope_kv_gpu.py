@@ -58,7 +58,7 @@ class Step:
         return (self.qkv.shape[1] - self.heads[1] * self.value_dim) // sum(self.heads)
 
     def kept(self, plane: int) -> Tensor:
-        """What the cache has of this step's tokens: [num_tokens, kv_heads, width of a key or a value]."""
+        """Return what the cache has of this step's tokens: [num_tokens, kv_heads, width of a key or a value]."""
         slots = self.batch.slots
         rows = self.kv[slots // BLOCK_SIZE, :, LAYER, :, slots % BLOCK_SIZE].flatten(2)
         return rows.split([self.head_dim, self.value_dim], dim=-1)[plane]

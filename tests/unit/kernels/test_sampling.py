@@ -44,7 +44,7 @@ def tokens(*ids: int) -> Tensor:
 
 
 def drawn_from(sample: Sample, logits: Tensor, draws: int = 2000, **features: Any) -> set[int]:
-    """Which tokens come up when one row of logits is drawn from often."""
+    """Return which tokens come up when one row of logits is drawn from often."""
     return set(sample(logits.expand(draws, -1), batch_of(draws, **features)).tolist())
 
 
@@ -277,7 +277,7 @@ def test_no_close_contest_is_decided_by_the_bounds_of_the_fast_path() -> None:
 
 @pytest.mark.parametrize("min_p", [0.1, 0.2, 0.3, 0.4, 0.45])
 def test_min_p_is_exact_at_its_border(min_p: float) -> None:
-    """Of the floats around the border, the fast path keeps those that float64 keeps."""
+    """The fast path keeps those of the floats around the border that float64 keeps."""
     border = torch.tensor(min_p).double().log().float()
     around = [torch.nextafter(border, torch.tensor(towards)) for towards in (-torch.inf, border.item(), torch.inf)]
     logits = torch.stack([torch.zeros(3), torch.stack(around)], dim=1).repeat(300, 1)

@@ -20,7 +20,7 @@ errors = pytest.importorskip("triton").runtime.errors
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """How long a run with a BLOCK takes; runs return their BLOCK."""
+    """Return how long a run with a BLOCK takes; runs return their BLOCK."""
     table: dict[int, float] = {}
     monkeypatch.setattr(tune, "seconds_per_call", lambda run, device, measure_s=None: table[run()])
     return table

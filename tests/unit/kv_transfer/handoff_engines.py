@@ -34,7 +34,7 @@ class Engines:
         *,
         helped: bool = False,
     ) -> None:
-        """What the holder is like, and how the reader reads. `helped`: only with the holder's help, as over TCP."""
+        """Set up a holder, and a reader that reads as told. `helped`: only with the holder's help, as over TCP."""
         self.num_blocks = num_blocks
         self.clock = VirtualClock()
         self.network = FakeNetwork(self.clock, random.Random(0))

@@ -176,7 +176,7 @@ class Engine:
     # ------------------------------------------------------------------ prefill
 
     def offer(self, num_blocks: int, num_written: int, request_id: str, generation: int) -> Offering | None:
-        """Of which `num_written` are there at once, the others when `write` is called."""
+        """Offer blocks of which `num_written` are there at once, the others when `write` is called."""
         if num_blocks > self.pool.num_free:
             return None
         blocks, number = self.pool.allocate(num_blocks), next(self.ids)

@@ -190,7 +190,7 @@ def test_the_holder_does_what_its_row_says(state: LeaseState, event: LeaseEvent)
 
 @pytest.mark.parametrize("state", LeaseState, ids=lambda state: state.name)
 def test_no_message_and_no_call_finds_a_pair_that_the_holders_table_lacks(state: LeaseState) -> None:
-    """What is a stranger to one state is the reader to another; a pair without a row would raise."""
+    """A stranger to one state is the reader to another; a pair without a row would raise."""
     for happenings in LEASE_EVENTS.values():
         for happen in happenings:
             for grows in (False, True):
@@ -288,7 +288,7 @@ def kind(action: Action) -> type:
 
 
 def expected(row: ReceiveRow, event: ReceiveEvent, state: ReceiveState) -> list[object]:
-    """What the row says, but for what there is no occasion to."""
+    """Return what the row says, but for what there is no occasion to."""
     idle = {Reaction.ASK_DIGESTS}  # nothing is verified here
     if event in (ReceiveEvent.GRANT, ReceiveEvent.GROWN) and state is ReceiveState.READING:
         idle.add(Reaction.READ)  # all was written at once

@@ -52,7 +52,7 @@ class Copies:
 
 
 class Orders(RuleBasedStateMachine):
-    """What is below keeps the contract of a connector, and of copies."""
+    """The layers below keep the contract of a connector, and of copies."""
 
     @initialize()
     def begin(self) -> None:

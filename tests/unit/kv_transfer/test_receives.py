@@ -47,7 +47,7 @@ RELEASED = Emit(BlocksReleased(1))
 
 
 def received(pulled_s: float) -> Emit:
-    """Of what was claimed at time 1."""
+    """Return the event of a receive that was claimed at time 1."""
     return Emit(Received(1, claimed_s=1.0, pulled_s=pulled_s))
 
 
@@ -233,7 +233,7 @@ def test_a_grant_for_a_receive_that_is_over_lets_the_holder_go(pulling: ReceiveT
 
 @pytest.fixture
 def growing() -> ReceiveTable:
-    """Of three blocks the first was here already; when the ticket was sent, two were written."""
+    """Return a table with a receive of three blocks: the first was here, and two were written with the ticket."""
     table = ReceiveTable(ME, PATIENCE)
     table.start(1, msgspec.structs.replace(TICKET, num_ready=2), first_block=1, block_ids=[20, 21], now=0.0)
     assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, ReadBlocks(1, 0, 1)]

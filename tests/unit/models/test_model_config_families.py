@@ -339,7 +339,7 @@ LATENT: dict[str, Any] = {
 
 
 def cache_of(config: ModelConfig) -> tuple[CacheKind, int, int, int]:
-    """What all layers keep: the kind, KV heads, planes and dimensions."""
+    """Return what all layers keep: the kind, KV heads, planes and dimensions."""
     group = config.caches.only
     assert group.layers == tuple(range(config.num_layers))
     return group.kind, group.blocks.num_kv_heads, group.blocks.num_planes, group.blocks.head_dim

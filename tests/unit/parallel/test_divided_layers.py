@@ -67,7 +67,7 @@ def test_a_feed_forward_layer_is_the_sum_of_its_shares(ranks: int, bias: bool) -
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_stream_of_divided_layers_is_the_same_on_every_rank(in_place: bool) -> None:
-    """What the stream holds already is added once, whoever adds to it in place."""
+    """The sum so far is added once, whichever rank adds to it in place."""
 
     def make() -> Layer:
         return GatedMLP(32, 48, bias=True)

@@ -36,7 +36,7 @@ def load(folder: Path, **given: str) -> CausalLM:
 
 
 def logits(model: CausalLM) -> Tensor:
-    """Of four tokens. Depends on every parameter of the model."""
+    """Return the logits of four tokens, which depend on every parameter of the model."""
     return model.logits(model(torch.tensor([3, 1, 4, 1]), PagedRun(model, 1, 4).caches([0], [4], [4])))
 
 
@@ -167,7 +167,7 @@ def test_a_model_has_exactly_the_tensors_that_transformers_saves(architecture: s
 
 
 def parameters(layer: Layer) -> list[Tensor]:
-    """Those that are still there after packing: norms, biases, the embedding."""
+    """Return the parameters that are still there after packing: norms, biases, the embedding."""
     own = [parameter.data for _, parameter in layer.parameters() if parameter.has_data]
     return own + [tensor for _, child in layer.children() for tensor in parameters(child)]
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(180)
 
 
 class Model:
-    """What is served, and what one engine without tiers makes of it."""
+    """The model that is served, and what one engine without tiers makes of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -44,7 +44,7 @@ class Group:
         event_of(self.store)
 
     def load(self, numbers: Sequence[int]) -> int:
-        """How many came. Those are checked, on both ranks."""
+        """Return how many came. Those are checked, on both ranks."""
         for pool in self.pools:
             pool.blocks[:] = 0
         found = self.store.find(names(numbers))

@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", tier_process.__name__]
 
 
 def run(folder: Path, num_slots: int, what: str) -> tuple[TierStats, int]:
-    """What the process says at its end."""
+    """Return what the process says at its end."""
     done = subprocess.run(
         [*COMMAND, folder, str(num_slots), what], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
     )
