@@ -1,12 +1,18 @@
-"""Measure servers of one model on this machine's GPU, one after the other; `vllm bench serve` is the client of all.
+"""Measure servers of one model on this machine's GPUs, one after the other; `vllm bench serve` is the client of all.
 
     python tools/compare_servers.py MODEL --servers baton baton-pd vllm vllm-pd --kv-gib 16 32 --out results.jsonl
+    python tools/compare_servers.py MODEL --gpus 0 1 --servers baton-two baton-pd vllm-pd   # a GPU for each engine
     python tools/compare_servers.py --table results.jsonl
 
     baton       one unified engine, everything else as Baton chooses it
-    baton-pd    a prefill and a decode engine on the same GPU, with as many GiB of KV blocks as --kv-gib says
+    baton-two   two unified engines
+    baton-pd    a prefill and a decode engine
     vllm        `vllm serve`
-    vllm-pd     two of them with its NixlConnector, and the proxy below, with KV memory as above
+    vllm-two    two of them, as data-parallel ranks
+    vllm-pd     two of them with its NixlConnector, and the proxy below
+
+Two engines share one GPU, each with as many GiB of KV blocks as --kv-gib says; with two --gpus each has its own, and
+chooses its memory. Servers of several GPUs can be measured at the same time, each pair with its --gpus and --port.
 
 Must run where `vllm` can be imported; `--baton` and `--vllm` are the commands, where they need another environment.
 MODEL is a folder with config.json and a tokenizer; weights are made up. Each server is asked for every length with
@@ -32,7 +38,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PORT, PREFILL_PORT, DECODE_PORT = 8000, 8100, 8200
+PREFILL, DECODE = 100, 200  # what vLLM's engines of a pair add to the port
 STARTS_S = 400.0
 ENDS_S = 60.0
 GIB = 1 << 30
@@ -44,16 +50,19 @@ FIGURES = ["output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms"
 
 @contextmanager
 def processes(
-    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path, one_gpu: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run commands, each once the one before it answers, and end all of them; yields the last one, just started."""
+    """Run commands, and end all of them; yields the last one, just started.
+
+    Those that share a GPU start once the one before answers: how much memory it takes must be known by then.
+    """
     started: list[subprocess.Popen[bytes]] = []
     with log.open("ab") as out:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                if started:  # the memory that it takes must be known before the next one looks how much is free
-                    before = commands[len(started) - 1]
-                    wait_until_ready(f"http://127.0.0.1:{before[before.index('--port') + 1]}", started[-1])
+                is_last = len(started) == len(commands) - 1  # the proxy of several answers at once
+                for before, process in zip(commands, started, strict=False) if one_gpu or is_last else ():
+                    wait_until_ready(f"http://127.0.0.1:{before[before.index('--port') + 1]}", process)
                 variables = {**os.environ, **environment}
                 started.append(subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True))
             yield started[-1]
@@ -91,41 +100,65 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"{url}/health does not answer")
 
 
-def baton(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
+Commands = tuple[list[list[str]], list[dict[str, str]]]  # and what each adds to the environment
+
+
+def baton(options: argparse.Namespace, folder: Path) -> Commands:
     command = [*shlex.split(options.baton), "serve", options.model, "--model-id", "m", "--load-format", "dummy"]
-    return [[*command, "--port", str(PORT), *shlex.split(options.baton_options)]], [{}]
+    return [[*command, "--port", str(options.port), *shlex.split(options.baton_options)]], [visible(options.gpus)]
 
 
-def baton_pair(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
-    fleets = {
-        role: {"num_gpus": 0.4, "engine": {"kv_cache_memory_bytes": round(gib * GIB)}}
-        for role, gib in zip(("prefill", "decode"), options.kv_gib, strict=True)
-    }
+def baton_two(options: argparse.Namespace, folder: Path) -> Commands:
+    return baton_fleets(options, folder, {"unified": {"replicas": 2, **share_of_gpu(options, 0)}})
+
+
+def baton_pair(options: argparse.Namespace, folder: Path) -> Commands:
+    fleets = {role: share_of_gpu(options, index) for index, role in enumerate(("prefill", "decode"))}
+    return baton_fleets(options, folder, fleets)
+
+
+def share_of_gpu(options: argparse.Namespace, index: int) -> dict[str, Any]:
+    if len(options.gpus) > 1:
+        return {"num_gpus": 1}
+    return {"num_gpus": 0.4, "engine": {"kv_cache_memory_bytes": round(options.kv_gib[index] * GIB)}}
+
+
+def baton_fleets(options: argparse.Namespace, folder: Path, fleets: dict[str, Any]) -> Commands:
     application = {
         "model": options.model,
         "model_id": "m",
-        "gateway": {"host": "127.0.0.1", "port": PORT, "drain_s": 0, "drain_timeout_s": 3},
+        "gateway": {"host": "127.0.0.1", "port": options.port, "drain_s": 0, "drain_timeout_s": 3},
         "engine": {"load_format": "dummy", "device": "cuda"},
         "fleets": fleets,
     }
     whole = {"name": "baton", "route_prefix": "/", "import_path": "baton.cluster.app:build_app", "args": application}
-    config = folder / "pair.yaml"  # JSON is YAML
+    config = folder / "fleets.yaml"  # JSON is YAML
     config.write_text(json.dumps({"proxy_location": "Disabled", "applications": [whole]}))
-    return [[*shlex.split(options.baton), "serve", "--config", str(config), *shlex.split(options.baton_options)]], [{}]
+    command = [*shlex.split(options.baton), "serve", "--config", str(config), *shlex.split(options.baton_options)]
+    return [command], [visible(options.gpus)]
 
 
-def vllm(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
-    return [[*vllm_command(options), "--port", str(PORT)]], [{}]
+def vllm(options: argparse.Namespace, folder: Path) -> Commands:
+    return [[*vllm_command(options), "--port", str(options.port)]], [visible(options.gpus)]
 
 
-def vllm_pair(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
+def vllm_two(options: argparse.Namespace, folder: Path) -> Commands:
+    command = [*vllm_command(options), "--port", str(options.port), "--data-parallel-size", "2"]
+    return [command], [visible(options.gpus)]
+
+
+def vllm_pair(options: argparse.Namespace, folder: Path) -> Commands:
     transfers = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     commands, environments = [], []
-    for port, gib in zip((PREFILL_PORT, DECODE_PORT), options.kv_gib, strict=True):
-        memory = ["--kv-cache-memory-bytes", str(round(gib * GIB)), "--gpu-memory-utilization", "0.45"]
-        commands.append([*vllm_command(options), "--port", str(port), "--kv-transfer-config", transfers, *memory])
-        environments.append({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 50), "UCX_NET_DEVICES": "all"})
-    return [*commands, [sys.executable, __file__, "--proxy"]], [*environments, {}]
+    for index, (offset, gib) in enumerate(zip((PREFILL, DECODE), options.kv_gib, strict=True)):
+        port = options.port + offset
+        command = [*vllm_command(options), "--port", str(port), "--kv-transfer-config", transfers]
+        if len(options.gpus) == 1:
+            command += ["--kv-cache-memory-bytes", str(round(gib * GIB)), "--gpu-memory-utilization", "0.45"]
+        commands.append(command)
+        gpu = visible([options.gpus[index % len(options.gpus)]] if options.gpus else [])
+        environments.append({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 50), "UCX_NET_DEVICES": "all", **gpu})
+    return [*commands, [sys.executable, __file__, "--proxy", "--port", str(options.port)]], [*environments, {}]
 
 
 def vllm_command(options: argparse.Namespace) -> list[str]:
@@ -133,10 +166,16 @@ def vllm_command(options: argparse.Namespace) -> list[str]:
     return [*command, "--no-enable-log-requests", *shlex.split(options.vllm_options)]
 
 
-SERVERS: dict[str, Callable[[argparse.Namespace, Path], tuple[list[list[str]], list[dict[str, str]]]]] = {
+def visible(gpus: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
+SERVERS: dict[str, Callable[[argparse.Namespace, Path], Commands]] = {
     "baton": baton,
+    "baton-two": baton_two,
     "baton-pd": baton_pair,
     "vllm": vllm,
+    "vllm-two": vllm_two,
     "vllm-pd": vllm_pair,
 }
 
@@ -144,7 +183,7 @@ SERVERS: dict[str, Callable[[argparse.Namespace, Path], tuple[list[list[str]], l
 # vLLM's pair behind one port
 
 
-def proxy() -> None:
+def proxy(port: int) -> None:
     """Answer completions with two `vllm serve`: the first reads a prompt, the second writes the answer."""
     import aiohttp
     from aiohttp import web
@@ -171,11 +210,11 @@ def proxy() -> None:
         first = {**body, "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": asked}
         first.pop("stream_options", None)
         url = f"http://127.0.0.1:%d{request.path}"
-        async with sessions[0].post(url % PREFILL_PORT, json=first, headers=headers) as read:
+        async with sessions[0].post(url % (port + PREFILL), json=first, headers=headers) as read:
             read.raise_for_status()
             params = (await read.json()).get("kv_transfer_params")
         second = {**body, "kv_transfer_params": params}
-        async with sessions[0].post(url % DECODE_PORT, json=second, headers=headers) as written:
+        async with sessions[0].post(url % (port + DECODE), json=second, headers=headers) as written:
             response = web.StreamResponse(status=written.status, headers={"Content-Type": written.content_type})
             await response.prepare(request)
             async for piece in written.content.iter_any():
@@ -189,7 +228,7 @@ def proxy() -> None:
     application.cleanup_ctx.append(session)
     application.router.add_post("/v1/completions", answer)
     application.router.add_get("/health", health)
-    web.run_app(application, host="127.0.0.1", port=PORT, print=None)
+    web.run_app(application, host="127.0.0.1", port=port, print=None)
 
 
 # The client of all
@@ -200,7 +239,7 @@ def bench(options: argparse.Namespace, length: str, clients: int, num_prompts: i
     from vllm.benchmarks.serve import add_cli_args, main_async
 
     input_len, output_len = length.split("/")
-    given = f"--backend openai --base-url http://127.0.0.1:{PORT} --endpoint /v1/completions --model m"
+    given = f"--backend openai --base-url http://127.0.0.1:{options.port} --endpoint /v1/completions --model m"
     given += f" --tokenizer {options.model} --dataset-name random --ignore-eos --temperature 1.0 --disable-tqdm"
     given += f" --random-input-len {input_len} --random-output-len {output_len} --seed {seed}"
     given += f" --max-concurrency {clients} --num-prompts {num_prompts} --percentile-metrics ttft,tpot,itl"
@@ -216,6 +255,9 @@ def measure(options: argparse.Namespace) -> None:
     done = {(row["model"], row["server"], row["length"], row["clients"]) for row in known}
     model = Path(options.model).name
     cells = [(length, clients) for length in options.lengths for clients in options.clients]
+    if options.cells:
+        named = [cell.partition(":") for cell in options.cells]
+        cells = [(length, int(clients)) for length, _, given in named for clients in given.split(",")]
     for server in options.servers:
         left = [cell for cell in cells if (model, server, *cell) not in done]
         if not left:
@@ -224,8 +266,8 @@ def measure(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             commands, environments = SERVERS[server](options, Path(folder))
             log = out.with_suffix(f".{model}.{server}.log")
-            with processes(commands, environments, log) as last:
-                wait_until_ready(f"http://127.0.0.1:{PORT}", last)
+            with processes(commands, environments, log, len(options.gpus) < 2) as last:
+                wait_until_ready(f"http://127.0.0.1:{options.port}", last)
                 ready_s = time.monotonic() - began_s
                 for length in dict.fromkeys(length for length, _ in left):
                     bench(options, length, 8, 16, seed=0)
@@ -264,9 +306,14 @@ def table(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=["baton", "baton-pd", "vllm", "vllm-pd"])
+    parser.add_argument("--gpus", nargs="+", type=int, default=[], help="their numbers; two: each engine has its own")
+    parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--lengths", nargs="+", default=["512/256", "1024/128", "8192/64"], metavar="IN/OUT")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument(
+        "--cells", nargs="+", metavar="IN/OUT:CLIENTS,...", help="in place of all clients for all lengths"
+    )
     parser.add_argument("--kv-gib", nargs=2, type=float, default=[16.0, 32.0], metavar=("PREFILL", "DECODE"))
     parser.add_argument("--baton", default="baton", help="the command")
     parser.add_argument("--vllm", default="vllm", help="the command")
@@ -277,7 +324,7 @@ def main() -> None:
     parser.add_argument("--proxy", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.proxy:
-        proxy()
+        proxy(options.port)
     elif options.table is not None:
         print(table(options.table))
     elif options.model is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from typing import Any, TypeVar
@@ -46,8 +47,11 @@ def as_decoded(params: _Params, where: str = "") -> _Params:
 
 def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
     values = {}
-    for field in msgspec.structs.fields(params):
+    for field in _fields(type(params)):
         value, name = getattr(params, field.name), where + field.name
+        if value is field.default:
+            values[field.name] = value
+            continue
         if isinstance(value, msgspec.Struct):
             value = as_decoded(value, f"{name}.")
         try:
@@ -59,6 +63,9 @@ def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
             inner = path.removeprefix("$").rstrip("`") if path.startswith("$") else ""
             raise InvalidSamplingParams(name + inner, message) from None
     return values
+
+
+_fields = functools.cache(msgspec.structs.fields)  # which evaluates annotations each time
 
 
 def _plain(value: Any) -> Any:

@@ -59,6 +59,7 @@ class CudaStartup:
         torch.cuda.set_device(context.device)
         self._stream = CudaStream(context.device)
         self._draft_model: DraftModel | None = None
+        self._late_before = 0
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Set the number of CPU threads, and record the kernels of every step, which other processes compile while the
@@ -108,6 +109,7 @@ class CudaStartup:
         if not self._config.enforce_eager:
             with self._phases("capture"):
                 runner.capture()
+        self._late_before = jit.compilations_after_ready()  # those of engines that this process had before
         jit.mark_ready()
         return runner
 
@@ -115,7 +117,7 @@ class CudaStartup:
         return self._stream.current()
 
     def late_compilations(self) -> int:
-        return jit.compilations_after_ready()
+        return jit.compilations_after_ready() - self._late_before
 
     def release(self) -> None:
         self._stream.release()

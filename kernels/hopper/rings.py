@@ -146,13 +146,13 @@ def new_ring(
 
 
 @gluon.jit
-def clear_tail(values, n, num_keys, PAGE: gl.constexpr):
+def clear_tail(values, n, num_keys, PAGE: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zero the rows of tile n behind the last of `num_keys` keys, in the last page of a ring of 16-bit pages.
 
-    That may be anything, and zero times infinity is not zero. For consumers of four warps: each does it, so that none
-    has to wait for another.
+    That may be anything, and zero times infinity is not zero. For consumers of so many warps: each consumer does it, so
+    that none has to wait for another.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     PAGES: gl.constexpr = values.slabs.shape[1] // PAGE
     SLABS: gl.constexpr = values.slabs.shape[0] // values.full.shape[0]
     tail = num_keys % PAGE

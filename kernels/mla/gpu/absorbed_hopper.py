@@ -1,4 +1,4 @@
-"""Absorbed MLA of single queries for Hopper, warp-specialized: three warps load by TMA, four multiply what has landed.
+"""Absorbed MLA for Hopper, warp-specialized: three warps load by TMA, one or two warp groups multiply what has landed.
 
     copy engine ──pages──> ring of tiles in shared memory ──> scores [tile, rows] = latents q_latent + ropes q_rope
                                                           ──> sums   [rank, rows] = latents^T softmax(scores)
@@ -6,9 +6,14 @@
 Keys are the rows of both products, so that 16 query heads fill what a warp group multiplies, and a tile is read from
 memory once for keys and values. Work is partitioned as in `work_list`; the outputs are those of `absorbed`.
 
-Only the newest latent of a decode is this step's. So pages are on their way while the kernels before this one still
+    narrow    up to 32 heads of one query          one warp group; two tiles of queries on their way
+    wide      64 rows: heads of several queries    two warp groups, which divide the rows among them for the scores, and
+                                                   the dimensions of the latents for the sums; one tile of queries
+
+Of a decode only the newest latent is this step's. So pages are on their way while the kernels before this one still
 run: a warp that fetches them waits for those when it comes to the last tile of a sequence. It waits at once where one
-is no decode: a single token behind longer chunks may have a prefix that these compute. Queries have their own warp.
+is no decode: a single token behind longer chunks may have a prefix that these compute, and so may a later part of a
+chunk. Queries have their own warp.
 
 Annotations are read by Triton: this module evaluates them.
 """
@@ -30,25 +35,30 @@ from baton.kernels.hopper.rings import (
     Ring,
     Value,
     async_load,
+    barrier,
     clear_tail,
     new_barriers,
     record,
     view,
 )
+from baton.kernels.hopper.stored_parts import columns
 from baton.kernels.launch import is_hopper
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOG2_E, LOWEST
 
-from .absorbed_output import AbsorbedOutput, AbsorbedParts, Work, finish
+from .absorbed_output import AbsorbedOutput, AbsorbedParts, Padding, Work, finish
 from .combine import combine
 from .work_list import WorkList, WorkTiles
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
 STAGES = gl.constexpr(2)
-MOST_ROWS = 32  # whose sums fit the registers of a warp group
+MOST_ROWS = gl.constexpr(32)  # whose sums fit the registers of a warp group
+WIDE_ROWS = 64  # ... of two
+LEAST_HEADS = 8  # of a query: a box whose rows repeat the swizzle's pattern
 LOADERS = gl.constexpr(2)  # warps for pages: one alone would take as long for a tile as its products do
 LOADER_REGISTERS = gl.constexpr(40)
 REGISTERS = 152  # of a thread at the start: with all that there are, no other kernel's program could be beside one
+WIDE_REGISTERS = 168  # all that there are: a wide program takes all of the shared memory, too
 FEW_ITEMS = 32  # times groups of heads; up to so many, a kernel of its own puts parts together
 
 
@@ -62,8 +72,11 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bo
         and q_rope.shape[2] == SLAB.value
         and width % SLAB.value == 0
         and TILE.value % (page * LOADERS.value) == 0
-        and (tiles.queries, tiles.tile) == (1, TILE.value)
-        and tiles.rows <= MOST_ROWS
+        and tiles.tile == TILE.value
+        and (
+            (tiles.queries == 1 and tiles.rows <= MOST_ROWS.value)
+            or (tiles.rows == WIDE_ROWS and tiles.heads >= LEAST_HEADS)
+        )
         and fits_boxes(q_latent)
         and fits_boxes(q_rope)
     )
@@ -87,21 +100,22 @@ def latent_attention(
     out: Tensor,
     pads: bool,
 ) -> None:
-    """Attend items of one query token, as `absorbed.latent_attention` does.
+    """Attend items as `absorbed.latent_attention` does.
 
     An item in many parts would keep the program that comes last with one busy while the others are idle: where there
-    are few items, `combine` has a program for each of their rows.
+    are few items, `combine` has a program for each of their rows; and of wide items, whose parts are large.
     """
     num_heads, rank = q_latent.shape[1:]
     groups = tiles.groups(num_heads)
-    apart = work.max_items * groups <= FEW_ITEMS
+    wide = tiles.rows > MOST_ROWS.value
+    apart = wide or work.max_items * groups <= FEW_ITEMS
     parts = torch.empty((groups, work.num_programs, 2, tiles.rows, rank), dtype=torch.float32, device=out.device)
     softmax = torch.empty((groups, work.num_programs, 2, tiles.rows, 2), dtype=torch.float32, device=out.device)
     page, width = kv.shape[4:]
     query_box = gl.NVMMASharedLayout(128, 16, 3)
     attend_share[(work.num_programs, groups)](
-        TensorDescriptor.from_tensor(q_latent, [1, tiles.rows, SLAB.value], query_box),
-        TensorDescriptor.from_tensor(q_rope, [1, tiles.rows, SLAB.value], query_box),
+        TensorDescriptor.from_tensor(q_latent, [tiles.queries, tiles.heads, SLAB.value], query_box),
+        TensorDescriptor.from_tensor(q_rope, [tiles.queries, tiles.heads, SLAB.value], query_box),
         TensorDescriptor.from_tensor(kv.view(-1, width), [page, SLAB.value], BOX.value),
         out,
         parts,
@@ -120,12 +134,13 @@ def latent_attention(
         out.shape[0] if pads else 0,
         work.max_items,
         batch.num_decodes,
-        ROWS=tiles.rows,
+        QUERIES=tiles.queries,
+        HEADS=tiles.heads,
         RANK=rank,
         PAGE=page,
         APART=apart,
-        num_warps=4,
-        maxnreg=REGISTERS,
+        num_warps=8 if wide else 4,
+        maxnreg=WIDE_REGISTERS if wide else REGISTERS,
         **launch_options(),
     )
     if apart:
@@ -136,19 +151,29 @@ def latent_attention(
 class AbsorbedShape:
     """The compile-time sizes of the kernel."""
 
-    ROWS: gl.constexpr  # heads of a group, and padding
+    QUERIES: gl.constexpr
+    HEADS: gl.constexpr  # of a group, and padding
+    ROWS: gl.constexpr  # the heads of all queries
     RANK: gl.constexpr
     PAGE: gl.constexpr
     APART: gl.constexpr
-    MMA: gl.constexpr  # how the products' results lie in registers
+    WARPS: gl.constexpr  # that multiply
+    SCORES: gl.constexpr  # how the products' results lie in registers
+    SUMS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, RANK, PAGE, APART):
-        self.ROWS = gl.constexpr(ROWS)
+    def __init__(self, QUERIES, HEADS, RANK, PAGE, APART):
+        rows = QUERIES * HEADS
+        groups = 2 if rows > MOST_ROWS.value else 1
+        self.QUERIES = gl.constexpr(QUERIES)
+        self.HEADS = gl.constexpr(HEADS)
+        self.ROWS = gl.constexpr(rows)
         self.RANK = gl.constexpr(RANK)
         self.PAGE = gl.constexpr(PAGE)
         self.APART = gl.constexpr(APART)
-        self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+        self.WARPS = gl.constexpr(4 * groups)
+        self.SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, groups], [16, rows // groups, 16]))
+        self.SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4 * groups, 1], [16, rows, 16]))
 
 
 @record
@@ -178,22 +203,12 @@ class LatentRings:
     ropes: Ring
 
 
-@record
-class Padding:
-    """The rows of tokens of slot -1, which are zeroed among the first `num_tokens`."""
-
-    out: gl.tensor
-    slots: gl.tensor
-    num_tokens: gl.tensor
-    num_heads: Value
-
-
 @gluon.jit
 def _load_queries(work, queries, ring, padding, shape):
     """Load the queries of every item of the share by TMA, and zero the rows of padding tokens."""
     q_latent, q_rope = ring.latents, ring.ropes
     BOXES: gl.constexpr = queries.latents.layout
-    first_head = gl.program_id(1) * shape.ROWS
+    first_head = gl.program_id(1) * shape.HEADS
     tile, share_end, number = work.share()
     n = 0
     wait_for_previous()
@@ -202,29 +217,15 @@ def _load_queries(work, queries, ring, padding, shape):
         q_latent.await_free(n)
         mbarrier.expect(q_latent.barrier(n), shape.ROWS * (shape.RANK + SLAB) * 2)
         for slab in gl.static_range(shape.RANK // SLAB):
-            box = view(q_latent.slab(n, slab), [1, shape.ROWS, SLAB], BOXES)
+            box = view(q_latent.slab(n, slab), [shape.QUERIES, shape.HEADS, SLAB], BOXES)
             async_load(queries.latents, [item.token, first_head, slab * SLAB], q_latent.barrier(n), box)
-        box = view(q_rope.slab(n, 0), [1, shape.ROWS, SLAB], BOXES)
+        box = view(q_rope.slab(n, 0), [shape.QUERIES, shape.HEADS, SLAB], BOXES)
         async_load(queries.ropes, [item.token, first_head, 0], q_latent.barrier(n), box)
         n += 1
         number += 1
         tile = item.end
     if not shape.APART:
-        _clear_padding(padding, first_head, shape)
-
-
-@gluon.jit
-def _clear_padding(padding, first_head, shape):
-    """Zero the rows of padding tokens, which no item has; one warp of every program takes some of them."""
-    out, num_heads = padding.out, padding.num_heads
-    dim = gl.arange(0, shape.RANK, gl.BlockedLayout([8], [32], [1], [0]))
-    token = gl.program_id(0)
-    while token < padding.num_tokens:
-        if gl.load(padding.slots + token) < 0:
-            place = out + (token.to(gl.int64) * num_heads + first_head) * shape.RANK + dim
-            for row in range(gl.minimum(num_heads - first_head, shape.ROWS)):
-                gl.store(place + row * shape.RANK, gl.zeros_like(dim).to(out.dtype.element_ty))
-        token += gl.num_programs(0)
+        padding.clear(first_head, shape)
 
 
 @gluon.jit
@@ -236,7 +237,7 @@ def _load_pages(work, num_decodes, cache, ring, FIRST: gl.constexpr, shape):
     tile, share_end, number = work.share()
     n = 0
     while tile < share_end:
-        if number >= num_decodes:
+        if (shape.QUERIES > 1) | (number >= num_decodes):
             wait_for_previous()
         item = work.item(number, share_end)
         num_pages = gl.cdiv(item.num_keys, shape.PAGE)
@@ -270,46 +271,53 @@ def _consume(work, output, scale, query_ring, ring, weight_memory, shape):
     let_next_start()
     q_latent, q_rope = query_ring.latents, query_ring.ropes
     latents, ropes = ring.latents, ring.ropes
-    key_in_tile = gl.arange(0, TILE, gl.SliceLayout(1, shape.MMA))
+    key_in_tile = gl.arange(0, TILE, gl.SliceLayout(1, shape.SCORES))
+    query_of_row = columns(shape.ROWS, shape.SCORES) // shape.HEADS
     tile, share_end, number = work.share()
     n = 0
     turn = 0
     wait_for_previous()
     while tile < share_end:
         item = work.item(number, share_end)
-        seq_len = item.num_keys
-        top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
-        weights = gl.zeros([TILE, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a tile has its own sum
-        sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, shape.MMA)
+        num_visible = gl.minimum(item.num_visible + query_of_row, item.num_keys)  # of the keys, by each row
+        top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.SCORES))
+        weights = gl.zeros([TILE, shape.ROWS], gl.float32, shape.SCORES)  # each key's place in a tile has its own sum
+        sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, shape.SUMS)
         q_latent.await_full(turn)
         for index in range(tile - item.start, item.end - item.start):
             latents.await_full(n)
-            is_cut = (index + 1) * TILE > seq_len
-            if is_cut:
-                clear_tail(latents, n, seq_len, shape.PAGE)
-            scores = gl.zeros([TILE, shape.ROWS], gl.float32, shape.MMA)
+            is_cut = (index + 1) * TILE > item.num_visible
+            if (index + 1) * TILE > item.num_keys:
+                clear_tail(latents, n, item.num_keys, shape.PAGE, shape.WARPS)
+            scores = gl.zeros([TILE, shape.ROWS], gl.float32, shape.SCORES)
             query = q_rope.tile(turn).permute((1, 0))
             scores = hopper.warpgroup_mma(ropes.tile(n), query, scores, use_acc=False, is_async=True)
             query = q_latent.tile(turn).permute((1, 0))
             scores = hopper.warpgroup_mma(latents.tile(n), query, scores, is_async=True)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * scale
             if is_cut:
-                scores = gl.where(gl.expand_dims(index * TILE + key_in_tile < seq_len, 1), scores, float("-inf"))
+                key = gl.expand_dims(index * TILE + key_in_tile, 1)
+                scores = gl.where(key < gl.expand_dims(num_visible, 0), scores, float("-inf"))
             new_top = gl.maximum(top, gl.max(scores, 0))
             probabilities = gl.exp2(scores - gl.expand_dims(new_top, 0))
-            shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
+            shrink = gl.exp2(top - new_top)
             weight_memory.store(probabilities.to(weight_memory.dtype))
             hopper.fence_async_shared()
-            weights = weights * shrink + probabilities
+            weights = weights * gl.expand_dims(shrink, 0) + probabilities
+            shrink = gl.convert_layout(shrink, gl.SliceLayout(0, shape.SUMS))
             values = latents.tile(n).permute((1, 0))
-            sums = hopper.warpgroup_mma(values, weight_memory, sums * shrink, is_async=True)
+            sums = hopper.warpgroup_mma(values, weight_memory, sums * gl.expand_dims(shrink, 0), is_async=True)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
+            if shape.WARPS > 4:
+                barrier()  # one thread releases for both warp groups
             latents.release(n)
             top = new_top
             n += 1
         q_latent.release(turn)
         turn += 1
-        finish(Partial(sums, gl.sum(weights, 0), top), number, tile, item.end, work, output, shape)
+        weight = gl.convert_layout(gl.sum(weights, 0), gl.SliceLayout(0, shape.SUMS))
+        top = gl.convert_layout(top, gl.SliceLayout(0, shape.SUMS))
+        finish(Partial(sums, weight, top), number, tile, item.end, work, output, shape)
         number += 1
         tile = item.end
 
@@ -347,7 +355,8 @@ def attend_share(
     num_padded_tokens,
     max_items,
     num_decodes,
-    ROWS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
     RANK: gl.constexpr,
     PAGE: gl.constexpr,
     APART: gl.constexpr,
@@ -357,11 +366,13 @@ def attend_share(
     `pages` has boxes [page, slab] of kv seen as rows of latents. Of the first `num_padded_tokens`, those of slot -1
     become zero, unless `combine` sees to it.
     """
-    query_ring = _new_rings(pages.dtype, 2, ROWS, RANK, 1)
+    shape = AbsorbedShape(QUERIES, HEADS, RANK, PAGE, APART)
+    ROWS: gl.constexpr = shape.ROWS
+    QUERY_STAGES: gl.constexpr = 2 if ROWS <= MOST_ROWS else 1
+    query_ring = _new_rings(pages.dtype, QUERY_STAGES, ROWS, RANK, 1)
     ring = _new_rings(pages.dtype, STAGES, TILE, RANK, LOADERS)
     weight_memory = gl.allocate_shared_memory(pages.dtype, [TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
     hopper.fence_async_shared()
-    shape = AbsorbedShape(ROWS, RANK, PAGE, APART)
     work = Work(items, starts, shares, max_items)
     cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
     padding = Padding(out, slots, num_padded_tokens, num_heads)

@@ -15,19 +15,30 @@ from baton.kernels.hopper.flash import Partial
 from baton.kernels.hopper.rings import Value, record
 from baton.kernels.hopper.stored_parts import StoredParts, columns, dims, merge_stored
 
-from .work_list import FIRST_ITEM, FIRST_TILE, FIRST_TOKEN, ITEM_WORDS, NUM_VISIBLE, SHARE_WORDS, TABLE_ROW, programs_of
+from .work_list import (
+    FIRST_ITEM,
+    FIRST_TILE,
+    FIRST_TOKEN,
+    ITEM_WORDS,
+    NUM_QUERIES,
+    NUM_VISIBLE,
+    SHARE_WORDS,
+    TABLE_ROW,
+    programs_of,
+)
 
 PARTS_IN_REGISTERS = gl.constexpr(32)  # rows of parts whose loads are under way together
 
 
 @record
 class Item:
-    """One query token with all of its keys, as far as they lie in this program's share."""
+    """The query tokens of an item with all of their keys, as far as they lie in this program's share."""
 
     start: gl.tensor  # its first tile
     end: gl.tensor  # the tile behind its last one in the share
-    token: gl.tensor
-    num_keys: gl.tensor
+    token: gl.tensor  # the first
+    num_visible: gl.tensor  # keys that the first token sees
+    num_keys: gl.tensor  # ... and the last
     table_row: gl.tensor
 
 
@@ -51,7 +62,9 @@ class Work:
         words = self.items + ITEM_WORDS * number
         end = gl.minimum(gl.load(self.starts + number + 1), share_end)
         start = gl.load(self.starts + number)
-        return Item(start, end, gl.load(words + FIRST_TOKEN), gl.load(words + NUM_VISIBLE), gl.load(words + TABLE_ROW))
+        visible = gl.load(words + NUM_VISIBLE)
+        keys = visible + gl.load(words + NUM_QUERIES) - 1
+        return Item(start, end, gl.load(words + FIRST_TOKEN), visible, keys, gl.load(words + TABLE_ROW))
 
 
 @record
@@ -72,13 +85,35 @@ class AbsorbedOutput:
     parts: AbsorbedParts
 
 
+@record
+class Padding:
+    """The rows of tokens of slot -1, which are zeroed among the first `num_tokens`."""
+
+    out: gl.tensor
+    slots: gl.tensor
+    num_tokens: gl.tensor
+    num_heads: Value
+
+    @gluon.jit
+    def clear(self, first_head, shape):
+        """Zero a group of heads of padding tokens, which no item has; one warp of every program takes some of them."""
+        dim = gl.arange(0, shape.RANK, gl.BlockedLayout([8], [32], [1], [0]))
+        token = gl.program_id(0)
+        while token < self.num_tokens:
+            if gl.load(self.slots + token) < 0:
+                place = self.out + (token.to(gl.int64) * self.num_heads + first_head) * shape.RANK + dim
+                for row in range(gl.minimum(self.num_heads - first_head, shape.HEADS)):
+                    gl.store(place + row * shape.RANK, gl.zeros_like(dim).to(self.out.dtype.element_ty))
+            token += gl.num_programs(0)
+
+
 @gluon.jit
 def finish(found, item, tile, end, work, output, shape):
     """Write or store what `found` holds of an item: its tiles from `tile` to `end`."""
     token = gl.load(work.items + ITEM_WORDS * item + FIRST_TOKEN)
     item_start, item_end = gl.load(work.starts + item), gl.load(work.starts + item + 1)
     if (tile == item_start) & (end == item_end):
-        _write(found, token, output, shape.MMA, shape)
+        _write(found, token, gl.load(work.items + ITEM_WORDS * item + NUM_QUERIES), output, shape.SUMS, shape)
     else:
         _store_part(found, output.parts, tile == item_start, shape)
         if not shape.APART:
@@ -86,13 +121,16 @@ def finish(found, item, tile, end, work, output, shape):
 
 
 @gluon.jit
-def _write(found, token, output, LAYOUT: gl.constexpr, shape):
-    """Write the heads of a group of one token."""
+def _write(found, token, num_queries, output, LAYOUT: gl.constexpr, shape):
+    """Write the heads of a group of `num_queries` tokens from `token` on."""
     out, num_heads = output.out, output.num_heads
-    head = gl.program_id(1) * shape.ROWS + columns(shape.ROWS, LAYOUT)
-    place = gl.expand_dims((token.to(gl.int64) * num_heads + head) * shape.RANK, 0) + dims(shape.RANK, LAYOUT)
+    row = columns(shape.ROWS, LAYOUT)
+    query = row // shape.HEADS
+    head = gl.program_id(1) * shape.HEADS + row % shape.HEADS
+    place = ((token + query).to(gl.int64) * num_heads + head) * shape.RANK
     result = found.sums / gl.expand_dims(found.weight, 0)
-    gl.store(out + place, result.to(out.dtype.element_ty), mask=gl.expand_dims(head < num_heads, 0))
+    is_query = gl.expand_dims((query < num_queries) & (head < num_heads), 0)
+    gl.store(out + gl.expand_dims(place, 0) + dims(shape.RANK, LAYOUT), result.to(out.dtype.element_ty), mask=is_query)
 
 
 @gluon.jit
@@ -107,7 +145,7 @@ def _places_of_part(parts, program, begins, head_group, LAYOUT: gl.constexpr, sh
 
 @gluon.jit
 def _store_part(found, parts, begins, shape):
-    places = _places_of_part(parts, gl.program_id(0), begins, gl.program_id(1), shape.MMA, shape)
+    places = _places_of_part(parts, gl.program_id(0), begins, gl.program_id(1), shape.SUMS, shape)
     gl.store(places.sums, found.sums)
     gl.store(places.top, found.top)
     gl.store(places.weight, found.weight)
@@ -123,4 +161,4 @@ def _combine_if_last(start, end, token, work, output, shape):
     if is_last_to_arrive(parts.arrivals + gl.program_id(1) * gl.num_programs(0) + first, last - first):
         stored = StoredParts(parts, gl.program_id(1), first, last, shape.ROWS)
         merged = merge_stored(stored, _places_of_part, shape, shape.RANK, AT_ONCE, SPREAD)
-        _write(merged, token, output, SPREAD, shape)
+        _write(merged, token, shape.QUERIES, output, SPREAD, shape)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.engine import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
@@ -225,3 +226,12 @@ def test_random_lengths_never_run_out_of_memory_and_compile_nothing(
     assert llm.engine.core.stats().num_late_compilations == 0
     free, total = torch.cuda.mem_get_info()
     assert (total - free) / total < 0.82
+
+
+def test_an_engine_counts_no_kernels_that_were_compiled_before_it_was_ready(
+    make: Callable[..., LLM], tmp_path: Path
+) -> None:
+    first = make(tmp_path)
+    triton.knobs.runtime.jit_post_compile_hook(key="key", repr="somebody's", fn=None, compile={})
+    assert first.engine.core.stats().num_late_compilations == 1
+    assert make(tmp_path).engine.core.stats().num_late_compilations == 0

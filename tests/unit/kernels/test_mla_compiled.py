@@ -9,7 +9,7 @@ import pytest
 
 from baton.kernels.mla.gpu import absorbed, absorbed_hopper, dense, latent_cache
 
-from ...helpers.aot import compile_for_h200
+from ...helpers.aot import Compiled, compile_for_h200
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.exhaustive
@@ -103,11 +103,22 @@ HOPPER_SIGNATURE = {
 def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_others(
     rows: int, max_spill_bytes: int, apart: bool
 ) -> None:
-    constexprs = {"ROWS": rows, "RANK": 512, "PAGE": 16, "APART": apart}
-    types = HOPPER_SIGNATURE | dict.fromkeys(("q_latents", "q_ropes"), boxes(1, rows, 64))
-    options = {"num_warps": 4, "maxnreg": absorbed_hopper.REGISTERS, "max_spill_bytes": max_spill_bytes}
+    compiled = compiled_for_hopper(1, rows, apart, absorbed_hopper.REGISTERS, max_spill_bytes)
+    assert compiled.registers * 256 <= 0.6 * 65536
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("queries", "heads"), [(4, 16), (1, 64)])
+def test_on_hopper_two_warp_groups_hold_the_sums_of_several_queries(queries: int, heads: int) -> None:
+    compiled_for_hopper(queries, heads, True, absorbed_hopper.WIDE_REGISTERS, 128)  # once an item
+
+
+def compiled_for_hopper(queries: int, heads: int, apart: bool, registers: int, max_spill_bytes: int) -> Compiled:
+    constexprs = {"QUERIES": queries, "HEADS": heads, "RANK": 512, "PAGE": 16, "APART": apart}
+    types = HOPPER_SIGNATURE | dict.fromkeys(("q_latents", "q_ropes"), boxes(queries, heads, 64))
+    options = {"num_warps": 8 if queries * heads > 32 else 4, "maxnreg": registers, "max_spill_bytes": max_spill_bytes}
     compiled = compile_for_h200(absorbed_hopper.attend_share, types, constexprs, **options)
     assert compiled.wgmma
     assert "cp.async.bulk.tensor.2d" in compiled.ptx
     assert "setmaxnreg" in compiled.ptx
-    assert compiled.registers * 256 <= 0.6 * 65536
+    return compiled
