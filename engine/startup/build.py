@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -84,6 +85,7 @@ def build_engine(
             grammars=grammars,
             drafting=make_drafting(loaded.core_config.speculation, loaded.device_type),
         )
+    thaw = _freeze_start_up()
     _log_ready(loaded, phases)
     return Engine(
         core=core,
@@ -95,7 +97,7 @@ def build_engine(
         num_blocks=loaded.core_config.num_blocks,
         startup_s=phases.seconds,
         grammars=grammars,
-        close=lambda: _close(loaded, grammars),
+        close=lambda: _close(loaded, grammars, thaw),
     )
 
 
@@ -112,8 +114,10 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion]
             connected = connect(loaded.region) if connect else None
         with phases("warm_up"):
             runner = loaded.make_runner()
+        thaw = _freeze_start_up()
         logger.info("rank %d is ready in %.2f s (%s)", member.rank, phases.total, phases)
         loaded.membership.follow(runner, depth=loaded.core_config.depth)
+    thaw()
     loaded.close()
     del connected
 
@@ -144,7 +148,21 @@ def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
     )
 
 
-def _close(loaded: LoadedMember, grammars: XGrammarBackend | None) -> None:
+def _freeze_start_up() -> Callable[[], None]:
+    """Keep the garbage collector away from what exists when an engine is ready; return what lets it look there again.
+
+    That is some 300 000 objects, of libraries mostly: a full collection takes 0.15 s to look through them, while steps
+    wait. Where a process has frozen objects already, nothing is done.
+    """
+    if gc.get_freeze_count():
+        return lambda: None
+    gc.collect()
+    gc.freeze()
+    return gc.unfreeze
+
+
+def _close(loaded: LoadedMember, grammars: XGrammarBackend | None, thaw: Callable[[], None]) -> None:
+    thaw()
     loaded.close()
     if grammars is not None:
         grammars.close()

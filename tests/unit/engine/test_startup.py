@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,23 @@ def test_start_up_is_measured_by_phase_and_leaves_the_books_clean(build: Any, ca
     assert all(seconds >= 0 for seconds in engine.startup_s.values())
     stats = engine.core.stats()
     assert (stats.num_blocks_free, stats.num_steps, stats.num_requests_running) == (4, 0, 0)
+
+
+def test_the_garbage_collector_looks_through_nothing_that_start_up_left_until_the_engine_ends(build: Any) -> None:
+    gc.unfreeze()  # as a process is that runs no tests
+    try:
+        engine = build(num_gpu_blocks_override=4)
+        assert gc.get_freeze_count() > 100 * len(gc.get_objects())
+        engine.close()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+
+
+def test_what_somebody_else_kept_from_the_garbage_collector_stays_so(build: Any) -> None:
+    before = gc.get_freeze_count()
+    build(num_gpu_blocks_override=4).close()
+    assert gc.get_freeze_count() == before > 0
 
 
 def test_an_engine_of_a_single_block_warms_up(build: Any) -> None:
