@@ -90,6 +90,7 @@ def test_answers_are_those_without_a_draft_layer(
     check_answers(drafting, PROMPTS, params, expected, preempts="num_gpu_blocks_override" in args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("chunk", [256, 16])
@@ -134,6 +135,7 @@ def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], 
         assert stats.acceptance_rate > 0.99, "two norms round otherwise than one, now and then"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @KINDS
 def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
