@@ -51,8 +51,8 @@ class Files(LoadFileScheduling):
 
     those that start clusters here    one worker's, one after the other; the others run everything else meanwhile
     those with slow tests
-    all others, those with the most tests first
-    those that make hosts             one worker's, one after the other
+    those that make hosts             one worker's, one after the other, mostly when clusters here have ended
+    all others, those with the most tests first: with them all workers end at about the same time
 
     By name, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
     """
@@ -89,9 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sizes = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
 
-        def order(item: pytest.Item) -> tuple[bool, bool, bool, int, Path]:
+        def order(item: pytest.Item) -> tuple[int, int, Path]:
             here, on_hosts = (item.nodeid.startswith(files) for files in (ON_THIS_MACHINE, ON_HOSTS))
-            return on_hosts, not here, item.path not in slow, -sizes[item.path], item.path
+            turn = 0 if here else 2 if on_hosts else 1 if item.path in slow else 3
+            return turn, 0 if here else -sizes[item.path], item.path  # in order of names, as two files share a server
 
         items.sort(key=order)
 

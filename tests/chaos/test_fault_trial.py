@@ -130,6 +130,7 @@ def test_a_fault_that_nobody_notices_has_no_problem(server: Server) -> None:
     assert set(verdict.fates) == {Fate.RIGHT}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fate", [fate for fate in Fate if fate is not Fate.RIGHT])
 def test_whatever_becomes_of_a_request_but_a_right_answer_is_a_problem(server: Server, fate: Fate) -> None:
     verdict = tried(server, Application(server.url), Trouble(server, fate))

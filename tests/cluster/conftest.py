@@ -1,8 +1,13 @@
-"""`baton serve` with one prefill and one decode engine, one for each module, and a client of it."""
+"""`baton serve` with one prefill and one decode engine, and a client of it.
+
+Its start is a good part of what the tests of a file take, so that the files of SHARING use one, one after the other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -10,13 +15,45 @@ import pytest
 from ..helpers.free_ports import free_port
 from ..helpers.served import Server, baton_serve, config_file
 
+SHARING = ("test_end_to_end.py", "test_faults_end_to_end.py")
+
+
+class SharedServer:
+    """Starts with the first file that asks for it, and ends before the first one that is not of SHARING."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running = contextlib.ExitStack()
+        self._server: Server | None = None
+
+    def get(self) -> Server:
+        if self._server is None:
+            port = free_port()
+            config = config_file(self._folder, name="main", port=port)
+            self._server = self._running.enter_context(baton_serve(config, port))
+        return self._server
+
+    def close(self) -> None:
+        self._server = None
+        self._running.close()
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    shared = SharedServer(tmp_path_factory.mktemp("config"))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_cluster_at_a_time(request: pytest.FixtureRequest, shared_server: SharedServer) -> None:
+    if request.path.name not in SHARING:
+        shared_server.close()
+
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    config = config_file(tmp_path_factory.mktemp("config"), name="main", port=port)
-    with baton_serve(config, port) as server:
-        yield server
+def server(shared_server: SharedServer) -> Server:
+    return shared_server.get()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An application on a Ray cluster of its own that is deployed, scaled, upgraded, and streams that must survive it."""
+"""Applications on a Ray cluster that are deployed, scaled, upgraded, and streams that must survive it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,10 @@ DRAIN_TIMEOUT_S = 20.0
 PROCESSES = {"engines": "data", "gateways": "gateways"}  # in the table of ranks
 
 
-class Cluster:
-    """A Ray cluster with one application, which other configurations replace."""
+class RayCluster:
+    """A Ray cluster on which one application at a time is deployed."""
 
-    def __init__(self, folder: Path, *, answer_tokens: int) -> None:
-        self.answer_tokens = answer_tokens  # of each stream
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._folder = folder
-        file = config_file(folder, name="scaled", port=self.port)
-        self.config: dict[str, Any] = yaml.safe_load(file.read_text())
-        args = self.args
-        args["engine"] |= {"num_threads": 1, "kv_cache_memory_bytes": 2**26}
-        for fleet in args["fleets"].values():
-            fleet |= {"drain_timeout_s": DRAIN_TIMEOUT_S, "max_surge_percent": 100, "step_timeout_s": 60.0}
-        args["gateway"] |= {"drain_s": 1, "drain_timeout_s": 30, "capacity_timeout_s": 90.0}
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", deployments.__name__],
             cwd=ROOT,
@@ -56,18 +45,51 @@ class Cluster:
         )
         self.address = self._line()
 
+    def deploy(self, file: Path) -> None:
+        """Deploy what the file describes, in the place of what runs."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{file}\n")
+        self._process.stdin.flush()
+        assert self._line() == "deployed"
+
+    def close(self) -> None:
+        below = descendants(self._process.pid)
+        self._process.kill()
+        self._process.wait()
+        kill(below)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        assert line, "the cluster has ended"
+        return line
+
+
+class Cluster:
+    """A Ray cluster with one application, which other configurations replace."""
+
+    def __init__(self, ray: RayCluster, folder: Path, *, name: str, answer_tokens: int) -> None:
+        self.answer_tokens = answer_tokens  # of each stream
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._ray, self._name, self._folder = ray, name, folder
+        file = config_file(folder, name=name, port=self.port)
+        self.config: dict[str, Any] = yaml.safe_load(file.read_text())
+        args = self.args
+        args["engine"] |= {"num_threads": 1, "kv_cache_memory_bytes": 2**26}
+        for fleet in args["fleets"].values():
+            fleet |= {"drain_timeout_s": DRAIN_TIMEOUT_S, "max_surge_percent": 100, "step_timeout_s": 60.0}
+        args["gateway"] |= {"drain_s": 1, "drain_timeout_s": 30, "capacity_timeout_s": 90.0}
+
     @property
     def args(self) -> dict[str, Any]:
         args: dict[str, Any] = self.config["applications"][0]["args"]
         return args
 
     def deploy(self) -> None:
-        assert self._process.stdin is not None
         file = self._folder / "deployed.yaml"
         file.write_text(yaml.safe_dump(self.config))
-        self._process.stdin.write(f"{file}\n")
-        self._process.stdin.flush()
-        assert self._line() == "deployed"
+        self._ray.deploy(file)
 
     def scale(self, **replicas: int) -> None:
         """Change sizes as an operator does without an upgrade, in Serve's own section of the file."""
@@ -81,7 +103,7 @@ class Cluster:
         self.deploy()
 
     def drain(self, rank: int) -> None:
-        words = [BATON, "drain", str(rank), "--app", "scaled", "--address", self.address]
+        words = [BATON, "drain", str(rank), "--app", self._name, "--address", self._ray.address]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -99,18 +121,6 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> float:
         return sum_of(httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text, name, labels)
-
-    def close(self) -> None:
-        below = descendants(self._process.pid)
-        self._process.kill()
-        self._process.wait()
-        kill(below)
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, "the cluster has ended"
-        return line
 
 
 @dataclass

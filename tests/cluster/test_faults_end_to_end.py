@@ -1,11 +1,13 @@
-"""Processes of `baton serve` die or hang while it serves, with one prefill and one decode engine.
+"""Processes of `baton serve` die or hang while it serves, with one prefill and one decode engine. Then another
+application comes to its cluster, and in the end Ctrl-C stops it.
 
-The tests share one server and run in the order of the file.
+The tests share one server, also with those of `test_end_to_end.py`, and run in the order of the file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -17,8 +19,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import yaml
 
-from ..helpers.served import STEP_TIMEOUT_S, Server, eventually
+from baton.cluster.cli.processes import wait_until_gone
+
+from ..helpers.free_ports import free_port
+from ..helpers.served import STEP_TIMEOUT_S, Server, config_file, eventually
 from .served_pair import ROLES, STREAMS, answer_to, answers, keep_asking, prompt_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -228,3 +234,73 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
 
 def num_sockets(pid: int) -> int:
     return sum(os.readlink(file).startswith("socket:") for file in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("file", "roles", "gateways", "path"),
+    [("demo.yaml", ROLES, 1, "disaggregated"), ("unified.yaml", ["unified"] * 2, 2, "unified")],
+)
+def test_a_serve_config_file_deploys_an_application(
+    server: Server, tmp_path: Path, file: str, roles: list[str], gateways: int, path: str
+) -> None:
+    port = free_port()
+    config = config_file(tmp_path, name=path, port=port, like=file)
+    described = yaml.safe_load(config.read_text())
+    described["applications"][0]["args"]["logging"] = {"format": "json"}
+    config.write_text(yaml.safe_dump(described))
+    command = [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", "--address", server.gcs_address()]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(
+        [*command, str(config)], capture_output=True, text=True, timeout=120, cwd="/", env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    url = f"http://127.0.0.1:{port}"
+
+    def whole() -> bool:
+        table = httpx.get(f"{url}/v1/cluster/ranks").raise_for_status().json()
+        roles_reached = sorted(rank["role"] for rank in table["data"] if rank["reachable"])
+        return roles_reached == roles and len(table["gateways"]) == gateways
+
+    eventually(whole, 90.0, "the application is not whole")
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 4}, timeout=30)
+    assert answer.headers["x-baton-path"].startswith(path)
+    scrapes_of_whichever_gateway_answers_are_alike(url, processes=len(roles) + gateways + 1)
+    httpx.get(f"{url}/nowhere", headers={"x-request-id": "lost-1"})
+    lines = [json.loads(line) for line in server.log_lines(f"serve/replica_{path}_*.log")]  # Serve's, too
+    (told,) = (line for line in lines if line.get("request_id") == "lost-1")
+    assert (told["component"], told["level"]) == ("gateway", "info")
+    assert told["message"].startswith("GET '/nowhere' failed with 404")
+    heard = [line for line in server.log_lines("worker-*.err") if f'"name":"baton-directory:{path}"' in line]
+    listed = {message for line in heard if "is listed" in (message := json.loads(line)["message"])}
+    assert len(listed) == len(roles) + gateways, listed
+    server.look()
+
+
+def scrapes_of_whichever_gateway_answers_are_alike(url: str, processes: int) -> None:
+    """Each scrape is a connection of its own, so the kernel chooses among gateways that share the port."""
+    before: dict[str, float] = {}
+    engines: set[str] = set()
+    for _ in range(16):
+        lines = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text.splitlines()
+        now = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+        up = [value for name, value in now.items() if name.startswith("baton_process_up")]
+        assert up == [1.0] * processes
+        counted = {name: value for name, value in now.items() if name.partition("{")[0].endswith("_total")}
+        assert all(counted[name] >= value for name, value in before.items())
+        before = counted
+        of_engines = {name for name in now if 'engine="' in name}
+        engines = engines or of_engines
+        assert of_engines == engines
+    answered = [name for name in before if name.startswith("baton_http_responses_total") and '"/metrics"' in name]
+    num_engines = sum(name.startswith("baton_engine_steps_total") for name in engines)
+    assert len(answered) == processes - num_engines - 1, "every gateway was asked"
+
+
+def test_ctrl_c_leaves_no_process(server: Server) -> None:
+    server.look()
+    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
+    assert server.process.wait(timeout=40) == 130
+    assert wait_until_gone(server.seen, 5.0) == []
+    assert "every process has ended" in server.output()

@@ -85,8 +85,17 @@ def test_ranks_that_lead_and_ranks_that_follow_cost_no_cpu_without_work(divided:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", ["follower", "leader"])
-def test_a_rank_that_dies_ends_its_group_which_comes_back_as_a_whole(divided: Server, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["follower", "leader", "starting"])
+def test_a_rank_that_dies_ends_its_group_or_its_start_and_the_group_comes_back_as_a_whole(
+    divided: Server, victim: str
+) -> None:
+    if victim == "starting":
+        kill_in_a_start(divided)
+    else:
+        kill_in_a_stream(divided, victim)
+
+
+def kill_in_a_stream(divided: Server, victim: str) -> None:
     expected = ask(divided.url, PROMPTS[0], max_tokens=300)
     before, prefill = divided.rank_of("decode"), divided.rank_of("prefill")
     group = [process for process in divided.look() if process.pid in (before["pid"], *before["follower_pids"])]
@@ -111,7 +120,8 @@ def test_a_rank_that_dies_ends_its_group_which_comes_back_as_a_whole(divided: Se
     divided.wait_until_all_blocks_are_free()
 
 
-def test_a_rank_that_dies_while_its_group_starts_ends_the_start_and_the_next_start_succeeds(divided: Server) -> None:
+def kill_in_a_start(divided: Server) -> None:
+    """Kill the group, and then a rank of the one that starts in its place."""
     before, prefill = divided.rank_of("decode"), divided.rank_of("prefill")
     others = [prefill["pid"], before["pid"], *before["follower_pids"]]
     os.kill(before["pid"], signal.SIGKILL)

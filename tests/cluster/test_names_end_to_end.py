@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from ..helpers.free_ports import free_port
 from ..helpers.hub_server import COMMIT, HubServer, hub_server
 from ..helpers.served import BATON, baton_serve, config_file, eventually
-from .deployed import READY_S, Cluster
+from .deployed import READY_S, Cluster, RayCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -43,7 +44,6 @@ def status(url: str) -> str:
 
 
 def test_serve_takes_a_name(hub: HubServer, tmp_path: Path) -> None:
-    hub.bytes_per_s = 1e6  # slower than Ray starts
     port = free_port()
     config = config_file(tmp_path, name="named", port=port, like="unified.yaml")
     with baton_serve(config, port, "demo/model", "--model-id", "demo/model") as server:
@@ -54,9 +54,9 @@ def test_serve_takes_a_name(hub: HubServer, tmp_path: Path) -> None:
 
 def test_a_node_fetches_once_for_all_of_its_ranks(hub: HubServer, tmp_path: Path) -> None:
     """A prefill group of one rank and a decode group of two start together; a slow download ends none of them."""
-    hub.bytes_per_s = 3e5  # for longer than the directory waits for a heartbeat
-    cluster = Cluster(tmp_path, answer_tokens=8)
-    try:
+    hub.bytes_per_s = 5e5  # 23 s: for longer than the directory waits for a heartbeat
+    with contextlib.closing(RayCluster()) as ray:
+        cluster = Cluster(ray, tmp_path, name="named", answer_tokens=8)
         cluster.args["model"] = "demo/model"
         del cluster.args["model_id"]
         cluster.args["fleets"]["decode"]["engine"] = {"tensor_parallel_size": 2}
@@ -68,5 +68,3 @@ def test_a_node_fetches_once_for_all_of_its_ranks(hub: HubServer, tmp_path: Path
         assert len(hub.downloads(WEIGHTS)) == 1
         pids = {pid for rank in cluster.ranks() for pid in (rank["pid"], *rank["follower_pids"])}
         assert len(pids) == 3
-    finally:
-        cluster.close()

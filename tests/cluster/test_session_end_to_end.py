@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,8 @@ os.execv(sys.argv[1], sys.argv[1:])
 @contextlib.contextmanager
 def serving(output: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start the leader of a session, with this terminal, or file, for its output, and end all of it afterwards."""
-    words = [sys.executable, "-c", AS_BY_A_SHELL, BATON, "serve", str(MODEL), "--port", str(free_port())]
+    serve = [BATON, "serve", str(MODEL), "--load-format", "dummy", "--port", str(free_port())]
+    words = [sys.executable, "-c", AS_BY_A_SHELL, *serve]
     process = subprocess.Popen(words, stdin=output, stdout=output, stderr=output, start_new_session=True)
     try:
         yield process
@@ -123,18 +124,6 @@ def test_sigterm_is_ours_while_ray_is_there_and_when_it_has_gone() -> None:
     assert done.stdout.strip().splitlines()[-1:] == ["[True, True, True]"], done.stderr
 
 
-def test_serve_ends_in_order_when_its_terminal_closes() -> None:
-    """Only `baton serve` hears of it: what it started is there until it ends it."""
-    with terminal() as (window, programs), serving(programs) as process:
-        read_until(window, b"starting gateway")
-        started = descendants(process.pid)
-        assert any("gcs_server" in Path(f"/proc/{each.pid}/cmdline").read_text() for each in started)
-        assert [each for each in started if each.alive() and hears(each, signal.SIGHUP)] == []
-        os.close(window)
-        assert process.wait(END_S) == 128 + signal.SIGHUP
-        assert wait_until_gone(started, 0.0) == []
-
-
 def test_ctrl_c_while_ray_starts_leaves_nothing_behind() -> None:
     with terminal() as (window, programs), serving(programs) as process:
         read_until(window, b"starting Ray cluster")
@@ -146,9 +135,21 @@ def test_ctrl_c_while_ray_starts_leaves_nothing_behind() -> None:
         assert wait_until_gone(started, 0.0) == []
 
 
-def test_serve_ends_with_its_own_code_when_all_processes_are_told_to_end_at_once(tmp_path: Path) -> None:
+def its_terminal_closes(_: Path) -> None:
+    """Only `baton serve` hears of it: what it started is there until it ends it."""
+    with terminal() as (window, programs), serving(programs) as process:
+        read_until(window, b"starting gateway")
+        started = descendants(process.pid)
+        assert any("gcs_server" in Path(f"/proc/{each.pid}/cmdline").read_text() for each in started)
+        assert [each for each in started if each.alive() and hears(each, signal.SIGHUP)] == []
+        os.close(window)
+        assert process.wait(END_S) == 128 + signal.SIGHUP
+        assert wait_until_gone(started, 0.0) == []
+
+
+def all_processes_are_told_to_end_at_once(folder: Path) -> None:
     """systemd does so (`KillMode=control-group`), and Ray's processes may be gone first."""
-    log = tmp_path / "log"
+    log = folder / "log"
     with log.open("w") as output, serving(output.fileno()) as process:
         eventually(lambda: "ok Ray Serve" in log.read_text() or _ended(process, log), START_S, log.read_text)
         started = descendants(process.pid)
@@ -160,3 +161,9 @@ def test_serve_ends_with_its_own_code_when_all_processes_are_told_to_end_at_once
         assert "Traceback" not in log.read_text()
         assert "SIGTERM" not in log.read_text()  # by Ray's library, which would abort the process 3 s later
         assert wait_until_gone(started, 0.0) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("when", [its_terminal_closes, all_processes_are_told_to_end_at_once])
+def test_serve_ends_in_order_and_with_its_own_code_when(when: Callable[[Path], None], tmp_path: Path) -> None:
+    when(tmp_path)

@@ -24,14 +24,14 @@ Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 async def answer_length(scope: Any, receive: Any, send: Any) -> None:
-    """Read the body, wait a while unless told not to, and answer with its length."""
+    """Read the body, wait a while where the path is "/", and answer with its length."""
     length, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
         length, more = length + len(message["body"]), message["more_body"]
-    await asyncio.sleep(0 if scope["path"] == "/now" else ARRIVAL_S + 0.1)
+    await asyncio.sleep(ARRIVAL_S + 0.1 if scope["path"] == "/" else 0)
     body = str(length).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -71,15 +71,16 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 async def test_a_request_that_comes_in_pieces_is_answered_however_large_its_body(connect: Connect) -> None:
     reader, writer = await connect()
     size = 4 * MAX_HEAD_BYTES
-    for piece in (b"POST / HTTP/1.1\r\nho", b"st: x\r\n", b"content-length: %d\r\n\r\n" % size, b"x" * size):
+    for piece in (b"POST /now HTTP/1.1\r\nho", b"st: x\r\n", b"content-length: %d\r\n\r\n" % size, b"x" * size):
         writer.write(piece)
         await asyncio.sleep(0.02)
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /now HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     answer = await rest_of(reader)
     assert answer.count(b"HTTP/1.1 200") == 2
     assert str(size).encode() in answer
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sent", "counted_here"),
     [
@@ -121,6 +122,7 @@ async def test_a_head_that_never_ends_is_refused(connect: Connect, head: bytes) 
     assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("padding", ["url", "header"])
 @pytest.mark.parametrize(("extra", "status"), [(0, 200), (1, 431)])
@@ -141,6 +143,7 @@ async def test_a_head_may_have_so_many_bytes_and_not_one_more(
     assert refusals == [431] * extra
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "garbage",
     [b"no request\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * MAX_HEAD_BYTES, b"GET /"],
@@ -190,7 +193,7 @@ async def test_a_refusal_arrives_whole_though_the_client_goes_on_sending(connect
 async def test_nobody_becomes_a_websocket(connect: Connect) -> None:
     reader, writer = await connect()
     upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: aaaa\r\nsec-websocket-version: 13\r\n"
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n")
+    writer.write(b"GET /now HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n")
     assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200 ")
     writer.close()
 
@@ -202,6 +205,7 @@ BODIES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
 async def test_who_offers_another_protocol_is_answered_in_this_one(connect: Connect, body: bytes, piece: int) -> None:

@@ -17,7 +17,15 @@ from .attacked_gateway import AttackedGateway, attacked_gateway
 
 SILENT_S = 4.0  # far more than a busy machine takes, and less than half of what these bodies once took the event loop
 LARGEST_ANSWER_BYTES = 20 * MIB  # the most log probabilities that one prompt may have
-ATTACKS = attacks()
+NAMES = list(attacks(1024))
+
+Attacks = dict[str, tuple[str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def bodies() -> Attacks:
+    """200 MB, which are not to lie in each process that only collects these tests."""
+    return attacks()
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +36,11 @@ def gateway() -> Iterator[AttackedGateway]:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ATTACKS)
-async def test_a_gateway_answers_others_while_it_refuses_one(gateway: AttackedGateway, name: str) -> None:
-    route, body = ATTACKS[name]
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_gateway_answers_others_while_it_refuses_one(
+    gateway: AttackedGateway, bodies: Attacks, name: str
+) -> None:
+    route, body = bodies[name]
     longest_s = 0.0
     json_type = {"content-type": "application/json"}
     async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
@@ -83,9 +93,9 @@ def _wait_for_refusals(uploads: list[socket.socket], count: int) -> None:
 
 
 @pytest.mark.slow
-async def test_large_template_variables_leave_nothing_behind() -> None:
+async def test_large_template_variables_leave_nothing_behind(bodies: Attacks) -> None:
     """Four of 16 MiB at once took 3 GB, and left 0.5 GB or more."""
-    route, body = ATTACKS["template variables"]
+    route, body = bodies["template variables"]
     with attacked_gateway() as gateway:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
             assert (await http.post("/tokenize", json={"prompt": "fox " * 20_000})).status_code == 200  # all are there

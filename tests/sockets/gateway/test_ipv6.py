@@ -34,6 +34,7 @@ async def served(service: Service, model: ServedModel, host: str, *, share: bool
     await server.drain()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True])
 async def test_it_answers_the_official_client(start: Callable[..., Service], model: ServedModel, share: bool) -> None:

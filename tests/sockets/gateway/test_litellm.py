@@ -84,6 +84,7 @@ async def test_a_call_is_answered_with_the_result_that_was_sent_back(
     assert "<|im_start|>tool\nit is cut<|im_end|>" in sent[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("route", ["hosted_vllm", "anthropic"])
 async def test_anthropics_messages_over_either_route(litellm: Any, url: str, route: str) -> None:
     """With `hosted_vllm` LiteLLM turns the message into a chat, and the answer back."""
@@ -104,6 +105,7 @@ async def test_anthropics_messages_over_either_route(litellm: Any, url: str, rou
     assert "".join(texts) == ANSWER
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("route", ROUTES)
 async def test_refusals_are_the_errors_of_their_status(litellm: Any, url: str, route: str) -> None:
     with pytest.raises(litellm.NotFoundError, match="does not exist"):

@@ -97,6 +97,7 @@ async def test_an_engine_is_drained_after_a_question(service: Service, tab: Tab,
         assert [fault for fault in tab.faults if "401" not in fault] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("leave", ["#confirm-no", "Escape", "Enter"])
 async def test_a_question_that_is_not_answered_with_yes_changes_nothing(
     service: Service, tab: Tab, operator: RecordingOperator, leave: str
@@ -191,6 +192,7 @@ async def test_a_request_is_ended_by_its_id_after_a_question(service: Service, t
         assert (await outcome(tab, "#abort-outcome"))[1].startswith("Refused with 404: No request with the id 'theirs'")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_it_fits_each_width_in_both_themes(service: Service, tab: Tab, theme: str) -> None:
     async with opened(service, tab, ADMIN):

@@ -25,6 +25,7 @@ async def counted(service: Service, route: str) -> dict[str, float]:
     return {key.removeprefix(name)[:3]: n for key, n in (await service.metrics()).items() if key.startswith(name)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"]

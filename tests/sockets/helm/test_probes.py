@@ -32,6 +32,7 @@ class Hangs(Answers):
     hangs = True
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("raylet", "gateway", "alive"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import multiprocessing.connection
 import os
 import threading
@@ -147,6 +148,10 @@ class Child:
     def share(self, blocks: Sequence[int]) -> tuple[range, np.ndarray]:
         """This rank's heads, and what the blocks hold of them: [block, head, byte]."""
         return self.heads, self.memory.read(blocks)
+
+    def digest(self, blocks: Sequence[int]) -> bytes:
+        """Return a digest of what `share` returns, which may be too much for a pipe."""
+        return hashlib.blake2b(self.memory.read(blocks)).digest()
 
     def spoil(self, block: int) -> None:
         self.memory.spoil(block)

@@ -178,10 +178,10 @@ def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pai
     transfer = decode.receive(offer.ticket, 0, list(range(128)))
     decode.cancel(transfer)
     assert kinds(decode.events(2, 30.0)) == [ReceiveFailed, BlocksReleased]
-    before = decode.content(range(128))
+    before = decode.digest(range(128))
     assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.WITHDRAWN)]
     time.sleep(0.5)
-    assert decode.content(range(128)) == before
+    assert decode.digest(range(128)) == before
     assert decode.stats().blocks_quarantined == 0
 
 
@@ -229,10 +229,10 @@ def has_stopped(pid: int) -> bool:
 def test_a_holder_that_was_stopped_keeps_nothing_for_a_reader_that_gave_up(reader_lives: bool, start: Start) -> None:
     """A reader that lives says so. The lease of one that died ends by the time that passed, not by the claim's arrival.
 
-    Leases of an hour outlast the test, one of 12 s ends while the holder is stopped.
+    Leases of an hour outlast the test, one of 6 s ends while the holder is stopped.
     """
-    lease_s = 3600.0 if reader_lives else 12.0
-    prefill, decode = meet(start, settings=DEFAULT_SETTINGS.model_copy(update={"lease_s": lease_s}))
+    lease_s = 3600.0 if reader_lives else 6.0
+    prefill, decode = meet(start, settings=QUICK.model_copy(update={"lease_s": lease_s}))
     offer = prefill.offer("request", [1, 2])
     wait_until(lambda: prefill.stats().leases_held == 1)
     holder = prefill.ranks[0].process.pid
@@ -257,10 +257,11 @@ def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(s
 
 
 def test_an_engine_started_anew_is_another_peer(start: Start) -> None:
-    prefill, decode = meet(start)
+    settings = DEFAULT_SETTINGS.model_copy(update={"connect_s": QUICK.connect_s})
+    prefill, decode = meet(start, settings=settings)
     stale = prefill.offer("request", [1, 2])
     prefill.kill()
-    again = start("prefill", epoch=2)
+    again = start("prefill", settings=settings, epoch=2)
     again.fill(3)
     decode.peers_changed([again.info])
     decode.receive(stale.ticket, 0, [1, 2])

@@ -38,6 +38,7 @@ def start() -> Iterator[Start]:
         engine.kill()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("holders", "readers"), [(1, 1), (1, 2), (2, 1)])
 def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, readers: int) -> None:
@@ -61,6 +62,7 @@ def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, 
     assert prefill.events(1, 30.0) == [OfferEnded(changed.transfer_id, OfferOutcome.WITHDRAWN)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("theirs", list(DigestMode))
 def test_engines_that_differ_in_it_are_not_paired_and_say_so(start: Start, theirs: DigestMode) -> None:
     ours = DigestMode.OFF if theirs is DigestMode.VERIFY else DigestMode.VERIFY

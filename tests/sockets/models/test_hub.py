@@ -230,6 +230,7 @@ def test_what_arrived_wrong_is_not_kept(client: Client, hub: HubServer) -> None:
     assert (client.fetch().folder / WEIGHTS).read_bytes() == (DEMO / WEIGHTS).read_bytes()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["./model", "/models/demo", "../demo/model", "demo", "a/b/c"])
 def test_a_path_is_no_name(path: str, client: Client, hub: HubServer) -> None:

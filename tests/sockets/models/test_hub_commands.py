@@ -34,9 +34,13 @@ def test_check_reads_what_the_hub_says_and_fetches_no_weights(client: Client, hu
     assert done.returncode == 0, done.stderr
     aside = "(not checked: the weights of demo/model, which engines fetch)"
     assert f"baton is fine: demo/model, 1 unified {aside}" in done.stdout
-    assert baton(client, "check", application(tmp_path, load_format="dummy")).stdout.endswith("1 unified\n")
-    refused = baton(client, "check", application(tmp_path, tensor_parallel_size=3))
+    dummy, divided = tmp_path / "dummy", tmp_path / "divided"
+    dummy.mkdir()
+    divided.mkdir()
+    files = application(dummy, load_format="dummy"), application(divided, tensor_parallel_size=3)
+    refused = baton(client, "check", *files)
     assert refused.returncode == 1
+    assert refused.stdout.endswith("1 unified\n")
     assert "unified: tensor_parallel_size" in refused.stderr
     assert hub.downloads(".safetensors") == []
 
@@ -85,15 +89,9 @@ def test_another_model_than_the_files_has_no_revision_of_it(client: Client, hub:
     done = baton(client, "plan", file, "--gpus-per-node", 0, "--model", DEMO)
     assert done.returncode == 0, done.stdout + done.stderr
     hub.token, hub.gated = "hf_secret", True
-    done = baton(client, "serve", "demo/model", "--config", file)
-    assert "demo/model is gated" in done.stderr, done.stderr
-
-
-def test_serve_refuses_a_name_before_ray_starts(client: Client, hub: HubServer) -> None:
-    hub.token, hub.gated = "hf_secret", True
-    done = baton(client, "serve", "demo/model")
+    done = baton(client, "serve", "demo/model", "--config", file)  # refused before Ray starts
     assert done.returncode == 2
-    assert done.stderr.startswith("error: model: demo/model is gated")
+    assert done.stderr.startswith("error: model: demo/model is gated"), done.stderr
 
 
 GATEWAY = """
@@ -121,6 +119,7 @@ with LLM("demo/model", device="cpu", kv_cache_memory_bytes=2**24, load_format=sy
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("load_format", "downloads"), [("dummy", 0), ("auto", 1)])
 def test_llm_takes_a_name(load_format: str, downloads: int, client: Client, hub: HubServer) -> None:

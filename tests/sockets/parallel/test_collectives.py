@@ -34,6 +34,7 @@ def sums(member: Member) -> list[torch.Tensor]:
         return [total.cpu() for total in totals]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "device"), [(2, "cpu"), (3, "cpu"), (4, "cpu"), ON_GPUS])
 def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(

@@ -73,22 +73,21 @@ def once_there(act: Callable[[int], None]) -> threading.Thread:
     return thread
 
 
-def test_two_processes_say_what_one_says_and_one_of_them_ends_with_the_block(make: Callable[..., LLM]) -> None:
+def test_two_processes_say_what_one_says_beside_another_engine_and_one_of_them_ends_with_the_block(
+    make: Callable[..., LLM],
+) -> None:
     with make(tensor_parallel_size=1) as alone:
         expected = tokens(alone)
-    with make() as llm:
+    with make() as first:
+        with make(load_format="dummy") as second:
+            assert len(members()) == 2
+            assert tokens(first) == expected
+            others = tokens(second)
+            assert others != expected
+            assert (tokens(first), tokens(second)) == (expected, others)  # after they were idle
         assert len(members()) == 1
-        assert tokens(llm) == expected
-        assert tokens(llm) == expected  # after it was idle
+        assert tokens(first) == expected
     assert members() == []
-
-
-@pytest.mark.slow
-def test_two_engines_in_one_process_do_not_mix(make: Callable[..., LLM]) -> None:
-    with make() as first, make(load_format="dummy") as second:
-        apart = tokens(first), tokens(second)
-        assert apart[0] != apart[1]
-        assert (tokens(first), tokens(second)) == apart
 
 
 def test_an_engine_that_is_dropped_ends_its_processes(make: Callable[..., LLM]) -> None:
@@ -140,20 +139,15 @@ def test_a_member_that_dies_while_starting_ends_the_start(make: Callable[..., LL
     killer.join()
 
 
-def test_a_member_that_dies_between_steps_ends_the_engine(make: Callable[..., LLM]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("when", ["between steps", "in a step"])
+def test_a_member_that_dies_ends_the_engine(make: Callable[..., LLM], when: str) -> None:
     llm = make()
-    tokens(llm)
-    os.kill(members()[0], signal.SIGKILL)
-    begun = time.monotonic()
-    with pytest.raises(EngineFailed, match="rank 1"):
-        until_it_fails(llm)
-    assert time.monotonic() - begun < SOON_S
-    llm.close()
-
-
-def test_a_member_that_dies_in_a_step_ends_the_engine(make: Callable[..., LLM]) -> None:
-    llm = make()
-    threading.Timer(0.1, lambda: os.kill(members()[0], signal.SIGKILL)).start()
+    if when == "between steps":
+        tokens(llm)
+        os.kill(members()[0], signal.SIGKILL)
+    else:
+        threading.Timer(0.1, lambda: os.kill(members()[0], signal.SIGKILL)).start()
     begun = time.monotonic()
     with pytest.raises(EngineFailed, match="rank 1"):
         until_it_fails(llm)

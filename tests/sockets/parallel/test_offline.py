@@ -63,10 +63,10 @@ def expected(folder: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("tp", "changes"),
     [
-        pytest.param(1, {}, id="apart", marks=pytest.mark.slow),
-        pytest.param(2, {}, id="pairs apart", marks=pytest.mark.slow),
+        pytest.param(1, {}, id="apart", marks=pytest.mark.exhaustive),
+        pytest.param(2, {}, id="pairs apart", marks=pytest.mark.exhaustive),
         pytest.param(1, {**EXPERTS, "all2all_backend": "all_to_all"}, id="together"),
-        pytest.param(2, {**EXPERTS, **REVIEWS}, id="pairs that move experts", marks=pytest.mark.slow),
+        pytest.param(2, {**EXPERTS, **REVIEWS}, id="pairs that move experts", marks=pytest.mark.exhaustive),
     ],
 )
 def test_ranks_answer_as_one_engine_again_and_again(
@@ -84,13 +84,18 @@ def test_ranks_answer_as_one_engine_again_and_again(
         assert review is None or (review.num_moves > 0) == ("enable_eplb" in changes)
 
 
-def test_ranks_without_requests_cost_nothing(make: Callable[..., LLM]) -> None:
+def test_ranks_without_requests_cost_nothing_and_nobody_waits_for_them(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make(data_parallel_size=2, **EXPERTS) as llm:
         tokens(llm)
         pids = [os.getpid(), *members()]
         before = cpu_seconds(pids)
         time.sleep(1.0)
         assert cpu_seconds(pids) - before < 0.05
+        monkeypatch.setattr("baton.engine.offline.spread.zmq.select", lambda *_: pytest.fail("waited"))
+        (result,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(result.outputs[0].token_ids) == 3
 
 
 @pytest.mark.slow
@@ -102,16 +107,6 @@ def test_a_process_that_is_killed_leaves_no_files(
     monkeypatch.setattr(tempfile, "tempdir", None)
     with make(tensor_parallel_size=2, data_parallel_size=2, **EXPERTS):
         assert list(tmp_path.glob("baton-*")) == []
-
-
-def test_nobody_waits_for_ranks_that_have_no_requests(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with make(data_parallel_size=2, **EXPERTS) as llm:
-        tokens(llm)
-        monkeypatch.setattr("baton.engine.offline.spread.zmq.select", lambda *_: pytest.fail("waited"))
-        (result,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert len(result.outputs[0].token_ids) == 3
 
 
 @pytest.mark.exhaustive

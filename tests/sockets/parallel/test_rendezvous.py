@@ -139,6 +139,7 @@ class Pair:
             end.groups.wait_closed(SOON_S)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_no_port_of_a_group_minds_what_strangers_say_between_steps_or_in_one(

@@ -51,10 +51,10 @@ ENGINES = {
 }
 
 
-SLOW = [pytest.param(arguments, id=name, marks=pytest.mark.slow) for name, arguments in list(ENGINES.items())[1:]]
+OTHERS = [pytest.param(args, id=name, marks=pytest.mark.exhaustive) for name, args in list(ENGINES.items())[1:]]
 
 
-@pytest.mark.parametrize("arguments", [pytest.param(ENGINES["together"], id="together"), *SLOW])
+@pytest.mark.parametrize("arguments", [pytest.param(ENGINES["together"], id="together"), *OTHERS])
 def test_tokens_are_those_of_a_request_alone(
     make_structured_llm: Callable[..., LLM], alone: dict[str, list[int]], arguments: dict[str, int]
 ) -> None:
@@ -85,24 +85,26 @@ def test_an_output_goes_on_from_any_token_as_if_nothing_had_happened(
         assert answer.token_ids == whole.token_ids[cut:]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("with_drafts", [False, True])
 def test_two_ranks_say_what_one_says(
-    pool: MemberPool, structured_checkpoint: Path, structured_llm: LLM, alone: dict[str, list[int]]
+    pool: MemberPool,
+    structured_checkpoint: Path,
+    structured_llm: LLM,
+    alone: dict[str, list[int]],
+    *,
+    with_drafts: bool,
 ) -> None:
     requests = all_requests(structured_llm)[3:11]  # greedy and drawn, free ones among them
-    config = engine_config(str(structured_checkpoint), tensor_parallel_size=2)
-    served, nothing = pool.run(serve, config, [requests], tp=2)
+    speculative = {"speculative_config": SPECULATIVE} if with_drafts else {}
+    config = engine_config(str(structured_checkpoint), tensor_parallel_size=2, **speculative)
+    if with_drafts:
+        served, nothing = pool.run(serve_with_drafts, config, [requests], alone, VOCAB_SIZE, tp=2)
+        assert served.stats.speculation.num_accepted_tokens > 30
+    else:
+        served, nothing = pool.run(serve, config, [requests], tp=2)
     assert nothing is None
     assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
-
-
-def test_two_ranks_say_it_with_drafts_too(
-    pool: MemberPool, structured_checkpoint: Path, structured_llm: LLM, alone: dict[str, list[int]]
-) -> None:
-    requests = all_requests(structured_llm)[3:11]
-    config = engine_config(str(structured_checkpoint), tensor_parallel_size=2, speculative_config=SPECULATIVE)
-    served, _ = pool.run(serve_with_drafts, config, [requests], alone, VOCAB_SIZE, tp=2)
-    assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
-    assert served.stats.speculation.num_accepted_tokens > 30
 
 
 def test_an_output_may_be_cut(structured_llm: LLM) -> None:

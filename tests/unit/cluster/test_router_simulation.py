@@ -120,6 +120,7 @@ def test_a_lone_request_takes_what_the_formula_says() -> None:
     assert divided.tpot_mean_ms == pytest.approx(1e3 * (transfer_s + 2 * (speed.step_s + speed.row_s)) / 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow", "num_unified", "num_prefill"),
@@ -290,6 +291,7 @@ def test_a_replay_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("num_gateways", [1, 8])
 def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways: int) -> None:

@@ -40,6 +40,7 @@ def latencies_s(simulation: RouterSimulation) -> list[float]:
     return [served.last_s - served.arrival.at_s for served in simulation.served.values()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("traffic", ["unshared", "shared"])
 def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:

@@ -41,6 +41,7 @@ def test_on_a_device_bound_by_its_memory_it_comes_near_the_best_number(
     assert 1 / done.slowdown(memory_bound, num_requests) >= times
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_requests", "rate"), [(1, 0.6), (1, 0.9), (8, 0.3), (64, 0.9)])
 def test_guesses_that_are_made_a_step_ahead_are_nearly_as_many(num_requests: int, rate: float) -> None:

@@ -87,6 +87,7 @@ def test_answers_are_those_without_a_draft_layer(
     check_same_answers(make(), make, PROMPTS, params, speculative_config=MTP, **args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("chunk", [256, 16])
@@ -124,6 +125,7 @@ def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], 
         assert stats.acceptance_rate > 0.99, "two norms round otherwise than one, now and then"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @KINDS
 def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(

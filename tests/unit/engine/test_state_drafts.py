@@ -258,6 +258,7 @@ def test_requests_that_come_at_any_time_and_are_aborted_leave_nothing_behind(
     assert core.stats().num_blocks_free == 27
 
 
+@pytest.mark.exhaustive
 @ROWS_APART
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 @pytest.mark.parametrize("errors", [0.0, 0.3])
@@ -301,6 +302,7 @@ def test_steps_of_a_gpu_answer_the_same(
     check_drafts(core, 0.3, at_least=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "speculation", [{"method": "ngram", "prompt_lookup_max": 2}, {"method": "suffix"}], ids=["ngram", "suffix"]
@@ -346,6 +348,7 @@ def test_drafts_of_the_engines_own_drafters_change_nothing(
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])

@@ -71,6 +71,7 @@ def arriving(chunks: list[bytes], taken: list[int]) -> Request:
     return Request(scope, receive)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("item", [b"[]", b"{}", b'{"role":"user","content":""}', b"[[],[]]"])
 async def test_a_body_of_many_values_is_refused_before_it_has_arrived(item: bytes) -> None:

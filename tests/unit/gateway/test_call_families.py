@@ -253,7 +253,9 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.mark.slow
-async def test_calls_that_must_come_fit_and_so_do_strict_ones_and_words(bound: Service, family: str) -> None:
+async def test_calls_that_must_come_fit_in_tokens_of_their_own_and_so_do_strict_ones_and_words(
+    bound: Service, family: str
+) -> None:
     """By a model that begins as it should, and then would write anything."""
     begun = BEGUN[family]
     asked: dict[str, dict[str, Any]] = {
@@ -279,12 +281,10 @@ async def test_calls_that_must_come_fit_and_so_do_strict_ones_and_words(bound: S
         else:
             assert family not in FINAL or choice["finish_reason"] == "length"
 
-
-@pytest.mark.slow
-async def test_grammars_let_models_write_marks_in_tokens_of_their_own(bound: Service, family: str) -> None:
+    # Grammars let models write marks in tokens of their own.
     script(bound, BEGUN[family], tools=TOOLS, end=False)
-    asked = {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True, "max_tokens": 300}
-    (choice,) = (await bound.chat("hello", **asked)).json()["choices"]
+    named = {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True, "max_tokens": 300}
+    (choice,) = (await bound.chat("hello", **named)).json()["choices"]
     tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
     wished = bound.tokenizer.encode(BEGUN[family])
     assert tokens[: len(wished)] == [bound.tokenizer.token_text(token) for token in wished]

@@ -218,6 +218,7 @@ def test_the_page_has_the_retry_policys_table() -> None:
     assert set(RetryCharge) == {rule.pays for rule in RETRY_POLICY.values()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("deaths", [1, 2])
 async def test_all_streams_of_an_engine_that_is_killed_go_on(start: Callable[..., Service], deaths: int) -> None:

@@ -233,6 +233,7 @@ async def test_metrics_count_every_token_and_the_time_between_steps(pair: tuple[
     assert samples[1][between] == num_events[1] - 1 < samples[0][between]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", [0.2, 0.5])
 async def test_wrong_guesses_change_nothing(

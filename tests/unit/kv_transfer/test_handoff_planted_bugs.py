@@ -265,6 +265,7 @@ GROUP_BUGS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", GROUP_BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_planted_in_a_group_is_caught(plant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ def test_ranks_divide_heads_of_mamba_and_share_groups_that_are_fewer(name: str, 
     check_divided(write_checkpoint(tmp_path / "model", architecture, **keys), "auto", ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
 @pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "nemotron_h, no latents"])
 def test_experts_of_hybrids_may_be_spread(name: str, backend: str, tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """`baton serve` with KV tiers behind a prefill engine on two ranks, and hand-offs by way of the host to a decode engine
 that guesses tokens ahead.
 
-The prefill engine is killed, and its disk fills up.
+The prefill engine is killed, and its disk fills up; then the disk below Ray's files does. Between them the commands are
+called that the console tells. The tests share one server and run in the order of the file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
+import json
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,19 +28,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.engine import LLM, SamplingParams
 
 from ..helpers.free_ports import free_port
-from ..helpers.served import Server, baton_serve, config_file, eventually
+from ..helpers.served import BATON, Server, baton_serve, config_file, eventually
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounts small disks, which needs root"),
 ]
 
 MODEL = Path(__file__).parents[2] / "configs/demo/model"
 ROLES = ["decode", "prefill"]
 NUM_PROMPTS = 10
 DISK_BYTES = 100 << 20
+RAY_DISK_BYTES = 200 << 20
+RAY_FREE_BYTES = 4 << 20  # less than the 5 % that Ray wants
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,19 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[Server]:
+def ray_disk() -> Iterator[Path]:
+    """Mount a disk for Ray's files. Its path is short: sockets are below it."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={RAY_DISK_BYTES}", "tmpfs", folder], check=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_TMPDIR", str(folder))
+        yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+    folder.rmdir()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, disk: Path, ray_disk: Path) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("config"), free_port()
     config = config_file(folder, name="tiers", port=port)
     application = yaml.safe_load(config.read_text())
@@ -175,3 +193,64 @@ def test_a_full_disk_costs_a_prefill_engine_its_disk_tier_and_nothing_else(serve
             server.wait_until_all_blocks_are_free()
         eventually(lambda: measured(server, "kv_tier_blocks") > 0, 10.0, "memory is no tier any more")
         assert measured(server, "kv_tier_failures_total") == 1, "once: there is no disk tier"
+
+
+def test_each_engine_is_recorded_at_the_address_that_is_printed(server: Server) -> None:
+    (line,) = [line for line in server.output().splitlines() if line.startswith("baton drain RANK")]
+    words = ["profile", "--seconds", "1", *line.split()[3:]]
+    done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    _, *told = done.stdout.splitlines()
+    assert sorted(each.split("-")[0] for each in told) == ["decode", "prefill"]
+    for each in told:
+        file = Path(each.partition(" MB in ")[2].partition(" on ")[0])
+        with gzip.open(file, "rt") as trace:
+            assert "traceEvents" in json.load(trace)
+        file.unlink()
+
+
+def test_the_command_that_is_printed_drains_a_group(server: Server) -> None:
+    """Other clusters may run on this machine: `auto` would not know which."""
+    (line,) = [line for line in server.output().splitlines() if line.startswith("baton drain RANK")]
+    rank = server.rank_of("decode")["rank"]
+    words = line.replace("RANK", str(rank)).split()[1:]
+    done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"rank {rank}: it drains" in done.stdout
+    assert f"baton status --url {server.url}" in server.output()
+
+
+def fill_rays(disk: Path) -> None:
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    with (disk / "filling").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - RAY_FREE_BYTES)
+
+
+def clear(disk: Path) -> None:
+    (disk / "filling").unlink()
+
+
+def test_a_disk_that_fills_up_while_it_serves_is_named_once(server: Server, ray_disk: Path) -> None:
+    told = f"warning: the disk of {ray_disk}/ray is 9"
+    assert told not in server.output()
+    fill_rays(ray_disk)
+    eventually(lambda: told in server.output(), 60, server.output)
+    clear(ray_disk)
+    check = subprocess.run([BATON, "check", "configs/serve/demo.yaml"], capture_output=True, text=True, timeout=60)
+    assert "the disk of" not in check.stderr
+    fill_rays(ray_disk)
+    eventually(lambda: server.output().count(told) == 2, 60, server.output)
+    check = subprocess.run([BATON, "check", "configs/serve/demo.yaml"], capture_output=True, text=True, timeout=60)
+    assert f"this machine: the disk of {ray_disk}/ray is 9" in check.stderr
+    assert check.returncode == 0
+    clear(ray_disk)
+
+
+def test_a_disk_that_is_full_is_named_before_the_start(ray_disk: Path) -> None:
+    fill_rays(ray_disk)
+    nowhere = ["--address", f"127.0.0.1:{free_port()}", "--port", str(free_port())]
+    words = ["serve", "configs/demo/model", "--load-format", "dummy", *nowhere]
+    done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=60)
+    clear(ray_disk)
+    assert done.returncode == 1, "there is no such cluster"
+    assert done.stdout.index(f"warning: the disk of {ray_disk}/ray is 9") > 0
