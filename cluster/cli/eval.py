@@ -16,9 +16,9 @@ from rich.table import Table
 
 from baton.cluster.recall import RecallServer, evaluate, make_questions
 
-from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url
+from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url, new_group
 
-eval_app = typer.Typer(no_args_is_help=True)
+eval_app = new_group()
 LENGTHS = (64, 128, 256, 512, 1000, 1500, 2000)
 
 

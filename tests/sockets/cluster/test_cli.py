@@ -55,6 +55,13 @@ def test_help_names_every_command() -> None:
         assert command in done.stdout
 
 
+def test_help_is_whole_in_a_narrow_terminal() -> None:
+    options = run_baton("bench", "serve", "--help", COLUMNS="80").stdout
+    for name in ("--prefix-repetition-num-prefixes", "--prefix-repetition-suffix-len", "--percentile-metrics"):
+        assert f"  {name} <" in options
+    assert "one trace an engine." in " ".join(run_baton("--help", COLUMNS="60").stdout.split())
+
+
 def test_help_of_serve_tells_how_to_start() -> None:
     assert "baton serve configs/demo/model --prefill 1 --decode 1" in run_baton("serve", "--help").stdout
 
