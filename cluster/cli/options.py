@@ -37,9 +37,7 @@ class ServeOptions:
             min=1, help="Gateways that share the port.  [default: 1; 2 on a machine with a GPU and 8 cores or more]"
         ),
     ] = None
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP server.  [default: 8000]")] = (
-        None
-    )
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP server.  [default: 8000]")] = None
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None
     model_id: Annotated[
         str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
@@ -67,9 +65,7 @@ class PlanOptions:
         str | None,
         typer.Option(help="A folder with the model's config.json, or a name of the Hub, in place of the file's."),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.  [default: as many as it takes]")] = (
-        None
-    )
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.  [default: as many as it takes]")] = None
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8
     gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0
     memory: Annotated[
