@@ -224,12 +224,14 @@ async def test_it_asks_for_a_key_and_keeps_it_in_the_session_alone(start: Callab
         await tab.open(url)
         await tab.until("document.querySelector('#verdict strong').innerText === 'An API key is needed'")
         assert await tab.evaluate("document.activeElement.id") == "key"
+        assert await tab.text("#fleet") == await tab.text("#verdict"), "no empty panels"
         await tab.write("wrong")
         await tab.press("Enter", "\r")
         await tab.until("document.querySelector('#verdict strong').innerText === 'The API key is not valid'")
         await tab.write("right")
         await tab.press("Enter", "\r")
         await tab.until("document.querySelector('#verdict strong').innerText === 'Serving'")
+        assert "Hand-offs" in await tab.text("#fleet")
         assert await tab.evaluate("JSON.stringify({...localStorage})") == "{}"
         assert await tab.evaluate("document.cookie") == ""
         assert await tab.evaluate("Object.values({...sessionStorage}).join()") == "right"
