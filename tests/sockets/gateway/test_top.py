@@ -72,6 +72,18 @@ async def test_top_says_that_nobody_can_serve_and_that_nobody_answers(start: Cal
     assert f"no answer from {url}" in gone.stderr
 
 
+@pytest.mark.parametrize(
+    "words", [("status",), ("eval", "recall"), ("bench", "serve"), ("bench", "serve", "--model", "tiny")]
+)
+async def test_commands_say_that_a_key_is_needed(start: Callable[..., Service], words: tuple[str, ...]) -> None:
+    async with start(Role.UNIFIED, api_keys=["secret"]).over_tcp() as url:
+        refused = await baton(*words, "--url", url)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert " key " in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "HTTPStatusError" not in refused.stderr
+
+
 @pytest.mark.slow
 async def test_status_is_shown_again_and_again(service: Service) -> None:
     async with service.over_tcp() as url:
