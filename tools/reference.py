@@ -120,7 +120,7 @@ def default_of(param: TyperArgument | TyperOption) -> str:
 
 def plain(text: str) -> str:
     """Return help without the marks of the terminal."""
-    return " ".join(re.sub(r"\s*\\?\[default: [^\]]*\]", "", text).split())
+    return " ".join(re.sub(r"\s*\[default: [^\]]*\]", "", text).split())
 
 
 def cell(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .cli_common import JsonFile, engine_args_from, fail, flat, in_a_folder
+from .cli_common import JsonFile, engine_args_from, fail, flat, in_a_folder, new_group
 from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
     AutoscaleOptions,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from baton.cluster.simulation.traffic import TrafficShape
 
-bench_app = typer.Typer(no_args_is_help=True)
+bench_app = new_group()
 
 ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -210,6 +210,7 @@ def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile =
             fail(f"--save-result: {error}", code=1)
     if report_file is not None:
         report_file.write_text(report([result]))
+        typer.echo(f"wrote {report_file}", err=True)
 
 
 @bench_app.command()

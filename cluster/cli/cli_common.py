@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 EXIT_USAGE = 2
 WIDE = 10_000  # columns
@@ -41,6 +43,18 @@ def http_url(given: str) -> str:
         raise typer.BadParameter(f"{given!r} is no address of a server: give it as {DEFAULT_URL}")
     return url
 
+
+class CommandGroup(TyperGroup):
+    """A group of commands whose help shows each command's first sentence whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, self.commands[name].get_short_help_str(limit=WIDE)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+# Boxes of rich would cut the names of options in a terminal of 80 characters.
+new_group = functools.partial(typer.Typer, cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
 Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="Where a gateway answers.")]
 ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks for, if it asks for one.")]
@@ -137,6 +151,18 @@ def engine_args_from(words: list[str]) -> dict[str, Any]:
         else:
             args[name] = True
     return args
+
+
+class WidestThatFits:
+    """Draws the first of several tables that fits in the terminal, or else the last; the widest comes first."""
+
+    def __init__(self, *tables: Table) -> None:
+        self._tables = tables
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        whole = options.update(max_width=WIDE)
+        fitting = (each for each in self._tables if console.measure(each, options=whole).maximum <= options.max_width)
+        yield next(fitting, self._tables[-1])
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from baton.cluster.recall import RecallServer, evaluate, make_questions
 
-from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url
+from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url, new_group
+from .http_client import reason
 
-eval_app = typer.Typer(no_args_is_help=True)
+eval_app = new_group()
 LENGTHS = (64, 128, 256, 512, 1000, 1500, 2000)
 
 
@@ -64,7 +65,7 @@ def recall(options: RecallOptions, json_file: JsonFile = None) -> None:
         with Progress(console=console, transient=True) as progress:
             result = asyncio.run(evaluate(server, questions, options.concurrency, progress))
     except httpx.HTTPError as error:
-        fail(f"{options.url} does not answer: {error!r}", code=1)
+        fail(reason(options.url, error), code=1)
     result["duration_s"] = round(time.perf_counter() - start, 2)
     _print_result(result, console)
     if json_file:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .bench import bench_app
-from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, stdout_console
+from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, new_group, stdout_console
 from .options import PlanOptions, ServeOptions
 
 if TYPE_CHECKING:
@@ -23,12 +23,7 @@ Application = Annotated[str, typer.Option("--app", help="Name of the application
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between one time and the next.")]
 Iterations = Annotated[int, typer.Option(min=0, help="How often it is shown; 0: until Ctrl-C.")]
 
-app = typer.Typer(
-    name="baton",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
+app = new_group(name="baton", add_completion=False, pretty_exceptions_show_locals=False)
 
 app.add_typer(bench_app, name="bench", help="Measure engines, servers, kernels, transfers and policies.")
 
@@ -66,7 +61,7 @@ def _mount_eval() -> None:
     if sys.argv[1:2] == ["eval"]:
         from baton.cluster.cli.eval import eval_app
     else:
-        eval_app = typer.Typer()
+        eval_app = new_group()
     app.add_typer(eval_app, name="eval", help="Check the answers of a running server.")
 
 

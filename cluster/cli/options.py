@@ -23,10 +23,10 @@ class ServeOptions:
         typer.Argument(help="A name of the Hub, or a folder with config.json, safetensors and a tokenizer."),
     ] = None
     revision: Annotated[
-        str | None, typer.Option(help=r"Branch, tag or commit of a name of the Hub.  \[default: main]")
+        str | None, typer.Option(help="Branch, tag or commit of a name of the Hub.  [default: main]")
     ] = None
     download_dir: Annotated[
-        str | None, typer.Option(help=r"Folder in which names of the Hub are kept.  \[default: the cache of `hf`]")
+        str | None, typer.Option(help="Folder in which names of the Hub are kept.  [default: the cache of `hf`]")
     ] = None
     unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None
     prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None
@@ -34,13 +34,11 @@ class ServeOptions:
     gateways: Annotated[
         int | None,
         typer.Option(
-            min=1, help=r"Gateways that share the port.  \[default: 1; 2 on a machine with a GPU and 8 cores or more]"
+            min=1, help="Gateways that share the port.  [default: 1; 2 on a machine with a GPU and 8 cores or more]"
         ),
     ] = None
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help=r"Port of the HTTP server.  \[default: 8000]")] = (
-        None
-    )
-    host: Annotated[str | None, typer.Option(help=r"Address to listen on.  \[default: 127.0.0.1]")] = None
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP server.  [default: 8000]")] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None
     model_id: Annotated[
         str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
     ] = None
@@ -50,8 +48,8 @@ class ServeOptions:
         typer.Option(help="Origin of web pages that may call: http://localhost:3000, or '*'. May be repeated."),
     ] = None
     config: Annotated[Path | None, typer.Option(help="A Serve config file to take the application from.")] = None
-    tp: Annotated[int | None, typer.Option(help=r"Devices of one engine (tensor parallelism).  \[default: 1]")] = None
-    dp: Annotated[int | None, typer.Option(help=r"Data-parallel ranks of one engine.  \[default: 1]")] = None
+    tp: Annotated[int | None, typer.Option(help="Devices of one engine (tensor parallelism).  [default: 1]")] = None
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks of one engine.  [default: 1]")] = None
     ep: Annotated[bool, typer.Option("--ep", help="Spread experts over the devices.")] = False
     address: Annotated[
         str | None, typer.Option(help="A Ray cluster to join ('auto' finds the one on this machine).")
@@ -67,9 +65,7 @@ class PlanOptions:
         str | None,
         typer.Option(help="A folder with the model's config.json, or a name of the Hub, in place of the file's."),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help=r"Number of machines.  \[default: as many as it takes]")] = (
-        None
-    )
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.  [default: as many as it takes]")] = None
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8
     gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0
     fp8: Annotated[
@@ -77,11 +73,11 @@ class PlanOptions:
     ] = True
     memory: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_GB, help=r"Memory of one machine beside its GPUs', in GB.  \[default: enough]"),
+        typer.Option(min=1, max=MOST_GB, help="Memory of one machine beside its GPUs', in GB.  [default: enough]"),
     ] = None
     disk: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_GB, help=r"Disk for KV tiers of one machine, in GB.  \[default: enough]"),
+        typer.Option(min=1, max=MOST_GB, help="Disk for KV tiers of one machine, in GB.  [default: enough]"),
     ] = None
     load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second that are to be served.")] = 1.0
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one request.")] = 1024
@@ -115,7 +111,7 @@ class DraftsOptions:
     """`baton bench drafts`."""
 
     batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help=r"Requests at a time; may be repeated.  \[default: 1, 8]")
+        list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated.  [default: 1, 8]")
     ] = None
     input_len: Count = 512
     output_len: Count = 128

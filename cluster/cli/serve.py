@@ -161,7 +161,7 @@ class Session:
         self._display.close()
         if not self._stop.asked.is_set():
             _print_ready(self._console, self._application, self._spec)
-            _print_addresses(self._console, self._application)
+            _print_commands(self._console, self._application, self._spec)
             self._application.wait()
 
     def _end_without_ray(self) -> None:
@@ -242,7 +242,7 @@ def _print_ready(console: Console, application: LocalApplication, spec: FleetSpe
     if spec.gateway.page:
         console.print(f"A page of the fleet, with a playground, is at [bold]{application.url}/[/]", highlight=False)
     console.print(f"Ready at [bold]{application.url}/v1[/]. Ctrl-C stops it. Try:\n", highlight=False)
-    key = ' -H "Authorization: Bearer $KEY"' if spec.gateway.api_keys or spec.gateway.api_keys_file else ""
+    key = ' -H "Authorization: Bearer $KEY"' if _has_keys(spec) else ""
     body = f'{{"model": "{spec.served_model_id}", "prompt": "def main():", "max_tokens": 32}}'
     line = f"curl {application.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -254,13 +254,21 @@ def _steps(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"A step of a {role} engine has up to {seqs} requests, {tokens} tokens" for role, seqs, tokens in sizes]
 
 
-def _print_addresses(console: Console, application: LocalApplication) -> None:
-    """Print the addresses that other commands need: several applications may run on a machine."""
-    app = "" if application.name == DEFAULT_NAME else f" --app {application.name}"
-    lines = [f"baton status --url {application.url}", f"baton drain RANK --address {application.ray_address}{app}"]
+def _print_commands(console: Console, application: LocalApplication, spec: FleetSpec) -> None:
     console.print("\nIts state, and how a group of engines is replaced:\n", highlight=False)
-    for line in lines:
+    for line in commands_for(application.name, application.url, application.ray_address, spec):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def commands_for(name: str, url: str, ray_address: str, spec: FleetSpec) -> list[str]:
+    """Return commands for an application, with the addresses that they need: several may run on a machine."""
+    app = "" if name == DEFAULT_NAME else f" --app {name}"
+    key = ' --api-key "$KEY"' if _has_keys(spec) else ""
+    return [f"baton status --url {url}{key}", f"baton drain RANK --address {ray_address}{app}"]
+
+
+def _has_keys(spec: FleetSpec) -> bool:
+    return bool(spec.gateway.api_keys or spec.gateway.api_keys_file)
 
 
 class PortTaken(RuntimeError):

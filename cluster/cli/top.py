@@ -21,8 +21,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .cli_common import Pace, fail, watch
-from .http_client import RankList, decoded, gateway_client, reason
+from .cli_common import Pace, WidestThatFits, fail, watch
+from .http_client import RankList, decoded, gateway_client, known, reason, running_in
 
 MINUTE_S = 60.0
 NOW_S = 10.0  # over which rates are shown
@@ -101,7 +101,7 @@ class FleetView:
         """Yield what to show, from top to bottom: an error first, then the state of before."""
         yield self._verdict(error)
         yield self._figures()
-        yield self._engine_table()
+        yield WidestThatFits(self._engine_table(), self._engine_table(is_narrow=True))
         lanes = [(rank, lane) for rank in self._ranks.data for lane in rank["reads_from"]]
         if lanes:
             yield self._lane_table(lanes)
@@ -112,7 +112,7 @@ class FleetView:
 
     def _verdict(self, error: str) -> Text:
         engines, gateways = len(self._ranks.data), len(self._ranks.gateways)
-        running, waiting = self._all("num_requests_running"), self._all("num_requests_waiting")
+        running, waiting = sum(running_in(rank) or 0 for rank in self._ranks.data), self._all("num_requests_waiting")
         level, said = ("good", "Serving") if self._is_ready else ("bad", "Not serving: no engine can take a request")
         if error:
             level, said = "bad", error
@@ -145,9 +145,11 @@ class FleetView:
         half, most = self._minute.quantile(name, 0.5), self._minute.quantile(name, 0.99)
         return "–" if half is None or most is None else f"p50 {1e3 * half:.1f} ms, p99 {1e3 * most:.1f} ms"
 
-    def _engine_table(self) -> Table:
+    def _engine_table(self, *, is_narrow: bool = False) -> Table:
+        """Return the table of engines; a narrow one fits in a terminal of 80 characters."""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for column in ("rank", "role", "engine", "state", "run", "wait", "KV", "read tok/s", "written tok/s", "leases"):
+        last = ("read/s", "written/s") if is_narrow else ("read tok/s", "written tok/s", "leases")
+        for column in ("rank", "role", "engine", "state", "run", "wait", "KV", *last):
             left = column in ("role", "engine", "state", "KV")
             table.add_column(column, justify="left" if left else "right", no_wrap=True)
         for rank in self._ranks.data:
@@ -158,10 +160,10 @@ class FleetView:
             of_engine = _is(engine=engine)
             table.add_row(
                 *(str(rank["rank"]), rank["role"], engine, Text(state, style=LEVELS[level])),
-                *(str(stats.get("num_requests_running", "?")), str(waiting) if stats else "?"),
-                _bar(stats.get("kv_usage")),
+                *(known(running_in(rank)), str(waiting) if stats else "?"),
+                _percent(stats.get("kv_usage")) if is_narrow else _bar(stats.get("kv_usage")),
                 *(_scaled(self._engines.rate(name, of_engine)) for name in COUNTERS[:2]),
-                "–" if leases is None else f"{leases:.0f}",
+                *([] if is_narrow else ["–" if leases is None else f"{leases:.0f}"]),
             )
         return table
 

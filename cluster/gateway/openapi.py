@@ -9,8 +9,10 @@ differ from what the server does. A new route is a new row of `OPERATIONS`, in `
 from __future__ import annotations
 
 import hashlib
+import html
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -167,8 +169,13 @@ def _error(status: int, schema: Schema) -> Schema:
 def docs_page(document: Schema) -> str:
     """Return the document as an HTML page that loads nothing."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"type_text": type_text, "curl": curl}
+    environment.filters |= {"type_text": type_text, "curl": curl, "code": code}
     return environment.from_string(PAGE.read_text()).render(document=document)
+
+
+def code(text: str) -> str:
+    """Return a text as HTML, with what stands between backticks as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
 
 
 def type_text(schema: Schema) -> str:

@@ -177,6 +177,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read a file of settings. Raises `InvalidSpec`."""
     try:
         content = read_yaml(path.read_text())
+    except (FileNotFoundError, IsADirectoryError) as error:  # perhaps a model's name, or its folder
+        raise InvalidSpec(
+            f"cannot be read: {error.strerror}. A config file is wanted, such as those of configs/serve; a model is "
+            "named within it, or in its place by --model of `baton plan`"
+        ) from None
     except OSError as error:
         raise InvalidSpec(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

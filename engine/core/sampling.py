@@ -212,8 +212,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_tokens(self) -> None:
         for token, bias in self.logit_bias.items():
-            self._require("logit_bias", token >= 0, f"token id {token} is negative")
-            self._require("logit_bias", -100.0 <= bias <= 100.0, f"the bias of token {token} must be from -100 to 100")
+            self._require("logit_bias", token >= 0, f"must not have the negative token id {token}")
+            self._require(
+                "logit_bias",
+                -100.0 <= bias <= 100.0,
+                f"must have a bias from -100 to 100, not {bias:g} for token {token}",
+            )
         self._require("allowed_token_ids", self.allowed_token_ids != [], "must name at least one token")
         self._require("bad_words_token_ids", all(self.bad_words_token_ids), "must not hold an empty sequence")
 

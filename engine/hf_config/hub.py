@@ -281,11 +281,14 @@ def _unreachable(error: Exception, state: str, hub: str) -> HubUnreachable:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return HubUnreachable(f"{state}, and HF_HUB_OFFLINE forbids to ask the Hub: fetch it with a network first")
+        return HubUnreachable(
+            f"{state}, and HF_HUB_OFFLINE forbids to ask the Hub: fetch it with a network first, or set HF_HOME to a "
+            "cache that holds it"
+        )
     why = error.__cause__ or error
     return HubUnreachable(
         f"{state}, and {hub} cannot be reached ({str(why) or type(why).__name__}): check the network, or set "
-        "HF_ENDPOINT to a mirror"
+        "HF_ENDPOINT to a mirror, or HF_HOME to a cache that holds it"
     )
 
 

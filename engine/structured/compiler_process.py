@@ -119,7 +119,8 @@ def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsP
 
 
 def _reason(error: Exception) -> str:
-    return _cut(_SOURCE.sub("", str(error)).strip()) or "it is malformed"
+    """Return xgrammar's words without the place in its source, and without its full stops: the sentence goes on."""
+    return _cut(_SOURCE.sub("", str(error)).strip().rstrip(".")) or "it is malformed"
 
 
 def _cut(reason: str) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -169,8 +170,15 @@ async def _profile(client: aiohttp.ClientSession, load: ServeLoad, what: str) ->
 async def _model(client: aiohttp.ClientSession, load: ServeLoad) -> str:
     if name := load.served_model_name or load.model:
         return name
-    async with client.get(load.at("/v1/models"), raise_for_status=True) as response:
+    async with client.get(load.at("/v1/models")) as response:
+        _check_key(response, load)
+        response.raise_for_status()
         return msgspec.json.decode(await response.read(), type=ModelList).data[0].id
+
+
+def _check_key(answer: aiohttp.ClientResponse, load: ServeLoad) -> None:
+    if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise ServerUnfit(f"{load.server} answers with status {answer.status}: give a key that it takes as --api-key")
 
 
 async def _text_tokens(client: aiohttp.ClientSession, model: str, load: ServeLoad) -> _LocalTokens | _ServersTokens:
@@ -212,6 +220,7 @@ class _ServersTokens:
     async def _post(self, route: str, body: dict[str, Any]) -> bytes:
         url = self._load.server
         async with self._client.post(self._load.at(route), json={"model": self._model, **body}) as answer:
+            _check_key(answer, self._load)
             if 400 <= answer.status < 500:
                 raise ServerUnfit(f"{url} has no {route} (status {answer.status}): name the model with --tokenizer")
             answer.raise_for_status()

@@ -79,16 +79,16 @@ class ServeLoad:
 
     url: Url = DEFAULT_URL
     host: Annotated[
-        str | None, typer.Option(help=rf"Host of the server, in place of --url.  \[default: {DEFAULT_HOST}]")
+        str | None, typer.Option(help=f"Host of the server, in place of --url.  [default: {DEFAULT_HOST}]")
     ] = None
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help=rf"Port of the server, in place of --url.  \[default: {DEFAULT_PORT}]"),
+        typer.Option(min=1, max=65535, help=f"Port of the server, in place of --url.  [default: {DEFAULT_PORT}]"),
     ] = None
     backend: Annotated[
         LoadBackend, typer.Option("--backend", "--endpoint-type", help="Ask for completions, or for chats.")
     ] = LoadBackend.OPENAI
-    endpoint: Annotated[str | None, typer.Option(help="Route that is asked.  \\[default: the backend's]")] = None
+    endpoint: Annotated[str | None, typer.Option(help="Route that is asked.  [default: the backend's]")] = None
     model: Annotated[str | None, typer.Option(help="Model to ask; by default the only one that the server has.")] = None
     served_model_name: Annotated[
         str | None, typer.Option(help="What the server calls the model, where that differs.")
@@ -110,7 +110,7 @@ class ServeLoad:
             "--custom-output-len",
             "--prefix-repetition-output-len",
             min=1,
-            help=rf"Tokens of an answer.  \[default: {DEFAULT_OUTPUT_LEN} of random prompts, "
+            help=f"Tokens of an answer.  [default: {DEFAULT_OUTPUT_LEN} of random prompts, "
             f"{PREFIX_REPETITION_OUTPUT_LEN} behind repeated prefixes, else what the file says]",
         ),
     ] = None
@@ -190,7 +190,7 @@ class ServeLoad:
         bool, typer.Option("--append-result", help="Add the result to that file, as a line of JSON.")
     ] = False
     result_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of that file, which is made.  \\[default: this one]")
+        Path | None, typer.Option(file_okay=False, help="Folder of that file, which is made.  [default: this one]")
     ] = None
     result_filename: Annotated[str | None, typer.Option(help="Name of that file.")] = None
     save_detailed: Annotated[

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 46  # margins of the frame
+WIDTH, HEIGHT = 520, 280  # about what a plot is wide on a screen, so that texts keep their size
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 52  # margins of the frame, with room for the larger texts of a telephone
 TICKS = 6
 MARGIN = 0.04  # of a scale's length, beyond its data
 NUM_COLORS = 6
@@ -111,7 +111,7 @@ class Frame:
             f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{WIDTH - RIGHT}"/>',
             f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">'
             f"{escape(self.x_label)}</text>",
-            f'<text class="label" transform="translate(13 {(TOP + bottom) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+            f'<text class="label" transform="translate(14 {(TOP + bottom) / 2:.0f}) rotate(-90)" text-anchor="middle">'
             f"{escape(self.y_label)}</text>",
             *marks,
             "</svg>",
@@ -121,7 +121,7 @@ class Frame:
     def _across(self, value: float, bottom: int) -> str:
         x = self.at(value, self.y.low)[0]
         line = f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
-        return f'{line}<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number(value)}</text>'
+        return f'{line}<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{number(value)}</text>'
 
     def _up(self, value: float) -> str:
         y = self.at(self.x.low, value)[1]

@@ -218,7 +218,8 @@ def _sweep(sweep: str, results: Sequence[Result]) -> Section:
         color = result.runs[0].color
         runs = [run.figures for run in result.runs if run.figures["completed"]]
         levels = [_level(run[sweep]) for run in runs]
-        users = [1000 / run["median_itl_ms"] if run["median_itl_ms"] else 0.0 for run in runs]
+        # By what a token takes of its answer: times between events are near 0 where several come at once.
+        users = [1000 / run["median_tpot_ms"] if run["median_tpot_ms"] else 0.0 for run in runs]
         tokens = [run["output_throughput"] for run in runs]
         hints = [
             f"{_text(run[sweep])}: {number(total)} tokens/s in all, {number(one)} for one"

@@ -19,6 +19,7 @@ from .parsing import ApiFields
 from .protocol import EngineFields, FewStrings
 from .reasoning import opened_thoughts
 from .validators import (
+    TEXT_ALONE,
     FieldError,
     Integer,
     ReplayedModel,
@@ -31,7 +32,6 @@ from .validators import (
 )
 
 CLIENTS_ALONE = "This server runs no tools: clients run them"
-TEXT_ALONE = ". This server reads text only"
 
 # Field -> values without effect, and advice against other values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

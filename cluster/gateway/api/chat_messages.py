@@ -11,7 +11,18 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, mode
 
 from ..errors import excerpt
 from .json_body import first_json_fault
-from .validators import FieldError, Integer, ReplayedModel, RequestModel, json_type_name, string_or_object, tag, tag_of
+from .validators import (
+    TEXT_ALONE,
+    FieldError,
+    Integer,
+    ReplayedModel,
+    RequestModel,
+    json_type_name,
+    object_of_type,
+    string_or_object,
+    tag,
+    tag_of,
+)
 
 MAX_TOOLS = 128  # OpenAI's limit
 
@@ -63,8 +74,9 @@ def _text_parts(value: Any) -> Any:
     return value
 
 
+OnlyText = Annotated[TextPart, object_of_type(("text",), TEXT_ALONE)]
 TextContent = Annotated[
-    list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+    list[OnlyText], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
 ]
 
 

@@ -194,8 +194,8 @@ def _length(error: ErrorDetails) -> str:
 def _unknown(kind: type[BaseModel], place: list[str | int]) -> str:
     name = shorten(str(place[-1]))
     nearest = difflib.get_close_matches(name, kind.model_fields, n=1) if len(place) == 1 else []
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"Unrecognized request argument: {name!r}.{hint}"
+    advice = f"Did you mean {nearest[0]!r}?" if nearest else "Leave it out."
+    return f"Unrecognized request argument: {name!r}. {advice}"
 
 
 _CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.(\w+))?")

@@ -18,6 +18,7 @@ from .parsing import ApiFields
 from .protocol import JsonSchemaFormat, SamplingFields
 from .reasoning import Effort
 from .validators import (
+    TEXT_ALONE,
     Integer,
     ReplayedModel,
     RequestModel,
@@ -114,7 +115,7 @@ class InputReasoningText(ReplayedModel):
 Part = Annotated[
     Annotated[InputText, tag("input_text")] | Annotated[InputOutputText, tag("output_text")],
     Discriminator(lambda value: f"<{kind(value)}>"),
-    object_of_type(("input_text", "output_text")),
+    object_of_type(("input_text", "output_text"), TEXT_ALONE),
 ]
 Parts = Annotated[list[Part], BeforeValidator(_text_part, json_schema_input_type=str | list[Part])]
 

@@ -12,6 +12,8 @@ from pydantic_core import CoreSchema
 from ..errors import excerpt
 from .json_body import JsonPath
 
+TEXT_ALONE = ". This server reads text only"  # advice to those who send images, sounds or files
+
 # JSON's names of types; `bool` stands before `int`, of which it is a subclass.
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
 
@@ -94,6 +96,8 @@ def object_of_type(kinds: Sequence[str], advice: str = "", type_of: Callable[[An
     """Return a validator that drops null fields and refuses objects of other types by name."""
 
     def check(value: Any) -> Any:
+        if isinstance(value, BaseModel):  # made here, not read from a body
+            return value
         if not isinstance(value, dict):
             raise ValueError(f"must be an object, not {json_type_name(value)}")
         said = without_nulls(value)

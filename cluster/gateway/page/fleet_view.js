@@ -94,7 +94,7 @@ function engineColumns({ ranks, samples, stats }, role, engines) {
     { title: "KV in use", cell: ofStats((stats) => kvBar(stats.kv_usage)) },
     {
       title: "Running", number: true,
-      cell: ofStats((stats, engine) => `${count(stats.num_requests_running)} of ${count(engine.max_num_seqs)}`),
+      cell: ofStats((_, engine) => `${count(fleet.runningIn(engine))} of ${count(engine.max_num_seqs)}`),
     },
     { title: "Queue", number: true, cell: ofStats(queueText) },
   ];
@@ -200,7 +200,7 @@ function showGateways({ ranks, samples }) {
   };
   const columns = [
     { title: "Gateway", cell: (row) => gatewayName(row, ranks.gateway) },
-    { title: "Listens at", cell: (row) => `${row.node_ip}:${row.port}` },
+    { title: "Listens at", cell: (row) => fleet.addressOf(row) },
     { title: "Balancing", cell: (row) => row.load_balancing },
     { title: "Reaches", cell: (row) => plural(row.ranks.length, "engine") },
     { title: "In flight", number: true, cell: inGateway("baton_gateway_requests_inflight") },

@@ -14,6 +14,7 @@ const PERIOD_S = 2;
 const LONGEST_PERIOD_S = 15; // while nobody answers
 const KEEP_S = 130; // of counters: more than a minute, and browsers may slow down timers
 const UNAUTHORIZED = 401;
+const LOCKED = "locked";
 
 // For /metrics a gateway asks every process, so it is asked the more rarely the more there are. Pages share answers that
 // are not as old as a period: a page's own answer of before would say nothing new.
@@ -106,7 +107,7 @@ const lacksKey = (error) => error instanceof Refused && error.status === UNAUTHO
 
 function showFailure(error) {
   if (lacksKey(error)) {
-    showLive("warn", "locked");
+    showLive("warn", LOCKED);
     const title = apiKey.get() ? "The API key is not valid" : "An API key is needed";
     showVerdict({ level: "wait", title, text: "This server shows its fleet and answers to those who have one." });
     showProblems([]);
@@ -125,6 +126,7 @@ function showLive(state, words) {
   byId("live").dataset.state = state;
   setText(byId("live"), words);
   document.body.dataset.stale = state === "bad";
+  document.body.dataset.locked = words === LOCKED; // there is nothing to show
 }
 
 // The API key

@@ -3,6 +3,7 @@
 // The buttons are shown while the gateway says that the key has the right `admin`. The gateway checks each call itself.
 
 import { setText } from "./dom.js";
+import { runningIn } from "./fleet.js";
 import { plural } from "./format.js";
 import { ask, Refused } from "./server.js";
 
@@ -65,7 +66,7 @@ async function drain(rank) {
 }
 
 function drainText(engine, group) {
-  const running = group.reduce((sum, each) => sum + (each.stats?.num_requests_running ?? 0), 0);
+  const running = group.reduce((sum, each) => sum + runningIn(each), 0);
   const others = fleet.filter((each) => each.role === engine.role && each.group_id !== engine.group_id && !each.draining);
   const gap = others.length ? "" : ` No other ${engine.role} engine takes requests: new ones wait until its successor runs.`;
   const work = running ? `ends its ${plural(running, "running request")} or hands them over, ` : "";

@@ -38,6 +38,13 @@ async def test_a_browser_shows_it_in_both_themes_without_a_fault(tmp_path: Path)
             assert await tab.text("h1") == "first and second"
             assert await tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
             assert await tab.evaluate("[...document.querySelectorAll('svg')].every((e) => e.clientWidth > 200)")
+            sizes = await tab.evaluate(
+                "[...document.querySelectorAll('svg')].map((e) => e.getScreenCTM().a"
+                " * parseFloat(getComputedStyle(e.querySelector('text')).fontSize))"
+            )
+            assert min(sizes) > 9, "texts of plots can be read"
+            assert max(sizes) < 16
+            assert await tab.evaluate("document.querySelector('td:nth-child(2)').getBoundingClientRect().right") < width
             grounds.append(await tab.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert tab.faults == []
     assert grounds[0] != grounds[1]

@@ -166,6 +166,8 @@ async def test_what_cannot_be_kept_is_refused(
     error = response.json()["error"]
     assert error["param"] == param
     assert reason in error["message"]
+    assert error["message"].endswith(".")
+    assert not error["message"].endswith("..")
     assert (await structured.chat("hello", max_tokens=2)).status_code == 200, "and nobody else notices"
 
 

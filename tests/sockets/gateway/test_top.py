@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 from collections.abc import Callable
 
+import httpx
 import pytest
+from rich.console import Console, Group
 
+from baton.cluster.cli.top import COUNTERS, FleetView
 from baton.cluster.contracts import Role
 
 from ...helpers.baton_command import run_baton
@@ -68,6 +72,18 @@ async def test_top_says_that_nobody_can_serve_and_that_nobody_answers(start: Cal
     assert f"no answer from {url}" in gone.stderr
 
 
+@pytest.mark.parametrize(
+    "words", [("status",), ("eval", "recall"), ("bench", "serve"), ("bench", "serve", "--model", "tiny")]
+)
+async def test_commands_say_that_a_key_is_needed(start: Callable[..., Service], words: tuple[str, ...]) -> None:
+    async with start(Role.UNIFIED, api_keys=["secret"]).over_tcp() as url:
+        refused = await baton(*words, "--url", url)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert " key " in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "HTTPStatusError" not in refused.stderr
+
+
 @pytest.mark.slow
 async def test_status_is_shown_again_and_again(service: Service) -> None:
     async with service.over_tcp() as url:
@@ -92,3 +108,27 @@ async def test_status_goes_on_while_nobody_answers(service: Service) -> None:
     assert last == {"ready": False, "error": last["error"]}
     assert "no answer from" in last["error"]
     assert done.returncode == 1
+
+
+def test_a_terminal_of_80_characters_shows_each_column_whole_and_requests_in_a_step_run() -> None:
+    stats = dict.fromkeys(("num_requests_running", "num_requests_waiting_for_kv", *COUNTERS), 0)
+    engine = {"outstanding": 12, "max_num_seqs": 64, "stats": stats | {"num_requests_waiting": 3, "kv_usage": 0.5}}
+    about = {"draining": False, "reachable": True, "circuit": "closed", "epoch": "1", "reads_from": []}
+    ranks = [engine | about | {"rank": 0, "role": "prefill", "engine_id": "prefill-0123abcd"}]
+    answers = {
+        "/health": httpx.Response(200),
+        "/v1/cluster/ranks": httpx.Response(
+            200, json={"object": "list", "gateway": "g", "data": ranks, "gateways": [], "starting": []}
+        ),
+        "/metrics": httpx.Response(200, text=""),
+    }
+    transport = httpx.MockTransport(lambda request: answers[request.url.path])
+    fleet = FleetView(httpx.Client(transport=transport, base_url="http://gateway"))
+    fleet.update()
+    for width, columns in ((80, "KV    read/s  written/s"), (200, "read tok/s  written tok/s  leases")):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(Group(*fleet.parts()))
+        shown = console.export_text()
+        assert columns in shown
+        assert "…" not in shown
+        assert "running 9   waiting 3" in shown

@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {
     "private": (lambda hub, *_: setattr(hub, "token", "x"), ["or a private one", "HF_TOKEN"]),
     "out of order": (lambda hub, *_: setattr(hub, "status", 503), ["answers with status 503", "try again later"]),
     "forbidden": (lambda hub, *_: setattr(hub, "status", 403), ["refuses demo/model (status 403)", "HF_TOKEN"]),
-    "unreachable": (_unreachable, ["does not hold demo/model", "cannot be reached", "HF_ENDPOINT"]),
+    "unreachable": (_unreachable, ["does not hold demo/model", "cannot be reached", "HF_ENDPOINT", "HF_HOME"]),
     "another size": (
         lambda hub, *_: setattr(hub, "missing_bytes", 7),
         ["could not be fetched whole", "file should be of size"],

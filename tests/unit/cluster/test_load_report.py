@@ -112,6 +112,14 @@ def test_a_sweep_has_a_pareto_front() -> None:
     assert front([1, 1], [1, 1]) == [True, True]
 
 
+def test_the_speed_of_an_answer_is_that_of_its_tokens_also_where_several_events_come_at_once() -> None:
+    at_once = [MeasuredRequest(ttft_s=0.1, latency_s=0.14, itl_s=[0.0, 0.0, 0.0, 0.04], output_tokens=5)] * 3
+    measured = summary(ServeLoad(max_concurrency=1), "tiny", at_once, 1.0)
+    assert (measured["median_itl_ms"], measured["median_tpot_ms"]) == (0.0, pytest.approx(10.0))
+    page = report([{"sweep": "max_concurrency", "label": "s", "runs": [measured]}])
+    assert "1: 15 tokens/s in all, 100 for one" in page
+
+
 def test_runs_without_an_answer_can_be_shown() -> None:
     nothing = summary(ServeLoad(), "tiny", [MeasuredRequest(error="<b>refused</b>")], 0.01)
     page = report([nothing, {"sweep": "request_rate", "label": "s", "runs": [nothing]}])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.cli.options import ServeOptions
-from baton.cluster.cli.serve import application_spec
+from baton.cluster.cli.serve import application_spec, commands_for
 
 MODEL = str(Path(__file__).parents[3] / "configs/demo/model")
 
@@ -44,3 +44,11 @@ def test_a_gpu_beside_many_cores_is_served_by_two_gateways(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     _, spec = application_spec(ServeOptions(model=MODEL, **options), engine)
     assert spec.gateway.replicas == expected
+
+
+def test_commands_that_are_shown_name_the_key_where_one_is_asked_for() -> None:
+    _, open_to_all = application_spec(ServeOptions(model=MODEL), {})
+    _, keyed = application_spec(ServeOptions(model=MODEL, api_key=["secret"]), {})
+    where = ("baton", "http://127.0.0.1:8000", "192.0.2.1:6379")
+    assert commands_for(*where, open_to_all)[0] == "baton status --url http://127.0.0.1:8000"
+    assert commands_for(*where, keyed)[0] == 'baton status --url http://127.0.0.1:8000 --api-key "$KEY"'

@@ -182,8 +182,12 @@ async def test_unknown_fields_are_refused_with_the_nearest_name(service: Service
     response = await service.http.post(path, json={"model": "tiny", **body, "temprature": 1})
     message = check_refused(response, 400, "temprature", "unknown_parameter")
     assert "'temperature'" in message
-    response = await service.http.post(path, json={"model": "tiny", **body, "stream_options": {"usage": True}})
-    check_refused(response, 400, "stream_options.usage", "unknown_parameter")
+    for field, value, param in (
+        ("stream_options", {"usage": True}, "stream_options.usage"),
+        ("xyzzy", 1, "xyzzy"),
+    ):
+        response = await service.http.post(path, json={"model": "tiny", **body, field: value})
+        assert check_refused(response, 400, param, "unknown_parameter").endswith(" Leave it out.")
 
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -208,7 +212,8 @@ MESSAGES: list[tuple[Any, str]] = [
 FEW_VALUES = [
     ({"store": True}, "'store' must be false."),
     ({"service_tier": "flex"}, "'service_tier' must be 'auto' or 'default', not 'flex'."),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be 'text', not 'image_url'."),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'. This server reads text only."),
+    ({"logit_bias": {"5": 1000}}, "'logit_bias' must have a bias from -100 to 100, not 1000 for token 5."),
     ({"messages": [{"role": "assistant", "refusal": "no"}]}, "must be null, not 'no'."),
     ({"response_format": {"type": "xml" * 100}}, "not '" + ("xml" * 100)[:100] + "...'."),
 ]

@@ -133,6 +133,8 @@ async def test_the_page_shows_every_route_and_type_and_loads_nothing(service: Se
     assert all(f'<h3 id="{name}">' in page for name in SCHEMAS)
     assert not re.search(r"<script|src=|@import|url\(", page)
     assert "built-in method" not in page
+    assert "`" not in page
+    assert "<code>/health</code> does" in page
 
 
 JUNK = st.sampled_from([None, True, -1, 1.5, "", "🦊", [], {}, [[]], {"a": None}, 2**70])

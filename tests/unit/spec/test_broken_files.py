@@ -186,8 +186,9 @@ def test_more_ranks_than_anybody_has_are_refused_before_they_are_placed(tmp_path
 
 
 def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
-    check_it_is_refused(tmp_path / "none.yaml", "cannot be read: No such file or directory")
-    check_it_is_refused(tmp_path, "cannot be read: Is a directory")
+    wanted = "A config file is wanted, such as those of configs/serve; a model is named within it, or in its place by"
+    for path, reason in ((tmp_path / "Qwen/Qwen3-0.6B", "No such file or directory"), (tmp_path, "Is a directory")):
+        check_it_is_refused(path, f"cannot be read: {reason}. {wanted} --model of `baton plan`")
     file = tmp_path / "file.yaml"
     file.write_bytes(ONE.encode("utf-16"))
     check_it_is_refused(file, "is no text in UTF-8")
