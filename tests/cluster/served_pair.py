@@ -15,8 +15,10 @@ def prompt_of(number: int) -> str:
     return f"# {number}\n" + "def fox(lazy, dog):\n    return lazy + dog\n" * (1 + number % 16)
 
 
-async def answer_to(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> str:
-    """Return the streamed text of a greedy answer."""
+async def answer_to(
+    client: openai.AsyncOpenAI, number: int, max_tokens: int, begun: asyncio.Queue[int] | None = None
+) -> str:
+    """Return the streamed text of a greedy answer. Its number goes into `begun` when the first of it is there."""
     stream = await client.completions.create(
         model="baton-demo",
         prompt=prompt_of(number),
@@ -25,7 +27,12 @@ async def answer_to(client: openai.AsyncOpenAI, number: int, max_tokens: int) ->
         stream=True,
         extra_body={"ignore_eos": True},
     )
-    return "".join([event.choices[0].text async for event in stream if event.choices])
+    texts: list[str] = []
+    async for event in stream:
+        if begun is not None and not texts:
+            begun.put_nowait(number)
+        texts += [choice.text for choice in event.choices]
+    return "".join(texts)
 
 
 async def answers(client: openai.AsyncOpenAI, count: int, max_tokens: int) -> list[str]:

@@ -159,16 +159,13 @@ def is_transport_error(result: object) -> bool:
 async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_it(
     client: openai.AsyncOpenAI, server: Server
 ) -> None:
-    # Long enough that none is over by then: the process is looked for while they run.
-    streams = (answer_to(client, number, 3000) for number in range(STREAMS))
-    load = asyncio.gather(*streams, return_exceptions=True)
-    await asyncio.to_thread(
-        eventually,
-        lambda: server.rank_of("decode")["stats"]["num_requests_running"] > 4,
-        20.0,
-        "decode has nothing to do",
-    )
     victim = server.process_named("ray::ServeReplica:main:gateway")
+    begun: asyncio.Queue[int] = asyncio.Queue()
+    # Long enough that none is over when the fifth begins.
+    streams = (answer_to(client, number, 3000, begun) for number in range(STREAMS))
+    load = asyncio.gather(*streams, return_exceptions=True)
+    for _ in range(5):
+        await asyncio.wait_for(begun.get(), 20.0)
     os.kill(victim.pid, signal.SIGKILL)
     results = await asyncio.wait_for(load, 60.0)
     others = [result for result in results if not (isinstance(result, openai.APIError) or is_transport_error(result))]
