@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,7 +85,11 @@ def build_engine(
             grammars=grammars,
             drafting=make_drafting(loaded.core_config.speculation, loaded.device_type),
         )
-    thaw = _freeze_start_up()
+    ends = ExitStack()  # in the opposite order
+    if grammars is not None:
+        ends.callback(grammars.close)
+    ends.callback(loaded.close)
+    ends.enter_context(_start_up_frozen())
     _log_ready(loaded, phases)
     return Engine(
         core=core,
@@ -97,7 +101,7 @@ def build_engine(
         num_blocks=loaded.core_config.num_blocks,
         startup_s=phases.seconds,
         grammars=grammars,
-        close=lambda: _close(loaded, grammars, thaw),
+        close=ends.close,
     )
 
 
@@ -114,10 +118,9 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion]
             connected = connect(loaded.region) if connect else None
         with phases("warm_up"):
             runner = loaded.make_runner()
-        thaw = _freeze_start_up()
-        logger.info("rank %d is ready in %.2f s (%s)", member.rank, phases.total, phases)
-        loaded.membership.follow(runner, depth=loaded.core_config.depth)
-    thaw()
+        with _start_up_frozen():
+            logger.info("rank %d is ready in %.2f s (%s)", member.rank, phases.total, phases)
+            loaded.membership.follow(runner, depth=loaded.core_config.depth)
     loaded.close()
     del connected
 
@@ -148,24 +151,22 @@ def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
     )
 
 
-def _freeze_start_up() -> Callable[[], None]:
-    """Keep the garbage collector away from what exists when an engine is ready; return what lets it look there again.
+@contextmanager
+def _start_up_frozen() -> Iterator[None]:
+    """Keep the garbage collector away from what exists when an engine is ready.
 
     That is some 300 000 objects, of libraries mostly: a full collection takes 0.15 s to look through them, while steps
     wait. Where a process has frozen objects already, nothing is done.
     """
     if gc.get_freeze_count():
-        return lambda: None
+        yield
+        return
     gc.collect()
     gc.freeze()
-    return gc.unfreeze
-
-
-def _close(loaded: LoadedMember, grammars: XGrammarBackend | None, thaw: Callable[[], None]) -> None:
-    thaw()
-    loaded.close()
-    if grammars is not None:
-        grammars.close()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
