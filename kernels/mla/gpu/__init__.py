@@ -52,7 +52,7 @@ class MLAPlans:
 def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int, tile: int = TILE) -> AttentionBatch:
     """See `baton.kernels.mla.prepare`. `tile` is how many keys the absorbed kernels take at a time."""
     heads = triton.next_power_of_2(num_heads)
-    rows = max(LEAST_ROWS, min(heads, absorbed_hopper.MOST_ROWS.value))
+    rows = max(LEAST_ROWS, min(heads, absorbed_hopper.NARROW_ROWS.value))
     singles = WorkTiles(rows, rows, tile)
     if pays_to_expand(batch):
         parts = [_absorbed(batch, batch.num_decodes, singles, num_heads, singles=True)] if batch.num_decodes else []

@@ -52,7 +52,7 @@ from .work_list import WorkList, WorkTiles
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
 STAGES = gl.constexpr(2)
-MOST_ROWS = gl.constexpr(32)  # whose sums fit the registers of a warp group
+NARROW_ROWS = gl.constexpr(32)  # whose sums fit the registers of a warp group
 WIDE_ROWS = 64  # ... of two
 LEAST_HEADS = 8  # of a query: a box whose rows repeat the swizzle's pattern
 LOADERS = gl.constexpr(2)  # warps for pages: one alone would take as long for a tile as its products do
@@ -74,7 +74,7 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bo
         and TILE.value % (page * LOADERS.value) == 0
         and tiles.tile == TILE.value
         and (
-            (tiles.queries == 1 and tiles.rows <= MOST_ROWS.value)
+            (tiles.queries == 1 and tiles.rows <= NARROW_ROWS.value)
             or (tiles.rows == WIDE_ROWS and tiles.heads >= LEAST_HEADS)
         )
         and fits_boxes(q_latent)
@@ -107,7 +107,7 @@ def latent_attention(
     """
     num_heads, rank = q_latent.shape[1:]
     groups = tiles.groups(num_heads)
-    wide = tiles.rows > MOST_ROWS.value
+    wide = tiles.rows > NARROW_ROWS.value
     apart = wide or work.max_items * groups <= FEW_ITEMS
     parts = torch.empty((groups, work.num_programs, 2, tiles.rows, rank), dtype=torch.float32, device=out.device)
     softmax = torch.empty((groups, work.num_programs, 2, tiles.rows, 2), dtype=torch.float32, device=out.device)
@@ -164,7 +164,7 @@ class AbsorbedShape:
     @gluon.constexpr_function
     def __init__(self, QUERIES, HEADS, RANK, PAGE, APART):
         rows = QUERIES * HEADS
-        groups = 2 if rows > MOST_ROWS.value else 1
+        groups = 2 if rows > NARROW_ROWS.value else 1
         self.QUERIES = gl.constexpr(QUERIES)
         self.HEADS = gl.constexpr(HEADS)
         self.ROWS = gl.constexpr(rows)
@@ -368,7 +368,7 @@ def attend_share(
     """
     shape = AbsorbedShape(QUERIES, HEADS, RANK, PAGE, APART)
     ROWS: gl.constexpr = shape.ROWS
-    QUERY_STAGES: gl.constexpr = 2 if ROWS <= MOST_ROWS else 1
+    QUERY_STAGES: gl.constexpr = 2 if ROWS <= NARROW_ROWS else 1
     query_ring = _new_rings(pages.dtype, QUERY_STAGES, ROWS, RANK, 1)
     ring = _new_rings(pages.dtype, STAGES, TILE, RANK, LOADERS)
     weight_memory = gl.allocate_shared_memory(pages.dtype, [TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
