@@ -8,7 +8,7 @@
     baton-two   two unified engines
     baton-pd    a prefill and a decode engine
     vllm        `vllm serve`
-    vllm-two    two of them, as data-parallel ranks
+    vllm-two    two of them, as data-parallel ranks; needs two --gpus
     vllm-pd     two of them with its NixlConnector, and the proxy below
 
 Two engines share one GPU, each with as many GiB of KV blocks as --kv-gib says; with two --gpus each has its own, and
