@@ -25,7 +25,11 @@ RunBetweenSteps = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class EngineProfiler:
-    """Records one engine, at most one recording at a time. `between_steps` runs a function in the step thread."""
+    """Records one engine, at most one recording at a time.
+
+    `between_steps` runs a function in the step thread, always the same: torch's profiler writes to freed memory when
+    another thread ends a recording than the one that began it.
+    """
 
     def __init__(self, engine_id: str, node_ip: str, between_steps: RunBetweenSteps, folder: Path = FOLDER) -> None:
         self._engine_id, self._node_ip = engine_id, node_ip

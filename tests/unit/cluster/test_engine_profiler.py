@@ -93,14 +93,16 @@ async def test_one_that_cannot_begin_says_so_and_the_next_can(tmp_path: Path) ->
 
 FRESH_PROCESS = """
 import asyncio, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from baton.cluster.engines.profiler import EngineProfiler
 
 imported = set()
+step_thread = ThreadPoolExecutor(1)
 
 async def in_step_thread(work):
     before = set(sys.modules)
-    await asyncio.to_thread(work)
+    await asyncio.get_running_loop().run_in_executor(step_thread, work)
     imported.update(set(sys.modules) - before)
 
 async def record():
@@ -118,4 +120,4 @@ print(len(imported))
 def test_the_first_recording_of_a_process_imports_nothing_between_steps(tmp_path: Path) -> None:
     """Several hundred modules, read from a cold disk, once passed for a step that hangs."""
     done = subprocess.run([sys.executable, "-c", FRESH_PROCESS, tmp_path], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["0"]), done.stderr
