@@ -26,7 +26,7 @@ from .connector import KVConnector
 from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
 from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
-from .scheduling.drafting import Drafting
+from .requests.drafting import Drafting
 from .scheduling.scheduler import Scheduler
 from .speculation.drafter import Drafter
 from .step import PendingStep, Runner

@@ -16,7 +16,7 @@ from ..core.connector import KVConnector
 from ..core.engine import EngineCore, EngineCoreConfig
 from ..core.layout import BLOCK_SIZE, CacheLayout
 from ..core.regions import CacheRegion
-from ..core.scheduling.drafting import make_drafting
+from ..core.requests.drafting import make_drafting
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member

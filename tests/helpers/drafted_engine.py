@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine import EngineConfig
 from baton.engine.core.messages import EngineRequest
-from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.parallel import Member

@@ -42,7 +42,7 @@ from baton.engine.core.messages import (
     FinishReason,
 )
 from baton.engine.core.pace import StepTimes
-from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.speculation.drafter import Drafter
 from baton.kv_transfer.protocol.stats import TransferStats
 

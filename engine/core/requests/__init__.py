@@ -1,1 +1,1 @@
-"""One request: its states, the tokens that may be drawn, its end, and its outputs."""
+"""One request: its states, the tokens that may be drawn, guesses of the next ones, its end, and its outputs."""

@@ -15,9 +15,8 @@ from ..kv.transfers import Transfers
 from ..messages import EngineError, ErrorKind
 from ..requests.request import Request, RequestStatus
 from ..stages import Stage
-from .running import RunningRequests
+from .queues import ReadyQueue, RunningRequests, WaitingQueue
 from .step_builder import StepBuilder
-from .waiting import ReadyQueue, WaitingQueue
 
 SHORT_SHARE = 4  # of a step's budget, one part is for short prompts while longer ones are read
 SMALL = 8  # a request that needs an eighth of the head's blocks, or fewer, may overtake it

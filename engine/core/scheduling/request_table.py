@@ -20,13 +20,12 @@ from ..kv.transfers import Transfers
 from ..messages import EngineError, EngineOutput, EngineRequest, ErrorKind, FinishReason, KVSource
 from ..requests.answers import final_output
 from ..requests.constraints import Constraints
+from ..requests.drafting import Drafting
 from ..requests.request import STATUS_AFTER, FinishRule, Request, RequestStatus
 from ..sampling import SEED_BITS, InvalidSamplingParams
 from ..stages import Stages
 from .admission import KVLoading
-from .drafting import Drafting
-from .running import RunningRequests
-from .waiting import WaitingQueue
+from .queues import RunningRequests, WaitingQueue
 
 
 class RequestTable(Mapping[str, Request]):

@@ -9,10 +9,8 @@ Results that a stop or an abort made superfluous are dropped when they come; `kv
 until then.
 
     request_table   every request that is not over: how it comes, how it ends
-    waiting         the queue, the ready queue, the backlog of prompt tokens
+    queues          the queue, the ready queue beside it, running requests and their shares of a step; preemption
     admission       which waiting requests may start; KV that transfers and tiers load for them
-    running         running requests and their shares of a step; preemption
-    drafting        guesses of their next tokens
     step_builder    the step that is planned, steps in flight
 
 Blocks are owned by one of these, and come back with its event:
@@ -37,6 +35,7 @@ from ..kv.block_numbers import BlockNumbers
 from ..kv.blocks import BlockPoolCorrupted
 from ..kv.cache_groups import make_groups
 from ..kv.fence import Fence, RowPool
+from ..kv.prompt_backlog import PromptBacklog
 from ..kv.request_memory import RequestMemory
 from ..kv.tier_copies import TierCopies
 from ..kv.transfers import Transfers
@@ -44,15 +43,14 @@ from ..messages import EngineError, EngineOutput, EngineRequest, EngineStats, Er
 from ..pace import StepMeter
 from ..requests.answers import final_output, first_or_last_tokens, next_tokens, nothing_drawn, on_offer
 from ..requests.constraints import Constraints
+from ..requests.drafting import Drafting
 from ..requests.request import Request, RequestStatus
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from ..tiers import KVTiers
 from .admission import Admission, KVLoading
-from .drafting import Drafting
+from .queues import RunningRequests, WaitingQueue
 from .request_table import RequestTable
-from .running import RunningRequests
 from .step_builder import StepMismatch, StepsInFlight
-from .waiting import PromptBacklog, WaitingQueue
 
 
 class Scheduler:

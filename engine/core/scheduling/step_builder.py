@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..prefix import BlockHash
+from ..requests.drafting import Drafting
 from ..requests.request import Request
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
-from .drafting import Drafting
 
 NO_BLOCKS: list[list[int]] = []  # shared by all chunks that bring none; never written to
 

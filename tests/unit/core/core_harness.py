@@ -14,8 +14,8 @@ from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.offline.bench_drafts import InformedDrafter

@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, InvalidEngineCoreConfig
 from baton.engine.core.kv.cache_groups import make_groups
+from baton.engine.core.kv.prompt_backlog import PromptBacklog
 from baton.engine.core.kv.request_memory import RequestMemory
 from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import ErrorKind, FinishReason, KVSource
@@ -17,8 +18,8 @@ from baton.engine.core.requests.request import (
     Request,
     RequestStatus,
 )
+from baton.engine.core.scheduling.queues import WaitingQueue
 from baton.engine.core.scheduling.request_table import refusal
-from baton.engine.core.scheduling.waiting import PromptBacklog, WaitingQueue
 from baton.engine.core.stages import Stages
 
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, config, request

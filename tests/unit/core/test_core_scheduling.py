@@ -7,7 +7,7 @@ import pytest
 from baton.engine.core.messages import FinishReason
 from baton.engine.core.requests.request import Request
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.waiting import SPARE_ENTRIES
+from baton.engine.core.scheduling.queues import SPARE_ENTRIES
 from baton.engine.core.step import StepPlan
 
 from .core_harness import BLOCK_SIZE, Harness, config, num_remembered, request

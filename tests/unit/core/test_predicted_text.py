@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.engine.core.scheduling.drafting import PredictedText
+from baton.engine.core.requests.drafting import PredictedText
 from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts
 
 tokens = st.lists(st.sampled_from([0, 1, 256, 65536]), max_size=12)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.engine.core.config import CacheGroupConfig
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest
-from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.parallel.groups import ALL_ALONE

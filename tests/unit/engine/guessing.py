@@ -11,7 +11,7 @@ import torch
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
-from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.speculation.stats import SpeculationStats

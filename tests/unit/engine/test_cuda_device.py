@@ -16,7 +16,7 @@ import triton
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.engine import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
-from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build

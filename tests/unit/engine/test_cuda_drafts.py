@@ -18,8 +18,8 @@ import torch
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan
 from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config

@@ -9,8 +9,8 @@ import pytest
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.messages import EngineRequest
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.startup import build
 from baton.engine.startup.build import Engine, build_engine

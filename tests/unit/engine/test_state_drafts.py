@@ -20,8 +20,8 @@ import torch
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import draft_places
 from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model

@@ -22,8 +22,8 @@ from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.lockstep import Lockstep
 from baton.engine.core.messages import EngineOutput, EngineRequest
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduling.drafting import Drafting
 from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.step import PendingStep, Runner, StepPlan
 from baton.engine.layers.decoder import CausalLM

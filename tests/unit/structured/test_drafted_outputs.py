@@ -11,7 +11,7 @@ import pytest
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.messages import EngineRequest
-from baton.engine.core.scheduling.drafting import Drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.core.speculation.stats import SpeculationStats

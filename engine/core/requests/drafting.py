@@ -24,12 +24,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..requests.request import Request
 from ..speculation.config import SpeculativeConfig, make_drafter
 from ..speculation.drafter import DraftedRequest, Drafter
 from ..speculation.length import DraftLengths
 from ..speculation.stats import SpeculationCounter, SpeculationStats
 from ..step import Chunk
+from .request import Request
 
 _TOKEN_TYPE = "i"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize

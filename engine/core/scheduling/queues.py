@@ -1,28 +1,141 @@
-"""Running requests, and their shares of a step.
+"""The places of a request until it is over: in the queue, ready beside it, or running.
 
-    start ──> running ──────────────────> over
-                 └─ preempted ──> waiting, with all it has drawn and nothing it has computed
+    waiting ──────────────────────┐
+       │ its KV is at another     v        start
+       │ engine or in a tier    admission ───────> running ──> over
+       └──> loading ──> ready ────^                   │ preempted, with all it has drawn and nothing it has computed
+    waiting <─────────────────────────────────────────┘
+
+WaitingQueue       by priority, then by arrival; requests whose grammar is still making a mask are kept aside
+ReadyQueue         the same order, for requests whose KV has been loaded and that need only a row
+RunningRequests    the same order; each gets its share of a step
 
 When blocks run out, or a request of higher priority waits for them, the last running request in rank is preempted.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 from collections.abc import Iterator
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from ..kv.fence import Fence, RowPool
+from ..kv.prompt_backlog import PromptBacklog
 from ..kv.request_memory import RequestMemory
 from ..kv.transfers import Transfers
+from ..requests.drafting import NO_DRAFTS, Drafting
 from ..requests.request import Request, RequestStatus, advance_decodes
 from ..speculation.config import MAX_DRAFTED_TOKENS
 from ..step import Chunk
-from .drafting import NO_DRAFTS, Drafting
 from .step_builder import NO_BLOCKS, StepBuilder
-from .waiting import WaitingQueue
+
+TOP = 16  # entries of the heap, of thousands: looking through all of them would cost in every step
+SPARE_ENTRIES = 256  # of requests that are over, before the heap is built anew
 
 _rank = attrgetter("rank")
+
+
+class WaitingQueue:
+    """A heap by `Request.rank`. A request that may not draw yet, because its grammar is making a mask, is kept aside.
+
+        push ──> aside ──its mask is known──> heap ──> removed
+         └──────────────────────────────────────^
+
+    An entry whose request has left stays in the heap until it comes up, or until such entries are most of the heap.
+    """
+
+    def __init__(self, backlog: PromptBacklog) -> None:
+        self._heap: list[tuple[tuple[int, float, int], Request]] = []
+        self._members: set[Request] = set()
+        self._backlog = backlog
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests in no particular order."""
+        return iter(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    def push(self, request: Request) -> None:
+        self._members.add(request)
+        self._backlog.add(request)
+        if request.may_draw:
+            heapq.heappush(self._heap, (request.rank, request))
+
+    def mask_known(self, request: Request) -> None:
+        """Let a request into the heap that was kept aside."""
+        heapq.heappush(self._heap, (request.rank, request))
+
+    def peek(self) -> Request | None:
+        """Return the next request; None where none may draw."""
+        return self._heap[0][1] if self._heap else None
+
+    def behind_head(self) -> list[Request]:
+        """Return requests of the head's priority that come soon after it, in order: those near the top of the heap."""
+        near = sorted(self._heap[1:TOP], key=itemgetter(0))
+        return [
+            request for _, request in near if request in self._members and request.priority == self._heap[0][1].priority
+        ]
+
+    def remove(self, request: Request) -> None:
+        """Remove a request. One that is not in the queue is ignored."""
+        self._members.discard(request)
+        self._backlog.remove(request)
+        if len(self._heap) > 2 * len(self._members) + SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            heapq.heapify(self._heap)
+        while self._heap and self._heap[0][1] not in self._members:
+            heapq.heappop(self._heap)
+
+
+class ReadyQueue:
+    """Requests whose KV a transfer or a tier has brought, by rank. One that awaits its first token is kept aside.
+
+    add ──> aside ──its token is known──> ready ──> taken
+     └──────────────────────────────────────^
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[Request] = []  # by rank
+        self._aside: set[Request] = set()
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._aside)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._aside or request in self._ready
+
+    @property
+    def head(self) -> Request | None:
+        """The next request; None where none is ready."""
+        return self._ready[0] if self._ready else None
+
+    def add(self, request: Request) -> None:
+        if request.awaits_token:
+            self._aside.add(request)
+        else:
+            insort(self._ready, request, key=_rank)
+
+    def token_known(self, request: Request) -> None:
+        """Make a request ready that was kept aside. One whose KV has not come yet is ignored."""
+        if request in self._aside:
+            self._aside.remove(request)
+            insort(self._ready, request, key=_rank)
+
+    def take(self) -> Request:
+        """Remove and return the head."""
+        return self._ready.pop(0)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is in the queue."""
+        if request in self._aside:
+            self._aside.remove(request)
+        else:
+            self._ready.remove(request)
 
 
 class RunningRequests:
