@@ -1,4 +1,4 @@
-"""What holds for all tests of a run, set before anything reads it.
+"""Settings of all tests of a run, made before anything reads them.
 
 One thread a process: several Ray workers and tests share few cores, and OpenMP teams that spin starve each other. Where
 there is no GPU, Triton interprets kernels on CPU tensors.

@@ -1,7 +1,8 @@
 """Check the prose of docstrings and of Markdown pages, and the names of classes; a part of `make lint`.
 
-* A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`. That of a
-  function other than a property says what it does: it does not begin with a word of `NO_VERBS`, either.
+* A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`, in tests
+  and tools neither. That of a product's function other than a property says what it does: it does not begin with a word
+  of `NO_VERBS`, either.
 * A line of Markdown ends at column 120. Tables, blocks of code, and a word or link that cannot be broken are free.
 * A cell of a table is a phrase: at most `CELL` characters, without the addresses of its links.
 * There is one class of a name, so that a reader need not ask which. Private ones may share a name with another package,
@@ -17,10 +18,11 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGES = ("cluster", "engine", "kernels", "kv_transfer")
+BESIDE = ("tests", "tools")
 OPENINGS = {"of", "who", "whose", "those", "where", "until", "whether", "from", "what", "how", "which"}
 NO_VERBS = {"the", "a", "an", "with", "raises", "returns"}
 WIDTH = 120
@@ -29,13 +31,16 @@ OWN_LINK = re.compile(r"\]\([^)]*\)")
 COLUMN = re.compile(r"(?<!\\)\|")
 
 
-def openings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the first word of each docstring that begins with a word of `OPENINGS` or `NO_VERBS`."""
+def openings(source: str, *, of_product: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the line and the first word of each docstring that begins with a word of `OPENINGS` or `NO_VERBS`.
+
+    The latter are looked for in the product only.
+    """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = re.match(r"\W*(\w+)", ast.get_docstring(node) or "")
-        if first and first[1].lower() in (OPENINGS | NO_VERBS if _acts(node) else OPENINGS):
+        if first and first[1].lower() in (OPENINGS | NO_VERBS if of_product and _acts(node) else OPENINGS):
             yield node.body[0].lineno, first[1]
 
 
@@ -63,8 +68,8 @@ def long_lines(page: str) -> Iterator[tuple[int, str]]:
             yield number, f"{len(line)} columns: at most {WIDTH}"
 
 
-def python_files(root: Path) -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+def python_files(root: Path, folders: Sequence[str] = PACKAGES) -> list[Path]:
+    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
 
 
 def pages(root: Path) -> list[Path]:
@@ -97,8 +102,9 @@ def _may_share(root: Path, one: Path, other: Path) -> bool:
 
 
 def findings(root: Path) -> Iterator[str]:
-    for path in python_files(root):
-        for line, word in openings(path.read_text()):
+    for path in python_files(root, PACKAGES + BESIDE):
+        of_product = path.relative_to(root).parts[0] in PACKAGES
+        for line, word in openings(path.read_text(), of_product=of_product):
             yield f'{path.relative_to(root)}:{line}: a docstring begins with "{word}": begin with a verb or a noun'
     for path, line, name, other in second_classes(root):
         yield f"{path.relative_to(root)}:{line}: {other.relative_to(root)} has a class {name}, too: name one anew"

@@ -1,4 +1,4 @@
-"""What happens to hosts: small classes with `apply` and `heal`. What a machine's init restarts needs no healing."""
+"""Faults of hosts: small classes with `apply` and `heal`. What a machine's init restarts needs no healing."""
 
 from __future__ import annotations
 

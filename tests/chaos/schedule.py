@@ -1,4 +1,4 @@
-"""Which faults come in which order, as a function of a seed and nothing else."""
+"""The faults of a run and their order, as a function of a seed and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verdict over a fault calls a problem: without hosts, against a server that answers as it is told."""
+"""The verdict over a fault calls problems by name: without hosts, against a server that answers as it is told."""
 
 from __future__ import annotations
 

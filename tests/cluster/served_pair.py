@@ -1,4 +1,4 @@
-"""What is asked of `baton serve` with one prefill and one decode engine."""
+"""Requests that are sent to `baton serve` with one prefill and one decode engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton makes of a kernel for an H200, without having one.
+"""Compile Triton kernels for an H200 without having one.
 
     compiled = compile_for_h200(kernel, {"x": "*bf16", "rows": "i32", "stride": "i64:16"}, {"BLOCK": 128}, num_warps=8)
     assert compiled.wgmma and compiled.widest_load_bytes == 16

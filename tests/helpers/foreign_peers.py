@@ -1,4 +1,4 @@
-"""What comes to an open port from those who are not meant by it: health checks, scanners, members of something else."""
+"""Bytes that reach an open port from outside: health checks, scanners, members of something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of a process share. One that leaves any of it changed decides how later ones end."""
+"""State that the tests of a process share. One that leaves any of it changed decides how later ones end."""
 
 from __future__ import annotations
 

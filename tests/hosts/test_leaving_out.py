@@ -1,4 +1,4 @@
-"""What a machine lacks is left out, and said; in continuous integration it is a failure."""
+"""Tests for which a machine lacks something are left out, and say so; in continuous integration they fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation names exists, and the HTTP API's page lists the fields that the gateway takes."""
+"""The documentation's names exist, and the HTTP API's page lists the fields that the gateway takes."""
 
 import ast
 import re

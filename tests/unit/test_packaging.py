@@ -1,4 +1,4 @@
-"""What a wheel would hold and ask for is what the tree holds and imports."""
+"""A wheel holds and asks for what the tree holds and imports."""
 
 import ast
 import re

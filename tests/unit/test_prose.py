@@ -1,4 +1,4 @@
-"""What `make lint` refuses in docstrings, Markdown and names of classes, on small trees."""
+"""`make lint` refuses openings of docstrings, long lines of Markdown and second names of classes, on small trees."""
 
 import subprocess
 import sys
@@ -42,6 +42,13 @@ def test_a_docstring_of_a_function_says_what_it_does(tree: Path, word: str) -> N
     shown = f"\n    @cached_property\n    def g(self):\n        {opening}\n"
     (tree / "kernels/norm/gpu.py").write_text(source + shown)
     assert [line.partition(": ")[0] for line in refused(tree)] == ["kernels/norm/gpu.py:5"]
+
+
+def test_docstrings_of_tests_may_begin_with_what_they_show_but_not_with_such_a_word(tree: Path) -> None:
+    (tree / "tests").mkdir()
+    functions = '\ndef f():\n    """The rows."""\n\ndef g():\n    """What rows."""\n'
+    (tree / "tests/test_rows.py").write_text(f'"""How rows."""\n{functions}')
+    assert [line.partition(": ")[0] for line in refused(tree)] == [f"tests/test_rows.py:{line}" for line in (1, 7)]
 
 
 def test_other_docstrings_are_taken(tree: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is no message of a gateway, or of another one: counted, refused or answered, and nobody else notices."""
+"""Bytes that are no message of a gateway are counted, refused or answered, and nobody else notices."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What attacks by bodies cost others: gaps between tokens of four streams, and times of /live, alone and under each.
+"""Measure what attacks by bodies cost others: gaps between tokens, times of /live, alone and under each attack.
 
 python -m tests.sockets.gateway.attack_latency [SECONDS [NAME]]
 
-Each attack, or those with NAME in their name, is repeated by two senders for SECONDS, against one gateway over an
-engine of 10 ms a step in a process of its own. Prints a table in Markdown, in milliseconds. The machine should have
-nothing else to do.
+Each attack, or those with NAME in their name, is repeated by two senders for SECONDS, against one gateway with four
+streams over an engine of 10 ms a step in a process of its own. Prints a table in Markdown, in milliseconds. The machine
+should have nothing else to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What open pages cost a gateway: processor time of its process with so many windows of Chromium, and without.
+"""Measure what open pages cost a gateway: processor time of its process with so many windows of Chromium, and without.
 
 python -m tests.sockets.gateway.page_cost URL [PAGES [SECONDS]]
 

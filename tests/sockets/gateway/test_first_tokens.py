@@ -1,4 +1,4 @@
-"""When a first token goes to its client, and when a decode engine is told to go on from it."""
+"""A first token goes to its client at once, and only then is a decode engine told to go on from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a TCP connection of UCX waits for a word of the other end, in a process of its own."""
+"""A TCP connection of UCX gives up a silent other end in time. Each runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport between processes does, tried with two ends in one process."""
+"""The contract of every transport between processes, tried with two ends in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members of a group do together: the sums are right, and equal to the last bit on every rank."""
+"""Collectives of a group: the sums are right, and equal to the last bit on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which group leaves a fleet that has too many, and what Serve is told."""
+"""The choice of the group that leaves a fleet which has too many, and the messages to Serve."""
 
 from __future__ import annotations
 

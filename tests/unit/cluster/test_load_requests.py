@@ -1,4 +1,4 @@
-"""What `baton bench serve` sends, and when: data sets, arrivals, options that do not go together."""
+"""The requests of `baton bench serve` and their times: data sets, arrivals, options that do not go together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When `baton serve` says that it is ready."""
+"""`baton serve` says that it is ready when requests take the ways that they will take from then on."""
 
 from __future__ import annotations
 

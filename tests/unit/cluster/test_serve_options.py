@@ -1,4 +1,4 @@
-"""What `baton serve` makes of its options."""
+"""Options of `baton serve` become settings of an application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the owner of an engine sees: an answer to everything, also when the engine dies, and no silent leaks."""
+"""The engine's owner gets an answer to everything, also when the engine dies, and nothing leaks silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may become, when it is over, and what is refused."""
+"""States of a request, its end, and what is refused."""
 
 from __future__ import annotations
 

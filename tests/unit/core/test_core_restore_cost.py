@@ -1,4 +1,4 @@
-"""What is restored sooner than computed is restored, by times that were measured lately."""
+"""Blocks that are restored sooner than computed are restored, by times that were measured lately."""
 
 from __future__ import annotations
 

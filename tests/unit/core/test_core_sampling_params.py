@@ -1,4 +1,4 @@
-"""What users may ask of a generation, and in which forms."""
+"""Sampling parameters: the forms that users may give, and the values that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens run when: the scheduler's one rule, seen through the plans that reach the runner."""
+"""The scheduler's one rule, seen through the plans that reach the runner."""
 
 from __future__ import annotations
 

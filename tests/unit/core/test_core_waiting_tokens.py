@@ -1,4 +1,4 @@
-"""How many tokens of prompts wait to be computed: what queues are limited by, and what routers take a queue for."""
+"""The count of prompt tokens that wait to be computed, by which queues are limited and routers choose."""
 
 from __future__ import annotations
 

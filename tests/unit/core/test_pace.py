@@ -1,4 +1,4 @@
-"""What work takes is learnt from what it took."""
+"""Times of work are learnt from what it took."""
 
 from __future__ import annotations
 

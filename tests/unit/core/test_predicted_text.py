@@ -1,4 +1,4 @@
-"""Which drafts were taken from a prediction."""
+"""Drafts that were taken from a prediction are counted as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several caches share: small limits, backends of both kinds without a device, warm-up, answers."""
+"""Parts of tests with several caches: small limits, backends of both kinds without a device, warm-up, answers."""
 
 from __future__ import annotations
 

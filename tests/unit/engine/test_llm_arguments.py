@@ -1,4 +1,4 @@
-"""What `LLM` is given: other libraries' numbers and vLLM's arguments are taken, what makes no sense is named."""
+"""Arguments of `LLM`: other libraries' numbers and vLLM's arguments are taken, what makes no sense is named."""
 
 from __future__ import annotations
 

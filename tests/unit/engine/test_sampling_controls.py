@@ -1,4 +1,4 @@
-"""What each control of `SamplingParams` does to the tokens that come out of the engine."""
+"""Each control of `SamplingParams` changes the tokens that come out of the engine as it says."""
 
 from __future__ import annotations
 

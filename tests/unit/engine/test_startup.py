@@ -1,4 +1,4 @@
-"""From arguments to a ready engine: how much memory its blocks take, how long sequences may be, what others learn."""
+"""Start-up makes a ready engine of arguments: memory of its blocks, longest sequences, what others learn of it."""
 
 from __future__ import annotations
 

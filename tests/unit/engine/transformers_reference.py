@@ -1,4 +1,4 @@
-"""What `transformers` computes for the prompts of parity tests."""
+"""Answers that `transformers` computes for the prompts of parity tests."""
 
 from __future__ import annotations
 

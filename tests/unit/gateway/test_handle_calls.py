@@ -1,4 +1,4 @@
-"""What other Serve applications call: the HTTP API without HTTP."""
+"""Calls of other Serve applications: the HTTP API without HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single values change, and what the chart refuses."""
+"""Single values change what they say in the chart's output, and the chart refuses wrong ones."""
 
 from __future__ import annotations
 

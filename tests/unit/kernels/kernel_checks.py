@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: how accurate is accurate, and paged sequences with poison around them."""
+"""Checks of kernel tests: bounds of rounding, and paged sequences with poison around them."""
 
 from __future__ import annotations
 

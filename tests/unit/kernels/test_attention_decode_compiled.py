@@ -1,4 +1,4 @@
-"""What the compiler makes of the decode kernel for an H200."""
+"""The decode kernel as it is compiled for an H200."""
 
 from __future__ import annotations
 

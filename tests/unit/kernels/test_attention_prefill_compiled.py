@@ -1,4 +1,4 @@
-"""What the compiler makes of the prefill kernels for an H200."""
+"""The prefill kernels as they are compiled for an H200."""
 
 from __future__ import annotations
 

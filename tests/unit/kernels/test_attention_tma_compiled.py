@@ -1,4 +1,4 @@
-"""What the compiler makes of the decode kernels for Hopper, and which caches they read; nothing runs on a device."""
+"""The decode kernels for Hopper as they are compiled, and the caches that they read; nothing runs on a device."""
 
 from __future__ import annotations
 

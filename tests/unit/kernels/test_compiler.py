@@ -1,4 +1,4 @@
-"""What is compiled ahead in other processes is what a launch asks for."""
+"""Kernels that other processes compile ahead are those that a launch asks for."""
 
 from __future__ import annotations
 

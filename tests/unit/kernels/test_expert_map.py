@@ -1,4 +1,4 @@
-"""Where experts lie: the definition by hand, and the kernel against the definition."""
+"""The expert map: its definition by hand, and the kernel against the definition."""
 
 from __future__ import annotations
 

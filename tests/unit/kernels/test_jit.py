@@ -1,4 +1,4 @@
-"""What Triton compiles is counted, and what it compiles too late is named."""
+"""Compilations are counted, and those that come too late are named."""
 
 from __future__ import annotations
 

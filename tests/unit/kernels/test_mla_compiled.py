@@ -1,4 +1,4 @@
-"""What the compiler makes of the MLA kernels for an H200."""
+"""The MLA kernels as they are compiled for an H200."""
 
 from __future__ import annotations
 

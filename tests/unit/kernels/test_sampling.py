@@ -1,4 +1,4 @@
-"""What a draw means: `reference` defines it, the dispatching `sample` must give the same tokens."""
+"""A draw is what `reference` defines: the dispatching `sample` must give the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step's sequences are cut into chunks, and which checkpoints can be asked for."""
+"""A step's sequences are cut into chunks, and checkpoints can be asked for at their ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the transfer thread runs."""
+"""The choice of the cores that the transfer thread runs on."""
 
 from __future__ import annotations
 

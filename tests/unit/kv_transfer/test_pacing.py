@@ -1,4 +1,4 @@
-"""How soon a transfer thread looks again."""
+"""The pause before a transfer thread looks again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder says about its model: read without torch or transformers, refused by name where it cannot be served."""
+"""A model folder's config is read without torch or transformers, and refused by name where it cannot be served."""
 
 from __future__ import annotations
 

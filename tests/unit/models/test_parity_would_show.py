@@ -1,4 +1,4 @@
-"""What a model computes that were left out would show beside `transformers`: ropes, caps, states, windows."""
+"""Parts of a model that were left out would show beside `transformers`: ropes, caps, states, windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not divide over the ranks is refused by the argument's name, before anything starts."""
+"""Sizes that do not divide over the ranks are refused by the argument's name, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where experts lie: every expert has a place, none has two on a rank, and busy ones get help."""
+"""Placement of experts: every expert has a place, none has two on a rank, and busy ones get help."""
 
 from __future__ import annotations
 

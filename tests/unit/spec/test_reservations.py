@@ -1,4 +1,4 @@
-"""What an application reserves of a cluster, and what it is told where that is not there."""
+"""The resources that an application reserves of a cluster, and the message where they are not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grammars let follow behind guesses: the masks of an output that has the guesses, and a state that has none."""
+"""Masks that follow guesses are those of an output that has the guesses, and the state keeps none of them."""
 
 from __future__ import annotations
 

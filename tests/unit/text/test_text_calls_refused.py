@@ -1,4 +1,4 @@
-"""What resembles a call and is none is text."""
+"""Text that resembles a tool call and is none stays text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in which tier: moves that are carried out late, restores that overtake, losses at any time."""
+"""The index of blocks in tiers: moves that are carried out late, restores that overtake, losses at any time."""
 
 from __future__ import annotations
 
