@@ -253,6 +253,18 @@ class EngineView(msgspec.Struct, frozen=True):
     transfers: TransferStats | None = None  # the newest; None where it hands nothing over
     cached: CachedBlocks = CachedBlocks(0)  # contents of its prefix cache and its tiers
 
+    @property
+    def num_running(self) -> int:
+        """The number of requests that the engine works on, of which it has told or this gateway knows.
+
+        Statistics are those between two steps, when an engine that reads whole prompts has none: those that this
+        gateway has in it, and that do not wait there, are in a step or on the way.
+        """
+        if self.stats is None:
+            return min(self.record.max_num_seqs, self.outstanding)
+        at_work = self.outstanding - self.stats.num_requests_waiting - self.stats.num_requests_waiting_for_kv
+        return max(self.stats.num_requests_running, min(self.record.max_num_seqs, at_work))
+
 
 class EngineGone(Exception):
     """The engine's process has ended or was replaced. Its requests are lost; another engine may take them."""

@@ -95,25 +95,13 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
         role = ", ".join([rank["role"], *notes])
         cells = (rank["rank"], role, rank["engine_id"], rank["pid"], rank["node_ip"])
         blocks = f"{stats.get('num_blocks_free', '?')}/{rank['num_blocks']}"
-        table.add_row(*map(str, cells), known(running_in(rank)), str(waiting), blocks)
+        table.add_row(*map(str, cells), known(rank["num_running"]), str(waiting), blocks)
     return table
 
 
 def known(number: int | None) -> str:
     """Write a number, or a question mark where there is none."""
     return "?" if number is None else str(number)
-
-
-def running_in(rank: dict[str, Any]) -> int | None:
-    """Return how many requests an engine works on; None of one that has said nothing yet.
-
-    Its statistics are those between two steps, when an engine that reads whole prompts has none: those that the asked
-    gateway has in it, and that do not wait there, are in a step or on the way.
-    """
-    if not (stats := rank["stats"]):
-        return None
-    at_work = rank["outstanding"] - stats["num_requests_waiting"] - stats["num_requests_waiting_for_kv"]
-    return max(stats["num_requests_running"], min(rank["max_num_seqs"], at_work))
 
 
 def _step_times(rank: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cli_common import Pace, WidestThatFits, fail, watch
-from .http_client import RankList, decoded, gateway_client, known, reason, running_in
+from .http_client import RankList, decoded, gateway_client, known, reason
 
 MINUTE_S = 60.0
 NOW_S = 10.0  # over which rates are shown
@@ -112,7 +112,7 @@ class FleetView:
 
     def _verdict(self, error: str) -> Text:
         engines, gateways = len(self._ranks.data), len(self._ranks.gateways)
-        running, waiting = sum(running_in(rank) or 0 for rank in self._ranks.data), self._all("num_requests_waiting")
+        running, waiting = sum(rank["num_running"] or 0 for rank in self._ranks.data), self._all("num_requests_waiting")
         level, said = ("good", "Serving") if self._is_ready else ("bad", "Not serving: no engine can take a request")
         if error:
             level, said = "bad", error
@@ -160,7 +160,7 @@ class FleetView:
             of_engine = _is(engine=engine)
             table.add_row(
                 *(str(rank["rank"]), rank["role"], engine, Text(state, style=LEVELS[level])),
-                *(known(running_in(rank)), str(waiting) if stats else "?"),
+                *(known(rank["num_running"]), str(waiting) if stats else "?"),
                 _percent(stats.get("kv_usage")) if is_narrow else _bar(stats.get("kv_usage")),
                 *(_scaled(self._engines.rate(name, of_engine)) for name in COUNTERS[:2]),
                 *([] if is_narrow else ["–" if leases is None else f"{leases:.0f}"]),

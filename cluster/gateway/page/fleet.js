@@ -58,13 +58,9 @@ export function engineState(ranks, engine) {
   return { level: "good", text: "ready" };
 }
 
-/**
- * Return how many requests an engine works on. Its statistics are those between two steps, when an engine that reads
- * whole prompts has none: those that this gateway has in it, and that do not wait there, are in a step or on the way.
- */
-export function runningIn({ stats, outstanding, max_num_seqs: most }) {
-  const waiting = stats ? stats.num_requests_waiting + stats.num_requests_waiting_for_kv : 0;
-  return Math.max(stats?.num_requests_running ?? 0, Math.min(most, outstanding - waiting));
+/** Return how many requests engines work on, as far as this gateway reaches them. */
+export function runningIn(engines) {
+  return engines.reduce((sum, engine) => sum + (engine.num_running ?? 0), 0);
 }
 
 /** Return where a gateway listens: of all addresses of its node, the one that others reach it by. */
@@ -130,7 +126,7 @@ export function verdictOf({ ranks, increases, health }) {
     return { level: "bad", title: "Not serving", text: health?.text ?? "No engine that writes answers can be reached." };
   }
   const all = (field) => engines.reduce((sum, engine) => sum + (engine.stats?.[field] ?? 0), 0);
-  const running = engines.reduce((sum, engine) => sum + runningIn(engine), 0);
+  const running = runningIn(engines);
   const waiting = all("num_requests_waiting");
   const size = `${plural(ranks.data.length, "engine")}, ${plural(ranks.gateways.length, "gateway")}`;
   const load = running + waiting ? `${plural(running, "request")} running, ${count(waiting)} waiting` : "no requests now";
@@ -156,7 +152,7 @@ export function tilesOf({ ranks, samples, increases, stats }) {
     const note = most === null ? "no requests" : `p99 ${seconds(most)}`;
     return { name, title, value: seconds(half), of: half === null ? "" : "p50", note, trend: increases.quantile(family, 0.5, LATELY_S) };
   };
-  const running = ranks.data.reduce((sum, engine) => sum + runningIn(engine), 0);
+  const running = runningIn(ranks.data);
   const written = stats.rate("generation_tokens", NOW_S);
   const [looked, hit] = ["prefix_cache_queries", "prefix_cache_hits"].map((name) => stats.sum(name, MINUTE_S));
   const handed = gauge(samples, "baton_kv_receives_total") === null

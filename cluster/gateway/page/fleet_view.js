@@ -94,7 +94,7 @@ function engineColumns({ ranks, samples, stats }, role, engines) {
     { title: "KV in use", cell: ofStats((stats) => kvBar(stats.kv_usage)) },
     {
       title: "Running", number: true,
-      cell: ofStats((_, engine) => `${count(fleet.runningIn(engine))} of ${count(engine.max_num_seqs)}`),
+      cell: ofStats((_, engine) => `${count(engine.num_running)} of ${count(engine.max_num_seqs)}`),
     },
     { title: "Queue", number: true, cell: ofStats(queueText) },
   ];

@@ -66,7 +66,7 @@ async function drain(rank) {
 }
 
 function drainText(engine, group) {
-  const running = group.reduce((sum, each) => sum + runningIn(each), 0);
+  const running = runningIn(group);
   const others = fleet.filter((each) => each.role === engine.role && each.group_id !== engine.group_id && !each.draining);
   const gap = others.length ? "" : ` No other ${engine.role} engine takes requests: new ones wait until its successor runs.`;
   const work = running ? `ends its ${plural(running, "running request")} or hands them over, ` : "";

@@ -70,6 +70,7 @@ def _rank(record: EngineRecord, view: EngineView | None, breakers: Breakers) -> 
         "reachable": view is not None,
         "circuit": breakers.state(record),
         "outstanding": 0 if view is None else view.outstanding,
+        "num_running": None if view is None else view.num_running,
         "stats": None if view is None else view.stats,
         "reads_from": [] if view is None or view.transfers is None else view.transfers.lanes,
     }

@@ -186,7 +186,7 @@ def test_a_rank_takes_one_line_of_a_terminal_with_80_columns() -> None:
     stats = {f"num_requests_{state}": 0 for state in ("running", "waiting", "waiting_for_kv")}
     rank = {"rank": 11, "role": "prefill", "engine_id": "prefill-djfzxwas", "pid": 145350, "node_ip": "192.168.102.2"}
     rank |= {"draining": False, "circuit": "closed", "num_blocks": 16384, "stats": stats | {"num_blocks_free": 16384}}
-    rank |= {"reads_from": [], "outstanding": 0, "max_num_seqs": 64}
+    rank |= {"reads_from": [], "num_running": 0}
     told = io.StringIO()
     print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": [], "starting": []})
     (line,) = [line for line in told.getvalue().splitlines() if "prefill" in line]
@@ -195,7 +195,7 @@ def test_a_rank_takes_one_line_of_a_terminal_with_80_columns() -> None:
 
 def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() -> None:
     rank = {"rank": 1, "role": "decode", "engine_id": "decode-a", "pid": 1, "node_ip": "192.0.2.1", "draining": False}
-    rank |= {"circuit": "closed", "num_blocks": 8, "stats": None}
+    rank |= {"circuit": "closed", "num_blocks": 8, "stats": None, "num_running": None}
     lane = {"transport": "cuda_ipc", "bytes_per_s": 3.4e11, "is_slow": False}
     rank["reads_from"] = [
         lane | {"engine_id": "prefill-b"},
@@ -213,7 +213,7 @@ def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() ->
 def test_status_shows_how_many_guessed_tokens_were_right() -> None:
     rank = {"rank": 1, "role": "unified", "engine_id": "unified-a", "pid": 1, "node_ip": "192.0.2.1"}
     rank |= {"draining": False, "circuit": "closed", "num_blocks": 8, "reads_from": []}
-    rank |= {"outstanding": 0, "max_num_seqs": 64}
+    rank |= {"num_running": 0}
     stats = {f"num_requests_{state}": 0 for state in ("running", "waiting", "waiting_for_kv")}
     counted = {"num_drafts": 1000, "num_draft_tokens": 4000, "num_accepted_tokens": 3000}
     for speculation, shown in ((counted, True), ({**counted, "num_drafts": 0}, False), (None, False)):
@@ -228,7 +228,7 @@ def test_status_shows_how_many_guessed_tokens_were_right() -> None:
 def test_status_shows_what_engines_measured() -> None:
     rank = {"rank": 1, "role": "unified", "engine_id": "unified-a", "pid": 1, "node_ip": "192.0.2.1"}
     rank |= {"draining": False, "circuit": "closed", "num_blocks": 8, "reads_from": []}
-    rank |= {"outstanding": 0, "max_num_seqs": 64}
+    rank |= {"num_running": 0}
     stats = {f"num_requests_{state}": 0 for state in ("running", "waiting", "waiting_for_kv")}
     decode = {"base_s": 0.004, "unit_s": 0.001}
     for times, shown in (

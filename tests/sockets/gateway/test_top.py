@@ -112,7 +112,7 @@ async def test_status_goes_on_while_nobody_answers(service: Service) -> None:
 
 def test_a_terminal_of_80_characters_shows_each_column_whole_and_requests_in_a_step_run() -> None:
     stats = dict.fromkeys(("num_requests_running", "num_requests_waiting_for_kv", *COUNTERS), 0)
-    engine = {"outstanding": 12, "max_num_seqs": 64, "stats": stats | {"num_requests_waiting": 3, "kv_usage": 0.5}}
+    engine = {"num_running": 9, "stats": stats | {"num_requests_waiting": 3, "kv_usage": 0.5}}
     about = {"draining": False, "reachable": True, "circuit": "closed", "epoch": "1", "reads_from": []}
     ranks = [engine | about | {"rank": 0, "role": "prefill", "engine_id": "prefill-0123abcd"}]
     answers = {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from baton.cluster.contracts import LoadBalancing, Reach, Role
@@ -14,6 +15,7 @@ from baton.cluster.gateway.routing.ranks import spell_ranks
 
 from ...helpers.fakes import make_gateway
 from ...helpers.gateway_service import Service
+from .engine_views import view
 
 HYBRID = Reach(mode=LoadBalancing.HYBRID, node_id="b")
 MIX = [(Role.PREFILL, "a"), (Role.DECODE, "a"), (Role.DECODE, "b"), (Role.UNIFIED, "b"), (Role.PREFILL, "b")]
@@ -25,6 +27,24 @@ def start_mix(start: Callable[..., Service], reach: Reach, **settings: Any) -> S
     for role, node in MIX:
         service.cluster.start(role, node=node)
     return service
+
+
+@pytest.mark.parametrize(
+    ("at_gateway", "stats", "running"),
+    [
+        (12, {"num_requests_waiting": 3, "num_requests_waiting_for_kv": 1}, 8),  # all are in a step that reads prompts
+        (1, {"num_requests_waiting": 3, "num_requests_running": 9}, 9),  # the others came by other gateways
+        (300, {}, 256),  # no more than its rows
+    ],
+)
+def test_requests_in_a_step_run(at_gateway: int, stats: dict[str, int], running: int) -> None:
+    assert view(0, outstanding=at_gateway, **stats).num_running == running
+
+
+def test_an_engine_that_has_told_nothing_works_on_what_it_was_given() -> None:
+    for at_gateway, running in ((0, 0), (12, 12), (300, 256)):
+        told_nothing = msgspec.structs.replace(view(0, outstanding=at_gateway), stats=None)
+        assert told_nothing.num_running == running
 
 
 async def ask(service: Service, rank: object, **fields: Any) -> httpx.Response:
@@ -54,6 +74,7 @@ async def test_a_gateway_reaches_its_ranks_and_every_prefill_rank(
     assert [rank["rank"] for rank in table] == [0, 1, 2, 3, 4]
     assert [rank["rank"] for rank in table if rank["reachable"]] == reached
     assert [rank["stats"] is not None for rank in table] == [rank["reachable"] for rank in table]
+    assert [rank["num_running"] for rank in table] == [0 if rank["reachable"] else None for rank in table]
     answers = any(role.writes_answers for rank, (role, _) in enumerate(MIX) if rank in reached)
     assert (await service.http.get("/health")).status_code == (200 if answers else 503)
 
