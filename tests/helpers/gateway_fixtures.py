@@ -10,10 +10,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
 from baton.cluster.gateway.admin import Operator
 from baton.cluster.gateway.api.body_service import BodyService
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
+from baton.cluster.gateway.model import ServedModel
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.gateway.tracing import RequestSpans
 from baton.engine import StructuredOutputsParams
 from baton.engine.core.grammar import GrammarSource

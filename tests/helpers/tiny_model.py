@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.text import ChatTemplate, Tokenizer
 
 MAX_MODEL_LEN = 256

@@ -10,8 +10,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings, create_app
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.middleware import Drain
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.ingress.http_server import HttpServer, listen
 
 from ...helpers.fake_cluster import FakeCluster

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import DirectorySnapshot, QueueBound, Reach
-from baton.cluster.gateway import ServedModel, create_app
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
+from baton.cluster.gateway.model import ServedModel
 from baton.cluster.ingress.gateway_server import GatewayLaunch, GatewayServer, MustRestart
 from baton.cluster.ingress.http_server import HttpServer
 from baton.cluster.spec import FleetSpec

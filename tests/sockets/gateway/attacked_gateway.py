@@ -22,8 +22,10 @@ import httpx
 
 from baton.cluster.contracts import DirectorySnapshot, EngineRecord, Role
 from baton.cluster.engine_client import ZmqEngineClient
-from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.middleware import Drain
+from baton.cluster.gateway.model import ServedModel
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.ingress.http_server import HttpServer, listen
 from baton.engine.net.curve import ClusterKey
 

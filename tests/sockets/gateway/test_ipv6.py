@@ -10,8 +10,10 @@ import openai
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings, ServedModel, create_app
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.middleware import Drain
+from baton.cluster.gateway.model import ServedModel
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.ingress.http_server import HttpServer, listen
 from baton.engine.net.sockets import endpoint
 

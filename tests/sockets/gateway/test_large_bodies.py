@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api import body_service
 from baton.cluster.gateway.api.body_reader import BodyReader, RequestKind
 from baton.cluster.gateway.api.body_service import BodyService
@@ -25,6 +24,7 @@ from baton.cluster.gateway.api.streams import merge_streams
 from baton.cluster.gateway.bodies import process_pool
 from baton.cluster.gateway.bodies.body import INLINE_BYTES, PIECE_BYTES, Body
 from baton.cluster.gateway.bodies.process_pool import HEAVY_BYTES, SmallestFirstQueue
+from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.routing import prefix_index
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.text import ChatTemplate, Tokenizer

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api.anthropic_answer import readable_input
 from baton.cluster.gateway.bodies.body import INLINE_BYTES
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.text import Tokenizer
 
 from ...helpers.gateway_service import Service

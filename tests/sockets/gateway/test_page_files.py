@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings
 from baton.cluster.gateway.app import reconfigure_app
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.gateway.web_page import FOLDER, page_files
 
 from ...helpers.gateway_service import Service, check_refused

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings, ServedModel, create_app, reconfigure_app
 from baton.cluster.gateway.api_keys import InvalidKeys
-from baton.cluster.gateway.settings import Change, change_of
+from baton.cluster.gateway.app import create_app, reconfigure_app
+from baton.cluster.gateway.model import ServedModel
+from baton.cluster.gateway.settings import Change, GatewaySettings, change_of
 
 from ...helpers.gateway_service import Service, until
 

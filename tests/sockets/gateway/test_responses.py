@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.text import Tokenizer
 
 from ...helpers.gateway_service import Service

@@ -14,8 +14,8 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api.deadlines import FIRST_TOKEN_HEADER, WHOLE_HEADER
+from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.operations import OPERATIONS
 from baton.engine.structured import XGrammarBackend
 

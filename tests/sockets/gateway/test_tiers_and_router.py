@@ -14,9 +14,10 @@ from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
-from baton.cluster.gateway import GatewaySettings, create_app
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.config import EngineConfig
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
 

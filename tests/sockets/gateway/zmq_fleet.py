@@ -13,9 +13,9 @@ import msgspec
 from baton.cluster.contracts import EngineRecord, Role
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
-from baton.cluster.gateway import GatewaySettings, create_app
+from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.settings import QueueLimits
+from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.block_log import BlockLog
 from baton.engine.core.engine import EngineCore, EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats

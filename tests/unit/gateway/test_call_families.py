@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 from baton.engine import StructuredOutputsParams
 from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer

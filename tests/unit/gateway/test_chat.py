@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 
 from ...helpers.gateway_service import Service, events
 

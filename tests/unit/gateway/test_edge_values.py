@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 
 from ...helpers.gateway_service import Service
 

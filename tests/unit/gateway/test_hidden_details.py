@@ -11,8 +11,8 @@ import pytest
 
 from baton.cluster import logs
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.bodies.body import INLINE_BYTES
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 from baton.engine.structured import GrammarVocabulary, XGrammarBackend
 from baton.engine.text import Tokenizer

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.api.json_body import MAX_DEPTH, MAX_DIGITS, first_json_fault
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings
+from baton.cluster.gateway.settings import GatewaySettings
 
 from ...helpers.gateway_service import Service
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings
 from baton.cluster.gateway import api_keys as api_keys_module
 from baton.cluster.gateway.api_keys import LOOK_S, ApiKeys, InvalidKeys
+from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.spec import GatewaySpec, InvalidSpec
 
 from ...helpers.gateway_service import Clock, Service

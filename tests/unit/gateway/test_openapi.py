@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from starlette.routing import Route
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
 from baton.cluster.gateway.errors import ApiError
+from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.openapi import api_document
 from baton.cluster.gateway.operations import OPERATIONS
 from baton.engine.structured import XGrammarBackend

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import GatewaySettings
 from baton.cluster.gateway.api_keys import LOOK_S, ApiKeys, InvalidKeys
+from baton.cluster.gateway.settings import GatewaySettings
 
 from ...helpers.gateway_service import Clock, Service
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from baton.cluster.cli.http_client import show_answer
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.structured import XGrammarBackend
 from baton.engine.text import ChatTemplate, Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import ServedModel
+from baton.cluster.gateway.model import ServedModel
 from baton.engine.text import ChatTemplate, Tokenizer
 
 from ...helpers.gateway_service import Service
