@@ -116,6 +116,16 @@ def test_contracts_are_in_the_files_that_are_named_for_them() -> None:
             assert not code or re.search(rf"^(class|def) {name}\b", code, re.MULTILINE), name
 
 
+@pytest.mark.parametrize(("page", "folder"), [("engine", "engine/core"), ("serving", "cluster/gateway/serving")])
+def test_objects_are_in_the_files_that_are_named_beside_them(page: str, folder: str) -> None:
+    text = (ROOT / f"docs/concepts/{page}.md").read_text().partition("| object | file |")[2]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ((?:`[\w/]+\.py`(?:, )?)+) \|", text, re.MULTILINE)
+    assert len(rows) > 5
+    for names, files in rows:
+        defined = set(chain(*(defined_in(ROOT / folder / file) for file in re.findall(r"`(.+?)`", files))))
+        assert set(re.findall(r"`(\w+)`", names)) <= defined
+
+
 def test_the_page_of_the_http_api_names_every_field_and_no_other() -> None:
     page = " ".join((ROOT / "docs/reference/http.md").read_text().split())
     taken = set(chain(CompletionRequest.model_fields, ChatRequest.model_fields))
