@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -35,6 +37,7 @@ CONNECT_MS = 1_000  # then a new attempt: the kernel retries ever more rarely
 HANDSHAKE_MS = 5_000
 NOT_SOON_MS = 3_600_000
 # The end of a connection, and of an attempt to make one, after which libzmq would retry in `NOT_SOON_MS`.
+FRAMES_AT_ONCE = 16  # messages of an engine that are taken before others of the gateway's tasks have their turn
 ENDS = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -46,6 +49,9 @@ HANDSHAKE_FAILURES = (
 class RequestStream:
     """The outputs of one request; an `OutputStream`.
 
+    Outputs that wait are yielded as one, as if a single step had drawn their tokens: a gateway that cannot keep up then
+    has fewer events to write, and catches up.
+
     A stream that is dropped before its last output was taken aborts the request: that output may offer KV blocks, of
     which no other object knows.
     """
@@ -53,6 +59,7 @@ class RequestStream:
     def __init__(self, abandon: Callable[[], None]) -> None:
         self._abandon_request = abandon
         self._queue: asyncio.Queue[EngineOutput | EngineGone | None] = asyncio.Queue()
+        self._apart: list[EngineOutput | EngineGone | None] = []  # out of the queue, and not to be joined: one at most
         self._done = False  # the last output was taken, or is not wanted
 
     def __aiter__(self) -> RequestStream:
@@ -61,13 +68,19 @@ class RequestStream:
     async def __anext__(self) -> EngineOutput:
         if self._done:
             raise StopAsyncIteration
-        item = await self._queue.get()
+        item = self._apart.pop() if self._apart else await self._queue.get()
         if item is None:
             self._done = True
             raise StopAsyncIteration
         if isinstance(item, EngineGone):
             self._done = True
             raise item
+        while not self._queue.empty():
+            later = self._queue.get_nowait()
+            if (joined := _join(item, later)) is None:
+                self._apart.append(later)
+                break
+            item = joined
         self._done = item.finish_reason is not None
         return item
 
@@ -177,7 +190,7 @@ class Connection:
             lost = asyncio.create_task(self._watch_connection(monitor))
             receiving = asyncio.create_task(self._receive(socket))
             why = await self._first_of(lost, receiving)
-            return (self._take_rest(socket) or why) if receiving.cancelled() else why
+            return (self._take_waiting(socket) or why) if receiving.cancelled() else why
         finally:
             socket.disable_monitor()
             socket.close(linger=0)
@@ -233,19 +246,18 @@ class Connection:
                 if incoming.done() and not incoming.cancelled() and (why := self._take(incoming.result())):
                     return why
                 raise
-            if why := self._take(frame):
+            if why := self._take(frame) or self._take_waiting(socket, FRAMES_AT_ONCE - 1):
                 return why
             await asyncio.sleep(0)  # recv returns at once where frames wait: other tasks must run, too
 
-    def _take_rest(self, socket: zmq.asyncio.Socket) -> str:
-        """Take messages that came before the connection was lost, such as an engine's last. Returns as `_take` does."""
-        while True:
-            try:
-                frame = asyncio.ensure_future(socket.recv(zmq.NOBLOCK)).result()
-            except zmq.Again:
-                return ""
-            if why := self._take(frame):
+    def _take_waiting(self, socket: zmq.asyncio.Socket, most: float = math.inf) -> str:
+        """Take messages that have come, `most` of them. Returns as `_take` does."""
+        num_taken = 0
+        while num_taken < most and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if why := self._take(asyncio.ensure_future(socket.recv(zmq.NOBLOCK)).result()):
                 return why
+            num_taken += 1
+        return ""
 
     def _take(self, frame: bytes) -> str:
         """Take one message. Return why no other may be taken after it; empty where one may."""
@@ -308,3 +320,25 @@ class Connection:
 
     def _gone(self, why: str) -> EngineGone:
         return EngineGone(f"engine {self.record.engine_id} (rank {self.record.rank}, {self.record.role}) {why}")
+
+
+def _join(output: EngineOutput, later: EngineOutput | EngineGone | None) -> EngineOutput | None:
+    """Return two outputs of a request as one; None where they must stay apart.
+
+    Log probabilities, counts of drafts, offers of KV and errors belong to one step each.
+    """
+    if not isinstance(later, EngineOutput) or not (_has_tokens_only(output) and _has_tokens_only(later)):
+        return None
+    if output.finish_reason is not None or later.num_cached_tokens or later.ages:  # the latter come with the first only
+        return None
+    return msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids + later.token_ids,
+        finish_reason=later.finish_reason,
+        stop_token_id=later.stop_token_id,
+    )
+
+
+def _has_tokens_only(output: EngineOutput) -> bool:
+    beside = (output.logprobs, output.prompt_logprobs, output.kv_source, output.error, output.drafts)
+    return bool(output.token_ids) and beside == (None,) * len(beside)

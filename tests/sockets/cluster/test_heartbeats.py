@@ -61,7 +61,7 @@ class Cut:
         raise AssertionError("the first engine is never chosen")
 
     async def tokens(self, count: int) -> list[int]:
-        """Return the next tokens of that stream."""
+        """Return the next tokens of that stream: so many, or a few more where they came together."""
         tokens: list[int] = []
         async with asyncio.timeout(NOTICED_S):
             while len(tokens) < count:
@@ -159,7 +159,7 @@ async def test_an_engine_that_is_heard_again_ends_its_old_attempts_and_takes_new
     assert lost in cut.engines[1].running
     await cut.outputs.aclose()
     await cut.stream_at_the_first_engine()
-    assert len(await cut.tokens(10)) == 10
+    assert len(await cut.tokens(10)) >= 10
     await cut.outputs.aclose()
     await until(lambda: not any(engine.running for engine in cut.engines))
 
@@ -178,7 +178,7 @@ async def test_an_engine_that_only_computes_for_long_is_not_taken_for_silent(cut
     cut.engines[0].hang.clear()
     await asyncio.sleep(4 * HEARTBEAT_TIMEOUT_S)
     cut.engines[0].hang.set()
-    assert len(await cut.tokens(10)) == 10
+    assert len(await cut.tokens(10)) >= 10
     assert len(cut.client.engines()) == 2
     assert not cut.decisions()
     await cut.outputs.aclose()

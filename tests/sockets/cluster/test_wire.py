@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import zmq
@@ -41,6 +42,23 @@ async def test_many_streams_of_two_gateways_do_not_mix(
     answers = await asyncio.gather(*map(tokens_of, streams))
     assert answers == [list(range(1, i + 2)) for _ in range(2) for i in range(50)]
     await other.close()
+
+
+async def test_a_gateway_that_was_held_up_gets_many_tokens_at_once(
+    client: ZmqEngineClient, engine: CountingEngine
+) -> None:
+    """And not an output for each step that it missed: writing those would hold it up further."""
+    engine.hold.clear()
+    stream = client.submit(client.engines()[0].record, make_request("a", max_tokens=100))
+    await until(lambda: "a" in engine.running)
+    engine.hold.set()
+    deadline = time.monotonic() + 20.0
+    while "a" in engine.running:  # nothing of this event loop runs meanwhile
+        assert time.monotonic() < deadline, "the engine makes no tokens"
+        time.sleep(0.01)
+    outputs = [output async for output in stream]
+    assert [token for output in outputs for token in output.token_ids] == list(range(1, 101))
+    assert len(outputs) < 20
 
 
 async def test_closing_a_stream_aborts_its_request_at_the_engine(

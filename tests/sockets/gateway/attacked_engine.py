@@ -1,10 +1,10 @@
 """The engine of an attacked gateway, as a process of its own: what it costs is not the gateway's.
 
-python -m tests.sockets.gateway.attacked_engine KEY CONFIG
+python -m tests.sockets.gateway.attacked_engine KEY CONFIG STEP_S
 
 Prints its address, and serves until its input ends. CONFIG is JSON.
 
-Its core, socket and messages are real. Its model takes no time: a step lasts `STEP_S`, whatever is in it.
+Its core, socket and messages are real. Its model takes no time: a step lasts STEP_S, whatever is in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from baton.engine.core.sampling import MAX_LOGPROBS
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 
-STEP_S = 0.01
 EPOCH = 1
 ENGINE_ID = "attacked"
 MOST_POSITIONS = 40_000
@@ -81,17 +80,20 @@ class FinishedStep:
 class SteadyEngine(EngineCore):
     """An engine whose steps last equally long."""
 
+    step_s = 0.0
+
     def step(self) -> list[EngineOutput]:
         if self.has_work():
-            time.sleep(STEP_S)
+            time.sleep(self.step_s)
         return super().step()
 
 
-def main(key: str, config: str) -> None:
+def main(key: str, config: str, step_s: str) -> None:
     core_config = EngineCoreConfig(**json.loads(config))
     runner = QuickRunner(core_config.vocab_size)
     runner.make_ready()
     engine = SteadyEngine(core_config, runner)
+    engine.step_s = float(step_s)
     server = EngineServer(
         engine, engine_id=ENGINE_ID, epoch=EPOCH, key=ClusterKey.from_bytes(key.encode()), host="127.0.0.1"
     )

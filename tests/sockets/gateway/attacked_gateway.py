@@ -1,6 +1,8 @@
 """One gateway over an engine without a model, each a process: what attacks on the gateway cost is read from /proc.
 
-python -m tests.sockets.gateway.attacked_gateway PORT SETTINGS      serves until it is terminated; SETTINGS is JSON
+python -m tests.sockets.gateway.attacked_gateway PORT STEP_S SETTINGS
+
+serves until it is terminated; SETTINGS is JSON, and a step of the engine lasts STEP_S.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from . import attacked_engine
 
 MAX_MODEL_LEN = 40_000  # of a model with room for large prompts
 MAX_NUM_SEQS = 64
+STEP_S = 0.01
 
 
 class AttackedGateway:
@@ -69,11 +72,11 @@ class AttackedGateway:
 
 
 @contextlib.contextmanager
-def attacked_gateway(**settings: object) -> Iterator[AttackedGateway]:
+def attacked_gateway(*, step_s: float = STEP_S, **settings: object) -> Iterator[AttackedGateway]:
     """A process that serves, ended at the end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", __name__, str(port), json.dumps(settings)]
+    command = [sys.executable, "-m", __name__, str(port), str(step_s), json.dumps(settings)]
     process = subprocess.Popen(command, cwd=ROOT)
     gateway = AttackedGateway(process, port)
     try:
@@ -113,12 +116,12 @@ class OneEngine:
 
 
 @contextlib.contextmanager
-def _engine(key: ClusterKey, model: ServedModel) -> Iterator[EngineRecord]:
+def _engine(key: ClusterKey, model: ServedModel, step_s: float) -> Iterator[EngineRecord]:
     """An engine in a process of its own, ended at the end."""
     limits = {"num_blocks": 16_384, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
     of_model = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size}
     config = {**limits, **of_model, "eos_token_ids": list(model.eos_token_ids)}
-    command = [sys.executable, attacked_engine.__file__, key.to_bytes().decode(), json.dumps(config)]
+    command = [sys.executable, attacked_engine.__file__, key.to_bytes().decode(), json.dumps(config), str(step_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield EngineRecord(
@@ -141,9 +144,9 @@ def _engine(key: ClusterKey, model: ServedModel) -> Iterator[EngineRecord]:
         )  # its input ends with this block, and with it the process
 
 
-async def _serve(port: int, settings: dict[str, object]) -> None:
+async def _serve(port: int, step_s: float, settings: dict[str, object]) -> None:
     model, key = tiny_model(tiny_tokenizer(), MAX_MODEL_LEN), ClusterKey.generate()
-    with _engine(key, model) as record:
+    with _engine(key, model, step_s) as record:
         client = ZmqEngineClient(OneEngine(record), key, "gateway")
         await client.start()
         while not client.engines():
@@ -160,4 +163,4 @@ async def _serve(port: int, settings: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(int(sys.argv[1]), json.loads(sys.argv[2])))
+    asyncio.run(_serve(int(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])))

@@ -1,0 +1,89 @@
+"""Outputs of a request that wait in its stream are joined, where a single step could have made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.cluster.contracts import EngineGone
+from baton.cluster.engine_connection import RequestStream
+from baton.engine.core.logprobs import Logprobs
+from baton.engine.core.messages import EngineError, EngineOutput, ErrorKind, FinishReason, KVSource
+from baton.engine.core.speculation.stats import DraftCounts
+from baton.engine.core.stages import Stage
+
+LOGPROBS = Logprobs(1, b"\0" * 4, b"\0" * 4, b"\0" * 4)
+LAST: dict[str, Any] = {"finish_reason": FinishReason.STOP, "stop_token_id": 9}
+
+
+def output(*token_ids: int, **fields: Any) -> EngineOutput:
+    return EngineOutput(request_id="a", generation=2, token_ids=list(token_ids), **fields)
+
+
+async def taken(*outputs: EngineOutput) -> list[EngineOutput]:
+    """Return what a stream yields where all these outputs wait in it."""
+    stream = RequestStream(lambda: None)
+    for each in outputs:
+        stream.put(each)
+    return [each async for each in stream]
+
+
+async def test_tokens_that_wait_come_together_with_what_the_first_and_the_last_output_say() -> None:
+    first = output(1, num_cached_tokens=16, ages={Stage.STARTED: 0.5})
+    joined = output(1, 2, 3, 9, num_cached_tokens=16, ages={Stage.STARTED: 0.5}, **LAST)
+    assert await taken(first, output(2), output(3), output(9, **LAST)) == [joined]
+
+
+async def test_one_output_is_yielded_as_it_came() -> None:
+    stream = RequestStream(lambda: None)
+    for each in (output(1), output(2, 3), output(9, **LAST)):
+        stream.put(each)
+        assert await anext(stream) is each
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        output(2, logprobs=LOGPROBS),
+        output(2, prompt_logprobs=LOGPROBS),
+        output(2, drafts=DraftCounts(1, 2, 0)),
+        output(2, kv_source=KVSource(ticket=b"t", num_tokens=1)),
+        output(kv_source=KVSource(ticket=b"t", num_tokens=1)),
+    ],
+)
+async def test_what_belongs_to_one_step_stays_apart(apart: EngineOutput) -> None:
+    last = output(3, **LAST)
+    assert await taken(output(1), apart, last) == [output(1), apart, last]
+
+
+@pytest.mark.parametrize("fields", [{"ages": {Stage.STARTED: 0.5}}, {"num_cached_tokens": 16}])
+async def test_what_a_first_output_says_is_not_joined_to_tokens_before_it(fields: dict[str, Any]) -> None:
+    assert await taken(output(1), output(2, **fields), output(3, **LAST)) == [output(1), output(2, 3, **fields, **LAST)]
+
+
+async def test_an_error_and_a_lost_engine_come_behind_the_tokens_before_them() -> None:
+    failed = output(finish_reason=FinishReason.ERROR, error=EngineError(ErrorKind.INTERNAL, "it broke"))
+    assert await taken(output(1), output(2), failed) == [output(1, 2), failed]
+    stream = RequestStream(lambda: None)
+    for each in (output(1), output(2)):
+        stream.put(each)
+    stream.end(EngineGone("it is gone"))
+    assert await anext(stream) == output(1, 2)
+    with pytest.raises(EngineGone, match="it is gone"):
+        await anext(stream)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_a_stream_that_is_dropped_before_its_end_was_taken_aborts_its_request() -> None:
+    for outputs, aborts in (([output(1), output(2)], 1), ([output(1), output(2, **LAST)], 0)):
+        aborted: list[bool] = []
+        stream = RequestStream(lambda aborted=aborted: aborted.append(True))  # type: ignore[misc]
+        for each in outputs:
+            stream.put(each)
+        await anext(stream)
+        await stream.aclose()
+        assert len(aborted) == aborts
