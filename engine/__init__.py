@@ -1,7 +1,7 @@
 """The inference engine: one model on one group of devices.
 
 `from baton.engine import LLM, SamplingParams` is all that a script needs. Names load on first use, so that routers and
-tools which need the bookkeeping only (`baton.engine.core`) never import torch.
+tools that need only the bookkeeping (`baton.engine.core`) never import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of a model's folder that are not there."""
+"""Error messages about files that a model's folder lacks."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ FETCH_AGAIN = "fetch it again (`hf download NAME --local-dir FOLDER` gets what i
 
 
 def absent_file(file: Path) -> str:
-    """Return the name of a file that is not there, and where it would be if a link leads nowhere."""
+    """Return the name of a missing file; if it is a dangling link, also where that leads."""
     return f"{file.name} (a link to {os.readlink(file)}, where nothing is)" if file.is_symlink() else file.name

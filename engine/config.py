@@ -1,7 +1,7 @@
-"""Engine arguments, under vLLM's names, so that arguments written for one serve the other.
+"""Engine arguments, under vLLM's names, so that arguments written for one work with the other.
 
 A config is checked once and never rewritten. Values that depend on the checkpoint or the machine (the context length,
-the number of KV blocks) are worked out by `engine.startup.load` and kept apart.
+the number of KV blocks) are determined by `engine.startup.load` and kept separately.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ DTYPES = {
 }
 DEVICES = ("auto", "cpu", "cuda")
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-_ONE_VALUE = {  # arguments that have one value here, and why
+_ONE_VALUE = {  # arguments for which only one value is supported, and the reason
     "block_size": "the layout of blocks is the wire format",
     "enable_chunked_prefill": "the scheduler has one rule, and chunks are it",
-    "pipeline_parallel_size": "layers are divided within (tensor_parallel_size), not dealt out",
+    "pipeline_parallel_size": "each layer is divided over the ranks instead (tensor_parallel_size)",
     "trust_remote_code": "model code from checkpoints is never run",
 }
 
@@ -46,10 +46,10 @@ class InvalidEngineConfig(ValueError):
 
 
 class EngineArguments(StrictModel):
-    """Arguments that an engine of any model takes. None is as if left out: the default.
+    """Arguments that an engine of any model takes. None means the default, as if left out.
 
-    Arguments that depend on each other are checked where all are known, by `EngineConfig`. Those listed in
-    `vllm_compat` are taken, and dropped, where they change nothing.
+    `EngineConfig` checks arguments that depend on each other, since it knows all of them. Arguments listed in
+    `vllm_compat` are accepted and dropped if they change nothing.
     """
 
     model_config = ConfigDict(strict=True)
@@ -57,37 +57,37 @@ class EngineArguments(StrictModel):
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     kv_cache_dtype: Annotated[str, OneOf(KV_CACHE_DTYPES)] = "auto"
     load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
-    # Tokens, prompt and output together: at least one of each. By default what the checkpoint was trained for.
+    # Tokens of prompt and output together, at least one of each. By default the length the checkpoint was trained for.
     max_model_len: int | None = Field(None, ge=2)
-    max_num_seqs: int | None = Field(None, ge=1)  # None, and where the next one is: see `startup/step_sizes.py`
+    max_num_seqs: int | None = Field(None, ge=1)  # None, also for the next one: see `startup/step_sizes.py`
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    gpu_memory_utilization: float = Field(_DEFAULT_GPU_MEMORY_UTILIZATION, gt=0, le=1)  # of a device, all processes
+    gpu_memory_utilization: float = Field(_DEFAULT_GPU_MEMORY_UTILIZATION, gt=0, le=1)  # of the GPU, by all processes
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
     num_gpu_blocks_override: int | None = Field(None, ge=1)
     block_size: int = BLOCK_SIZE
-    disable_hybrid_kv_cache_manager: bool = False  # keep what lies behind the windows of a model's layers, too
+    disable_hybrid_kv_cache_manager: bool = False  # also keep KV that lies behind the windows of a model's layers
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    async_scheduling: bool | None = None  # plan the next step before the results of this one are in; None: on a GPU
-    enforce_eager: bool = False  # capture no steps; a CPU engine is eager in any case
+    async_scheduling: bool | None = None  # plan the next step before this one's results are in; None: only on a GPU
+    enforce_eager: bool = False  # on a GPU: capture no steps
     max_cudagraph_capture_size: int | None = Field(None, ge=0)  # tokens of the largest captured mix of chunks
     speculative_config: SpeculativeConfig | None = None  # guess tokens ahead, and check several of them in one step
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = 1
     data_parallel_size: int = Field(1, ge=1)
-    enable_expert_parallel: bool = False  # whole experts on each rank, rather than a stretch of every one
+    enable_expert_parallel: bool = False  # whole experts on each rank, rather than a slice of every expert
     # How tokens reach experts on other data-parallel ranks.
     all2all_backend: Annotated[str, OneOf(ALL2ALL_BACKENDS)] = ALL2ALL_BACKENDS[0]
-    enable_eplb: bool = False  # count how often experts are used, and place them anew by that
-    num_redundant_experts: int = Field(0, ge=0)  # copies of experts beyond the model's, for those that are used most
+    enable_eplb: bool = False  # count how often experts are used, and place them accordingly
+    num_redundant_experts: int = Field(0, ge=0)  # copies of the most used experts, beside the model's own
     eplb_step_interval: int = Field(3000, ge=1)  # steps from one placement to the next
-    disable_custom_all_reduce: bool = False  # let NCCL do all that ranks sum and exchange, small things too
-    distributed_timeout_seconds: float = Field(60.0, gt=0)  # a collective's wait for a rank, but in captured steps
+    disable_custom_all_reduce: bool = False  # use NCCL for all sums and exchanges between ranks, also for small ones
+    distributed_timeout_seconds: float = Field(60.0, gt=0)  # a collective's wait for a rank, except in captured steps
     device: Annotated[str, OneOf(DEVICES)] = "auto"
-    num_threads: int | None = Field(None, ge=1)  # of one engine on a CPU; by default OMP_NUM_THREADS, else every core
+    num_threads: int | None = Field(None, ge=1)  # of one engine on a CPU; by default OMP_NUM_THREADS, else all cores
     seed: int = Field(0, ge=0, lt=2**63)
     trust_remote_code: bool = False
-    disable_log_stats: bool = False  # an engine logs none in any case: they are in `EngineCore.stats` and /metrics
+    disable_log_stats: bool = False  # no effect: engines do not log them; see `EngineCore.stats` and /metrics
 
     @model_validator(mode="before")
     @classmethod
@@ -115,21 +115,21 @@ class EngineArguments(StrictModel):
 
 
 class EngineConfig(EngineArguments):
-    """Arguments of one engine, with its model. Build it with `from_args`, which words errors better."""
+    """Arguments of one engine, with its model. Build it with `from_args`, whose errors are easier to read."""
 
-    model: str  # a folder with config.json and safetensors, or a name of the Hub: see `hf_config/hub.py`
+    model: str  # a folder with config.json and safetensors, or a name on the Hub: see `hf_config/hub.py`
     revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
     tokenizer: str | None = None  # a folder or a name; the model's own by default
     tokenizer_revision: str | None = None
-    download_dir: str | None = None  # where names are kept; by default the cache of `huggingface_hub`
+    download_dir: str | None = None  # where fetched models are kept; by default the cache of `huggingface_hub`
     skip_tokenizer_init: bool = False
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> EngineConfig:
-        """Return the config that these arguments describe; None is as if left out.
+        """Return the config that these arguments describe. None means the default, as if left out.
 
-        Raises `InvalidEngineConfig` for unknown names (and tells the nearest valid one), wrong types, and values that
-        cannot be served.
+        Raises `InvalidEngineConfig` for unknown names (with the nearest valid one), wrong types, and values that cannot
+        be served.
         """
         try:
             return cls.model_validate(dict(args))
@@ -150,7 +150,7 @@ class EngineConfig(EngineArguments):
         for name in ("enable_eplb", "num_redundant_experts"):
             if (value := getattr(self, name)) and not self.enable_expert_parallel:
                 problems[name] = (
-                    f"is {_spelled(value)}, needs enable_expert_parallel: without it every rank has a stretch of every"
+                    f"is {_spelled(value)}, needs enable_expert_parallel: without it every rank has a slice of every"
                     " expert"
                 )
         self.refuse(problems)
@@ -164,12 +164,12 @@ class EngineConfig(EngineArguments):
 
     @property
     def guesses_on_device(self) -> bool:
-        """True where the model's draft layer guesses tokens, or a second model."""
+        """True if a draft layer, head or model guesses tokens on the device."""
         return self.speculative_config is not None and self.speculative_config.guesses_on_device
 
     @property
     def kept_for_guesses(self) -> str:
-        """The model or layer that guesses tokens, whose keys and values are kept beside the model's; empty: none."""
+        """The draft layer or model whose keys and values are kept beside the model's, for messages; empty: none."""
         speculation = self.speculative_config
         if speculation is None or not speculation.guesses_on_device:
             return ""
@@ -177,11 +177,11 @@ class EngineConfig(EngineArguments):
 
     @property
     def world_size(self) -> int:
-        """Processes, each with a device, that are one group."""
+        """The number of processes, each with a device, in the engine's group."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     def ignored_on(self, device: str) -> dict[str, str]:
-        """Return the given arguments that change nothing on a "cpu" or "cuda", each with the reason: for a warning."""
+        """Return the given arguments that have no effect on a "cpu" or "cuda", each with the reason, for a warning."""
         if device == "cuda":
             return {} if self.num_threads is None else {"num_threads": "it is for engines on a CPU"}
         reasons = {}
@@ -192,11 +192,11 @@ class EngineConfig(EngineArguments):
         return reasons
 
     def depth_on(self, device: str) -> int:
-        """Return the steps in flight: on a CPU one, since it has computed a step when it has launched it."""
+        """Return the number of steps in flight. The default on a CPU is one, since a launch there computes the step."""
         ahead = device == "cuda" if self.async_scheduling is None else self.async_scheduling
         return 2 if ahead else 1
 
 
 def _spelled(value: bool | int) -> str:
-    """Spell a value as YAML does."""
+    """Return a value as YAML spells it."""
     return str(value).lower()

@@ -1,4 +1,4 @@
-"""The base of all settings that people write, in files, as options or in calls, with its error messages.
+"""The base of all settings that people write, in files, options or calls, with its error messages.
 
     class Limits(StrictModel):
         requests: int = Field(1024, gt=0)
@@ -28,14 +28,14 @@ PYDANTIC_PHRASES = {
     "be a valid tuple": "be a list",
     "be a valid string": "be a text",
     "be a valid boolean": "be true or false",
-    "be a valid integer": "be a whole number",  # and what the given one is instead
+    "be a valid integer": "be a whole number",  # pydantic continues with what the given value is; that is dropped
     "be a valid number": "be a number",
     "be less than or equal to ": "be at most ",
     "be greater than or equal to ": "be at least ",
     "be less than ": "be below ",
     "be greater than ": "be above ",
 }
-_OUR_ERROR = "setting"  # pydantic's type of an error whose message is ours
+_OUR_ERROR = "setting"  # pydantic's type for errors with our own messages
 
 
 class StrictModel(BaseModel):
@@ -58,7 +58,7 @@ class StrictModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false (in YAML also `yes` and `on`) for a number: pydantic would take them for 1 and 0."""
+        """Refuse true and false (in YAML also `yes` and `on`) for numbers: pydantic would take them for 1 and 0."""
         assert info.field_name is not None, "the validator is one of fields"
         kind = cls.model_fields[info.field_name].annotation
         if isinstance(value, bool) and not {int, float}.isdisjoint((kind, *get_args(kind))):
@@ -67,7 +67,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def refuse(cls, problems: Mapping[str, str]) -> None:
-        """Raise an error at each field in `problems`, for validators of a model; nothing where there is none."""
+        """Raise an error with all `problems`, messages by field; for validators of a model. Without any, do nothing."""
         errors = [
             InitErrorDetails(type=PydanticCustomError(_OUR_ERROR, message), loc=(name,), input=None)
             for name, message in problems.items()
@@ -78,7 +78,7 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotates a text that must be one of several, which a table of the code has: like `Literal`."""
+    """Annotates a text that must be one of `allowed`. Like `Literal`, but for values that a table in the code has."""
 
     allowed: Collection[str]
 
@@ -87,13 +87,13 @@ class OneOf:
 
 
 def hint(key: str, known: list[str]) -> str:
-    """Name the key nearest to one that is unknown, or else all that are known."""
+    """Return a hint for an unknown key: the nearest known one, or all that are known."""
     near = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
 def describe(error: ValidationError, secret: str = "") -> str:
-    """Return a line for each problem that pydantic has found, in the words of our other errors.
+    """Return a line for each problem that pydantic has found, worded like our other errors.
 
     Values of the field `secret` are not printed.
     """
@@ -101,7 +101,7 @@ def describe(error: ValidationError, secret: str = "") -> str:
 
 
 def problems_of(error: ValidationError, secret: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the place of each problem, its parts joined by dots, and what is wrong there."""
+    """Yield the path of each problem, joined by dots, and what is wrong there."""
     for each in error.errors():
         loc, message = each["loc"], each["msg"]
         _, should, allowed = message.partition(" should ")

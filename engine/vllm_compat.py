@@ -1,7 +1,7 @@
 """Arguments of vLLM that Baton does not implement.
 
-Scripts written for vLLM spell out many of its defaults. Such an argument is accepted where its value changes nothing,
-and refused with the reason otherwise. None always changes nothing.
+Scripts written for vLLM spell out many of its defaults. Such an argument is accepted if its value changes nothing, and
+otherwise refused with the reason. None always changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class UnsupportedArgument:
 
 
 _TOKEN = "the token is HF_TOKEN in the environment, or that of `hf auth login`"
-_TEXT_ONLY = "models read text alone"
+_TEXT_ONLY = "models read only text"
 _NO_LORA = "adapters are not served: merge them into the weights"
 _GENERATES = "models generate text, and do nothing else"
 _SET_IN_FOLDER = "config.json and generation_config.json set it: change them in a copy of the folder"
@@ -34,7 +34,7 @@ ENGINE = {
     "hf_overrides": UnsupportedArgument(_SET_IN_FOLDER, ({},)),
     "config_format": UnsupportedArgument("config.json is read, as Hugging Face writes it", ("auto", "hf")),
     "generation_config": UnsupportedArgument(
-        "what the folder suggests counts where no sampling_params are given", ("auto",)
+        "the folder's generation_config.json applies if no sampling_params are given", ("auto",)
     ),
     "override_generation_config": UnsupportedArgument(_SET_IN_FOLDER, ({},)),
     "model_loader_extra_config": UnsupportedArgument("safetensors are read in one way", ({},)),
@@ -54,7 +54,7 @@ ENGINE = {
     "enable_prompt_embeds": UnsupportedArgument("prompts are text or token ids", (False,)),
     "swap_space": UnsupportedArgument(
         f"preempted requests are computed again; {_IN_HOST_MEMORY}", (0, 4)
-    ),  # 4: its default
+    ),  # 4: vLLM's default
     "preemption_mode": UnsupportedArgument("preempted requests are computed again", ("recompute",)),
     "cpu_offload_gb": UnsupportedArgument("weights stay on their device", (0,)),
     "kv_offloading_size": UnsupportedArgument(_IN_HOST_MEMORY, (0,)),
@@ -67,7 +67,7 @@ ENGINE = {
     "max_seq_len_to_capture": UnsupportedArgument(
         "decodes of every length are captured: see max_cudagraph_capture_size"
     ),
-    "disable_sliding_window": UnsupportedArgument("layers see what the checkpoint was trained for", (False,)),
+    "disable_sliding_window": UnsupportedArgument("windows are those that the model was trained with", (False,)),
     "disable_cascade_attn": UnsupportedArgument("attention does not cascade", (False, True)),
     "max_logprobs": UnsupportedArgument(f"{MAX_LOGPROBS} alternatives may be asked for", (MAX_LOGPROBS,)),
     "logprobs_mode": UnsupportedArgument("logprobs are those before temperature and penalties", ("raw_logprobs",)),
@@ -77,9 +77,9 @@ ENGINE = {
     ),
     "guided_decoding_backend": UnsupportedArgument("xgrammar compiles grammars", ("auto", "xgrammar")),
     "scheduling_policy": UnsupportedArgument("requests run by priority, then by arrival", ("fcfs", "priority")),
-    "max_num_partial_prefills": UnsupportedArgument("chunks share what a step has room for", (1,)),
-    "max_long_partial_prefills": UnsupportedArgument("chunks share what a step has room for", (1,)),
-    "long_prefill_token_threshold": UnsupportedArgument("chunks share what a step has room for", (0,)),
+    "max_num_partial_prefills": UnsupportedArgument("chunks share a step's token budget", (1,)),
+    "max_long_partial_prefills": UnsupportedArgument("chunks share a step's token budget", (1,)),
+    "long_prefill_token_threshold": UnsupportedArgument("chunks share a step's token budget", (0,)),
     "num_scheduler_steps": UnsupportedArgument("every step is planned by itself", (1,)),
     "distributed_executor_backend": UnsupportedArgument(
         "ranks are processes on this machine; `baton serve` places them through Ray", ("mp", "uni")
@@ -87,7 +87,7 @@ ENGINE = {
     "decode_context_parallel_size": UnsupportedArgument("a sequence is not divided: see tensor_parallel_size", (1,)),
     "enable_sleep_mode": UnsupportedArgument("an engine keeps its memory until it ends", (False,)),
     "enable_return_routed_experts": UnsupportedArgument("outputs do not say which experts a token went to", (False,)),
-    "use_tqdm_on_load": UnsupportedArgument("start-up is told in the log", (False,)),
+    "use_tqdm_on_load": UnsupportedArgument("the log shows the progress of start-up", (False,)),
 }
 _REQUEST = {
     "lora_request": UnsupportedArgument(_NO_LORA),
@@ -118,7 +118,7 @@ def refusals(given: Mapping[str, Any], known: Mapping[str, UnsupportedArgument])
 
 
 def _is_accepted(value: Any, argument: UnsupportedArgument) -> bool:
-    # True is not the count 1, and False not an empty path.
+    # `True == 1` and `False == 0` in Python, but as arguments they are not the same.
     alike = (allowed for allowed in argument.accepted if isinstance(allowed, bool) == isinstance(value, bool))
     return value is None or any(value == allowed for allowed in alike)
 

@@ -1,15 +1,16 @@
-"""The changes of an engine's cached prefixes, for the routers of gateways.
+"""The changes of an engine's cached prefixes, published for the routers of gateways.
 
     BlockPool ── stored, evicted ──> BlockLog ── take() ──> BlocksChanged(5), BlocksChanged(6), ... ──> a mirror
     KVTiers ────── kept, lost ─────────^  └── snapshot() ──> BlocksCached(6) ────────────────────────────^
 
-A block is published in the best place that has it: the pool, the host's memory, the disk. So a block that leaves the
-pool while the host's memory has a copy has moved there; a copy of one that the pool still has is not published.
+A gateway's copy of the index is a *mirror*. A block is published under the best place that holds it: the pool, else the
+host's memory, else the disk. A block that is evicted from the pool while the host's memory has a copy is published as
+moved there; a copy of a block that is still in the pool is not published.
 
-Numbers count what was taken. A mirror that misses one asks for a snapshot, and goes on with the number behind it.
+Every message has the next number. A mirror that misses one asks for a snapshot, and continues with the number after it.
 
-Names of blocks are the first 8 bytes of their hashes: a mirror that takes one block for another only sends a request to
-a colder engine, and that happens once in 2^64 / (blocks of all engines) lookups.
+Messages name a block by the first 8 bytes of its hash. If a mirror confuses two blocks, the only harm is a request sent
+to an engine that has less of its prefix cached, and that happens once in 2^64 / (blocks of all engines) lookups.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def unpack_names(packed: bytes) -> tuple[int, ...]:
 
 
 class BlocksChanged(msgspec.Struct, frozen=True, tag="changed", omit_defaults=True):
-    """The changes since the previous number: packed names of blocks by their new place, none twice."""
+    """The changes since the message before: the packed names of blocks, by their new place. No block is named twice."""
 
     number: int
     stored: bytes = b""  # in the pool
-    evicted: bytes = b""  # nowhere any more
+    evicted: bytes = b""  # no longer cached anywhere
     host: bytes = b""
     disk: bytes = b""
 
@@ -47,7 +48,7 @@ class BlocksChanged(msgspec.Struct, frozen=True, tag="changed", omit_defaults=Tr
 
 
 class BlocksCached(msgspec.Struct, frozen=True, tag="cached", omit_defaults=True):
-    """All cached blocks as of this number, by place."""
+    """All cached blocks as of message `number`, by place."""
 
     number: int
     stored: bytes  # in the pool
@@ -62,15 +63,15 @@ BlockNews = BlocksChanged | BlocksCached
 
 
 class BlockLog:
-    """Net changes since the last `take`: at most two for each block, however long ago that was.
+    """Net changes since the last `take`: a block that left and came back is no change.
 
-    `cached` is a live view of the pool's hashes. The log watches the pool and the tiers.
+    It watches the pool and the tiers. `cached` is a live view of the hashes in the pool.
     """
 
     def __init__(self, cached: Collection[BlockHash], tiers: KVTiers | None = None) -> None:
         self._cached = cached
         self._tiers = tiers
-        self._moves: dict[BlockHash, tuple[Tier | None, Tier | None]] = {}  # from the last `take` to now
+        self._moves: dict[BlockHash, tuple[Tier | None, Tier | None]] = {}  # the place at the last `take`, and now
         self._number = 0
 
     @property
@@ -93,7 +94,7 @@ class BlockLog:
             self._move(block_hash, tier, None)
 
     def take(self) -> BlocksChanged | None:
-        """Return what changed since the last call; None where nothing did."""
+        """Return the changes since the last call; None if there are none."""
         if not self._moves:
             return None
         self._number += 1
@@ -105,7 +106,7 @@ class BlockLog:
         return BlocksChanged(self._number, *packed)
 
     def snapshot(self) -> BlocksCached:
-        """Return all cached blocks. Call it right after `take`: changes that were not taken have no number yet."""
+        """Return all cached blocks. Call it right after `take`, whose message has the snapshot's number."""
         assert not self._moves, "take changes before a snapshot, and send them to those who have the state before"
         below = (pack_names(self._only_in(tier)) for tier in (Tier.HOST, Tier.DISK))
         return BlocksCached(self._number, pack_names(self._cached), *below)

@@ -19,14 +19,14 @@ class CacheGroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     window: int | None = None  # tokens that a query sees, itself included; None: all
-    checkpoint_tokens: int | None = None  # the blocks are slots of states, kept every so many tokens; None: of tokens
+    checkpoint_tokens: int | None = None  # tokens from one kept state to the next; None: its blocks hold tokens
 
 
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and limits of one `EngineCore`. Raises `InvalidEngineCoreConfig` from the constructor."""
+    """Sizes and limits of one `EngineCore`. The constructor raises `InvalidEngineCoreConfig`."""
 
     num_blocks: int  # of all arenas together
-    cache_groups: list[CacheGroupConfig] = []  # in the order of the layout's; empty: one whose layers read all tokens
+    cache_groups: list[CacheGroupConfig] = []  # in the layout's order; empty: one group, whose layers read all tokens
     max_num_seqs: int  # requests in one step; also the number of rows the runner keeps
     max_num_batched_tokens: int  # tokens in one step
     max_model_len: int  # prompt and output together, in tokens
@@ -35,14 +35,14 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = BLOCK_SIZE  # tokens
     enable_prefix_caching: bool = True
     depth: int = 2  # steps in flight: 1 waits for each result, 2 plans the next step before it arrives
-    speculation: SpeculativeConfig | None = None  # None: a request draws one token in a step
+    speculation: SpeculativeConfig | None = None  # None: a decoding request draws one token in a step
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_num_seqs", "vocab_size", "block_size", "depth"):
             if getattr(self, name) < 1:
                 raise InvalidEngineCoreConfig(f"{name} is {getattr(self, name)}, it must be at least 1")
         if self.cache_groups and sum(group.num_blocks for group in self.cache_groups) != self.num_blocks:
-            raise InvalidEngineCoreConfig(f"num_blocks is {self.num_blocks}, the arenas of cache_groups have others")
+            raise InvalidEngineCoreConfig(f"num_blocks is {self.num_blocks}, must be the sum over all cache_groups")
         if any(group.num_blocks < 1 or (group.window is not None and group.window < 1) for group in self.groups):
             raise InvalidEngineCoreConfig("cache_groups: blocks and windows must be at least 1")
         if self.groups[0].checkpoint_tokens is not None:
@@ -63,14 +63,14 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> Sequence[CacheGroupConfig]:
-        """The groups of layers, one at least."""
+        """The cache groups: at least one."""
         return self.cache_groups or [CacheGroupConfig(num_blocks=self.num_blocks)]
 
     @property
     def max_length(self) -> int:
-        """The most tokens, prompt and output together, that a request can reach: the model's length or an arena's.
+        """The most tokens, prompt and output together, that a request can have: the model's length or an arena's.
 
-        A window's arena, too, holds a whole sequence: blocks are given back only when they have been computed.
+        An arena of windows, too, must hold a whole sequence, since blocks are given back only after they are computed.
         """
         holding = (group.num_blocks * self.block_size for group in self.groups if group.checkpoint_tokens is None)
         return min(self.max_model_len, *holding)

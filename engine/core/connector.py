@@ -1,14 +1,14 @@
 """The engine's view of KV transfers. `kv_transfer` implements it; the scheduler calls it between steps.
 
-Who owns blocks:
+Owners of the blocks:
 
     prefill   offer(blocks) ............................ OfferEnded     blocks stay referenced in between
-    decode    receive(blocks) ............. Received                    the blocks are the request's again, filled
+    decode    receive(blocks) ............. Received                    filled: they belong to the request again
               receive(blocks) .. ReceiveFailed .. BlocksReleased        quarantined in between: a late write may land
 
 Exactly one `OfferEnded` follows each `offer`, also one that is withdrawn or expires. After each `receive` comes either
-`Received`, or `ReceiveFailed` and later (at once, where nothing can be in flight) `BlocksReleased`; cancelling changes
-none of this, only that `Received` can then no longer come.
+`Received`, or `ReceiveFailed` and later `BlocksReleased` (at once, if no write can be in flight). Cancelling a receive
+changes only that `Received` can no longer come.
 
 Blocks are numbered through all arenas, and the blocks of a hand-off are in the order in which they are complete; see
 `kv/block_numbers.py`.
@@ -27,8 +27,8 @@ TransferId = int
 
 
 class OfferOutcome(enum.StrEnum):
-    FINISHED = "finished"  # the reader has it all
-    WITHDRAWN = "withdrawn"  # by us, or by a reader that gave up
+    FINISHED = "finished"  # the reader has all blocks
+    WITHDRAWN = "withdrawn"  # by this engine, or by a reader that gave up
     EXPIRED = "expired"
 
 
@@ -39,7 +39,7 @@ class OfferEnded(msgspec.Struct, frozen=True):
 
 class Received(msgspec.Struct, frozen=True):
     transfer_id: TransferId
-    # By `time.monotonic`, where the connector knows: when the blocks were asked for, and when all bytes were there.
+    # On the clock of `time.monotonic`, if the connector knows: when the claim was sent, and when all bytes had arrived.
     claimed_s: float | None = None
     pulled_s: float | None = None
 
@@ -47,7 +47,7 @@ class Received(msgspec.Struct, frozen=True):
 class ReceiveFailed(msgspec.Struct, frozen=True):
     transfer_id: TransferId
     reason: str
-    offer_ended: bool = False  # before it was claimed: nothing has failed but to come in time
+    offer_ended: bool = False  # the offer ended before it was claimed: the only failure is that this engine was late
 
 
 class BlocksReleased(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class KVConnector(Protocol):
     """The transfers of one engine. All calls return at once, and none raises for a peer's failure: that is an event."""
 
     def offer(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        """Promise that the blocks hold what is read of the first `num_tokens` tokens until the offer ends."""
+        """Offer blocks that hold all that is read of the first `num_tokens` tokens; they stay until the offer ends."""
         ...
 
     def withdraw(self, transfer_id: TransferId) -> None:
@@ -76,9 +76,9 @@ class KVConnector(Protocol):
     def receive(
         self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
     ) -> TransferId:
-        """Fetch the offered blocks from index `first_block` on into `block_ids` (the prefix cache had earlier ones).
+        """Fetch the offered blocks into `block_ids`, from index `first_block` on: earlier ones are prefix hits.
 
-        An invalid ticket is a `ReceiveFailed`, too.
+        An invalid ticket is answered by `ReceiveFailed`, too.
         """
         ...
 
@@ -92,13 +92,13 @@ class KVConnector(Protocol):
 
 
 class GrowingConnector(abc.ABC):
-    """A `KVConnector` that can offer blocks before they are written: they are read while the prompt still runs."""
+    """A `KVConnector` that can offer blocks before they are written, so that they are read while the prompt runs."""
 
-    offers_early: bool  # False: blocks are offered when the whole prompt is computed
+    offers_early: bool  # False: blocks are offered only when the whole prompt has been computed
 
     @abc.abstractmethod
     def offer_growing(self, request_id: str, generation: int, block_ids: Sequence[int], num_tokens: int) -> Offer:
-        """Offer blocks as `offer` does, before any of them is written; `advance` counts the written ones.
+        """Offer blocks as `offer` does, before any of them is written. `advance` then says how many are.
 
         No block may be used for anything else until the offer ends, even if the prompt is given up: `withdraw` it then.
         """
@@ -107,6 +107,6 @@ class GrowingConnector(abc.ABC):
     def advance(self, transfer_id: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
         """Note that the first `num_ready` blocks are written, on all ranks. Unknown and ended ids are ignored.
 
-        `last_blocks` are given with the last of them, and take the place of as many at the end of the offer: slots of
-        states, which a prompt may change while it is read.
+        The last call gives `last_blocks`: they replace as many blocks at the end of the offer. These are slots of
+        states, which may change while the prompt is computed.
         """

@@ -1,6 +1,6 @@
 """The engine without its model: requests in, steps through a runner, outputs out.
 
-One thread owns an `EngineCore`. A loop around it needs no more than
+One thread owns an `EngineCore`. The loop around it is
 
     while True:
         if not core.has_work():
@@ -36,7 +36,7 @@ __all__ = ["EngineCore", "EngineCoreConfig", "EngineFailed", "InvalidEngineCoreC
 
 
 class EngineFailed(Exception):
-    """The engine cannot continue; `__cause__` is the reason. `outputs` answers every request that was still open."""
+    """The engine cannot continue; `__cause__` is the reason. `outputs` has an answer for every request still open."""
 
     def __init__(self, message: str, outputs: list[EngineOutput]) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class EngineFailed(Exception):
 
 
 class EngineCore:
-    """One engine. Its parts `scheduler` and `runner` may be looked at; only the engine changes them."""
+    """One engine. Others may read its parts `scheduler` and `runner`, but not change them."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class EngineCore:
         drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an engine. With a `lockstep` it is one of several that step together.
+        """Create an engine. With a `lockstep`, it is one of several that run their steps together.
 
-        `late_compilations` returns the number of kernels compiled since the runner was ready, and `expert_review` how
-        evenly experts are used; both go into the statistics.
+        `late_compilations` returns the number of kernels compiled since the runner was ready, `expert_review` how
+        evenly experts are used; both are for `stats`.
         """
         self.config = config
         self._lockstep = lockstep
@@ -75,43 +75,43 @@ class EngineCore:
         self._failure: Exception | None = None
 
     def add(self, request: EngineRequest, came_s: float | None = None) -> None:
-        """Add a request. Never raises: one that cannot be served is answered by an ERROR output of the next step.
+        """Add a request. Never raises: if it cannot be served, the next step returns an output with ERROR.
 
-        `came_s` is its arrival in this process on the clock of `time.monotonic`; by default it is now.
+        `came_s` is the time when the request arrived in this process, by `time.monotonic`; default: now.
         """
         self.scheduler.add(request, came_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
-        """End a request, which is answered with ABORT, and withdraw its offers. Unknown ids are ignored.
+        """End a request with ABORT, and withdraw its offers. Unknown ids are ignored.
 
-        With a `generation`, newer generations of the request are left alone.
+        With a `generation`, newer generations of the request go on.
         """
         self.scheduler.abort(request_id, generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
-        """Give a request with `awaits_first_token` its first token. A request that waits for none ignores it."""
+        """Give a request that `awaits_first_token` its first token. Other requests ignore it."""
         self.scheduler.begin(request_id, generation, token_id)
 
     def when_woken(self, call: Callable[[], None]) -> None:
-        """Have `call` called, from another thread, when other ranks wait for this one to step."""
+        """Register `call`: another thread calls it when the other ranks wait for this one to step (lockstep)."""
         if self._lockstep is not None:
             self._lockstep.when_woken(call)
 
     def block_log(self) -> BlockLog:
-        """Return the log of changes of the prefix cache and the tiers, which is kept from the first call on."""
+        """Return the log of changes of the prefix cache and the tiers. The first call starts the log."""
         return self.scheduler.tier_copies.block_log()
 
     def draft_with(self, drafter: Drafter) -> None:
-        """Have another drafter guess than the config names. Call it before the first request.
+        """Replace the drafter that the config names. Call it before the first request.
 
-        Raises `ValueError` for an engine without speculation.
+        Raises `ValueError` if the engine runs without speculation.
         """
         if self.scheduler.drafting is None:
             raise ValueError("the engine does not guess tokens: give it a speculative_config")
         self.scheduler.drafting.drafter = drafter
 
     def has_work(self) -> bool:
-        """Return False if `step` would do nothing before the next request, abort, connector event or wake."""
+        """Return False if `step` has nothing to do until the next request, abort, connector event or wake-up call."""
         in_wave = self._lockstep is not None and self._lockstep.is_running and self._failure is None
         return in_wave or bool(self._pending) or self.scheduler.has_work()
 
@@ -124,9 +124,9 @@ class EngineCore:
         return stats
 
     def step(self) -> list[EngineOutput]:
-        """Start the next step, and return the outputs of the oldest one once `depth` steps are in flight.
+        """Launch the next step. Returns the outputs of the oldest one, if `depth` steps are in flight.
 
-        Raises `EngineFailed`, then and on every later call, if the runner raised or the state is inconsistent.
+        Raises `EngineFailed`, now and on every later call, if the runner raised or the state is inconsistent.
         """
         outputs: list[EngineOutput] = []
         try:

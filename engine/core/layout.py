@@ -1,14 +1,14 @@
-"""Cache groups, by what layers keep of a sequence, and the shape of one block: in memory it is the format on the wire.
+"""Cache groups of a model, and the shape of one block, which is the same in memory and on the wire.
 
     CacheLayout ── groups ──> GroupLayout: layers that keep the same ── blocks ──> KVLayout: one block of these layers
                                                                              └──> StateLayout: one slot of their states
 
     kv[block][kv_head][layer][plane][token][dim]          state[slot][layer][part]
 
-Planes are keys and values. Of keys and values that differ in width there is one plane, whose rows are a key and its
-value (`kernels.kv_rows`). A model that caches one latent vector a token and layer (multi-head latent attention) has one
-KV head and one plane. One block is one contiguous range for all layers, and the share of each KV head is contiguous
-inside it. So what a rank of a tensor-parallel group keeps of a block, its own heads, is one contiguous range, too:
+There are two planes: keys and values. If keys and values differ in width, there is one plane, and each of its rows is
+a key with its value (`kernels.kv_rows`). With multi-head latent attention, where a layer caches one latent vector for
+each token, there are one KV head and one plane. A block is one contiguous range of bytes for all layers, and so is each
+KV head's part of it. So the part that a tensor-parallel rank keeps, its own heads, is one contiguous range, too:
 
     one rank     [head 0][head 1][head 2][head 3]
     two ranks    [head 0][head 1] and [head 2][head 3]
@@ -28,25 +28,25 @@ import msgspec
 LAYOUT_VERSION = 2
 BLOCK_SIZE = 16  # tokens
 CHECKPOINT_TOKENS = 512  # from one checkpoint of a recurrent state to the next; whole blocks
-NOT_KEPT = -1  # in a table: an entry of which nothing is kept
+NOT_KEPT = -1  # in a table: nothing is kept for this entry
 STATE_ALIGNMENT = 64  # bytes: each part of a state begins on a cache line
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def draft_places(max_drafts: int) -> int:
-    """Return how many tokens' inputs of states a row keeps: of a step's drafts, and of those of the step before.
+    """Return how many tokens' inputs to its states a row keeps: the drafts of a step and of the step before.
 
-    Between these lies one token that is no draft, and places go by position: see `kernels.state_batch.Replay`.
+    The token between them is no draft, but has a place, too, as places go by position: `kernels.state_batch.Replay`.
     """
     return 2 * max_drafts + 1 if max_drafts else 0
 
 
 class UnevenHeads(ValueError):
-    """Neither of the numbers of KV heads and tensor-parallel ranks is a multiple of the other."""
+    """The number of KV heads is no multiple of the number of tensor-parallel ranks, nor the other way round."""
 
 
 class SeveralGroups(ValueError):
-    """Something that handles one group of layers was given a model that has several."""
+    """A model with several cache groups was given to something that handles only one."""
 
 
 class Piece(NamedTuple):
@@ -59,21 +59,21 @@ class Piece(NamedTuple):
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one block of a group of layers.
 
-    Two engines must agree on it before one may read the other's blocks.
+    One engine may read another's blocks only if both have the same layout.
     """
 
     model: str  # identity of the weights, not a path: see `engine.hf_config.model_config`
     num_layers: int  # of the group
-    num_kv_heads: int  # of the whole model, whatever the tensor parallelism
-    head_dim: int  # of a plane's rows
-    dtype: str  # of what is kept, which may be narrower than what the model computes in
-    num_planes: int = 2  # keys and values; 1: a latent, or rows of a key and a value of another width
+    num_kv_heads: int  # of the whole model, without tensor parallelism
+    head_dim: int  # width of a plane's rows
+    dtype: str  # of the cached values; may be narrower than the dtype of the computation
+    num_planes: int = 2  # keys and values; 1: a latent vector, or rows of a key and its value
     block_size: int = BLOCK_SIZE
     version: int = LAYOUT_VERSION
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one KV head's share of one block."""
+        """Bytes of one KV head in one block."""
         return self.num_layers * self.num_planes * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -81,14 +81,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_bytes
 
     def shape(self, num_blocks: int, num_heads: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a tensor of so many blocks, of all KV heads or as many of them as one rank keeps."""
+        """Return the shape of a tensor of `num_blocks` blocks, with all KV heads or only `num_heads` of one rank."""
         heads = self.num_kv_heads if num_heads is None else num_heads
         return (num_blocks, heads, self.num_layers, self.num_planes, self.block_size, self.head_dim)
 
     def heads_of(self, rank: int, size: int) -> range:
-        """Return the KV heads that one of `size` tensor-parallel ranks keeps; where heads are few, some keep the same.
+        """Return the KV heads that rank `rank` of `size` tensor-parallel ranks keeps; several ranks may keep the same.
 
-        Raises `UnevenHeads` where they cannot be shared out evenly.
+        Raises `UnevenHeads` if heads and ranks cannot be divided evenly.
         """
         heads = self.num_kv_heads
         if heads % size and size % heads:
@@ -104,58 +104,58 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, num_kv_heads=len(self.heads_of(rank, size)))
 
     def bytes_of(self, heads: range) -> int:
-        """Return the bytes of a block of a rank that keeps these heads."""
+        """Return the bytes of a block on a rank that keeps these heads."""
         return len(heads) * self.head_bytes
 
     def pieces(self, kept: range, heads: range) -> Sequence[Piece]:
-        """Return where `heads` lie in a block of a rank that keeps `kept`, in as few pieces as possible."""
+        """Return where `heads` lie in a block of a rank that keeps heads `kept`, in as few pieces as possible."""
         return [Piece((heads.start - kept.start) * self.head_bytes, len(heads) * self.head_bytes)]
 
     def sections(self, kept: range, heads: range) -> Sequence[Piece]:
-        """Return the same as `pieces`: all layers of a head lie side by side."""
+        """Return the same as `pieces`, since all layers of a head are contiguous."""
         return self.pieces(kept, heads)
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where two layouts are equal; 32 hex digits, stable across processes and versions of Python."""
+        """Equal if and only if the layouts are equal. 32 hex digits, stable across processes and versions of Python."""
         return _hash_of(self)
 
 
 class StateRows(msgspec.Struct, frozen=True):
-    """Rows of a state that belong to heads, or to groups of heads: `count` of them with `width` rows each."""
+    """Rows of a state that belong to heads, or to groups of heads: `width` rows for each of `count` heads."""
 
     count: int
     width: int
 
     def of_ranks(self, size: int) -> StateRows:
-        """Return what each of `size` ranks keeps; several keep the same one where there are fewer than ranks.
+        """Return the rows that each of `size` ranks keeps; with fewer heads than ranks, several ranks keep the same.
 
-        Raises `UnevenHeads` where they cannot be shared out evenly.
+        Raises `UnevenHeads` if heads and ranks cannot be divided evenly.
         """
         if self.count % size and size % self.count:
             raise UnevenHeads(f"{self.count} heads or groups of a state cannot be shared out over {size} ranks")
         return StateRows(max(1, self.count // size), self.width)
 
     def of_heads(self, heads: range, num_heads: int) -> range:
-        """Return the rows that belong to some of the `num_heads` heads of the layout."""
+        """Return the rows that belong to `heads`, a range of the layout's `num_heads` heads."""
         first = heads.start * self.count // num_heads
         last = -(-heads.stop * self.count // num_heads)
         return range(first * self.width, last * self.width)
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """One tensor of a layer's state. Its first dimension has the rows of each kind of heads one after another.
+    """One tensor of a layer's state. Its first dimension has the rows of each kind of heads, one kind after another.
 
-    Tensor-parallel ranks divide the heads of each kind.
+    Tensor-parallel ranks divide the heads of each kind among them.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    rows: tuple[StateRows, ...] = ()  # of the first dimension; (): one of each head or channel
+    rows: tuple[StateRows, ...] = ()  # of the first dimension, kind by kind; (): one row for each head or channel
 
     @property
     def sections(self) -> tuple[StateRows, ...]:
-        """The rows of the first dimension, by what they belong to."""
+        """The rows of the first dimension, by kind of heads."""
         return self.rows or (StateRows(self.shape[0], 1),)
 
     @property
@@ -183,7 +183,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first byte of each part in its layer, and of the next layer."""
+        """The first byte of each part within its layer, and of the next layer."""
         return _aligned(part.num_bytes for part in self.parts)
 
     @property
@@ -197,12 +197,15 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where two layouts are equal; as that of a `KVLayout`."""
+        """Equal if and only if the layouts are equal; see `KVLayout.fingerprint`."""
         return _hash_of(self)
 
     @property
     def num_heads(self) -> int:
-        """The number of shares of a slot such that each has whole heads of every kind, or one that others have, too."""
+        """The number of "heads" of a slot: the least common multiple of the number of heads of every kind.
+
+        Each of these shares of a slot has whole heads of a kind, or belongs to one head together with others.
+        """
         return math.lcm(*(rows.count for part in self.parts for rows in part.sections))
 
     def heads_of(self, rank: int, size: int) -> range:
@@ -218,17 +221,17 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, parts=tuple(part.of_ranks(size) for part in self.parts))
 
     def bytes_of(self, heads: range) -> int:
-        """Return the bytes of a slot of a rank that keeps these heads."""
+        """Return the bytes of a slot on a rank that keeps these heads."""
         return self.num_layers * self._offsets_of(heads)[-1]
 
     def pieces(self, kept: range, heads: range) -> Sequence[Piece]:
-        """Return where `heads` lie in a slot of a rank that keeps `kept`, in as few pieces as possible."""
+        """Return where `heads` lie in a slot of a rank that keeps heads `kept`, in as few pieces as possible."""
         return [Piece(0, self.bytes_of(kept))] if kept == heads else self.sections(kept, heads)
 
     def sections(self, kept: range, heads: range) -> Sequence[Piece]:
-        """Return where `heads` lie in a slot of a rank that keeps `kept`: rows of each section, part and layer.
+        """Return where `heads` lie in a slot of a rank that keeps heads `kept`: a piece for each layer, part and kind.
 
-        Rows that belong to several heads are with each of them.
+        Rows that belong to several heads are returned for each of them.
         """
         pieces, offsets, num_heads = [], self._offsets_of(kept), self.num_heads
         for layer in range(self.num_layers):
@@ -242,7 +245,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
         return pieces
 
     def _offsets_of(self, heads: range) -> tuple[int, ...]:
-        """Return `offsets` in a slot of a rank that keeps these heads."""
+        """Return the `offsets` within a slot of a rank that keeps these heads."""
         num_heads = self.num_heads
         return _aligned(
             sum(len(rows.of_heads(heads, num_heads)) for rows in part.sections) * part.row_bytes for part in self.parts
@@ -250,19 +253,19 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheKind(enum.StrEnum):
-    """A kind of cache: which part of it later tokens read."""
+    """A kind of cache, by the part of the sequence that later tokens read."""
 
     FULL = "full"  # keys and values of all tokens
-    WINDOW = "window"  # keys and values, of which later tokens see the last `window` only
-    LATENT = "latent"  # one vector a token, from which keys and values of all heads come
-    STATE = "state"  # a recurrent state, which does not grow with the sequence
+    WINDOW = "window"  # keys and values; later tokens see only the last `window` tokens
+    LATENT = "latent"  # one vector for each token, from which keys and values of all heads are computed
+    STATE = "state"  # a recurrent state, whose size does not depend on the sequence's length
 
 
 class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache of one layer. Layers that keep the same of every token are a group."""
+    """The cache of one layer. Layers with equal caches form a group."""
 
     kind: CacheKind
-    num_kv_heads: int  # of the whole model, whatever the tensor parallelism
+    num_kv_heads: int  # of the whole model, without tensor parallelism
     head_dim: int
     dtype: str
     num_planes: int = 2  # as in `KVLayout`
@@ -270,12 +273,12 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerState(msgspec.Struct, frozen=True):
-    """The recurrent state of one layer, and whatever else is as large after one token as after many."""
+    """The recurrent state of one layer: everything whose size does not depend on the number of tokens."""
 
     parts: tuple[StatePart, ...]
 
 
-# What one layer keeps: nothing, keys and values, a state, or both of these.
+# A layer keeps nothing, keys and values, a state, or both of these.
 LayerCaches = tuple[()] | tuple[LayerCache | LayerState] | tuple[LayerCache, LayerState]
 
 
@@ -296,47 +299,46 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where two groups keep the same of the same layers: blocks of two groups may be alike."""
+        """Equal if and only if two groups keep the same of the same layers: different groups may have equal blocks."""
         return _hash_of(self)
 
     @property
     def rank(self) -> int:
-        """The place of its kind among groups: 0 keeps all tokens, 1 a window of them, 2 a state."""
+        """The position of its kind among groups: 0 keeps all tokens, 1 a window of them, 2 a state."""
         return 2 if isinstance(self.blocks, StateLayout) else int(self.window is not None)
 
     @property
     def kv(self) -> KVLayout:
-        """The blocks of a group that keeps something of each token. Raises `SeveralGroups` for states."""
+        """The layout of blocks of tokens. Raises `SeveralGroups` for a group of states."""
         if isinstance(self.blocks, StateLayout):
             raise SeveralGroups("layers with recurrent states keep no blocks of tokens")
         return self.blocks
 
 
 class CacheLayout(msgspec.Struct, frozen=True):
-    """All that a model keeps of a sequence, as groups of layers; see docs/concepts/cache_groups.md."""
+    """Everything that a model caches of a sequence, by groups of layers; see docs/concepts/cache_groups.md."""
 
     groups: tuple[GroupLayout, ...]
 
     @classmethod
     def of_layers(cls, model: str, caches: Sequence[LayerCaches]) -> CacheLayout:
-        """Return the groups of a model's layers, given what each keeps. A layer that keeps two things is in two groups.
+        """Return the groups of a model's layers, given the caches of each. A layer with two caches is in two groups.
 
-        Groups that keep all tokens come first: a prefix hit is bounded by the first group, and cut shorter by the
-        others.
+        Groups that keep all tokens come first: the first group bounds a prefix hit, and the others shorten it.
         """
         layers: dict[LayerCache | LayerState, list[int]] = {}
         for layer, kept in enumerate(caches):
             for cache in kept:
                 layers.setdefault(cache, []).append(layer)
-        ordered = sorted(layers, key=_keeps_less)  # stable: else by their first layers
+        ordered = sorted(layers, key=_keeps_less)  # stable: equal kinds stay in the order of their first layers
         return cls(tuple(_group_of(model, cache, layers[cache]) for cache in ordered))
 
     def place_of(self, layer: int) -> CachePlace:
-        """Return where the layer with this index in the model finds what it keeps of each token."""
+        """Return where the cache of tokens of the layer with this index in the model lies."""
         return self._place_of(layer, KVLayout)
 
     def state_place_of(self, layer: int) -> CachePlace:
-        """Return where the layer with this index in the model finds its state."""
+        """Return where the state of the layer with this index in the model lies."""
         return self._place_of(layer, StateLayout)
 
     def _place_of(self, layer: int, kind: type[KVLayout | StateLayout]) -> CachePlace:
@@ -348,14 +350,14 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
     @property
     def only(self) -> GroupLayout:
-        """The group of a model all of whose layers keep the same. Raises `SeveralGroups`."""
+        """The only group, of a model all of whose layers keep the same. Raises `SeveralGroups`."""
         if len(self.groups) != 1:
             raise SeveralGroups(f"the layers of this model keep {len(self.groups)} different kinds of caches")
         return self.groups[0]
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where two models' caches are; of one group that of its blocks. 32 hex digits."""
+        """Equal if and only if two models' caches are. With one group, the fingerprint of its blocks. 32 hex digits."""
         if len(self.groups) == 1:
             return self.groups[0].kv.fingerprint
         return _hash_of(self)
@@ -372,7 +374,7 @@ def _hash_of(layout: msgspec.Struct) -> str:
 
 
 def _aligned(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the first byte of each part of these sizes, and the byte behind the last one."""
+    """Return the first byte of each of several parts of these sizes, and the byte behind the last one."""
     return tuple(itertools.accumulate((-(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT for size in sizes), initial=0))
 
 

@@ -1,11 +1,11 @@
 """Log probabilities of tokens, packed: one object for many positions, the same in one process and on the wire.
 
-    token_ids   int32    own  best  second ...  |  own  best ...     `width` values a position
+    token_ids   int32    own  best  second ...  |  own  best ...     `width` values for each position
     logprobs    float32  own  best  second ...  |  own  best ...
-    ranks       int32    own                    |  own               1 is the likeliest of the vocabulary
+    ranks       int32    own                    |  own               1 is the most likely of the vocabulary
 
-A prompt may have hundreds of thousands of values. As objects they hold up the process that encodes, decodes, collects
-or frees them, so objects are made only to show them, for a few positions at a time.
+A prompt may have hundreds of thousands of values. If each were an object, the processes that encode, decode, collect or
+free them would stall. So objects are made only for display, for a few positions at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at consecutive positions, little-endian, in the layout above."""
 
-    width: int  # the token itself, and the alternatives beside it
+    width: int  # values for each position: the token itself, and its alternatives
     token_ids: bytes = b""
     logprobs: bytes = b""
     ranks: bytes = b""
@@ -82,7 +82,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self) * self.width
 
     def entries(self, start: int, stop: int) -> Iterator[TokenLogprobs]:
-        """Yield those of positions `start` to `stop`, unpacked together."""
+        """Yield the entries of positions `start` to `stop`, unpacked together."""
         count, width = stop - start, self.width
         values, offset = count * width, start * width * VALUE_BYTES
         token_ids = struct.unpack_from(f"<{values}i", self.token_ids, offset)
@@ -93,7 +93,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
             yield TokenLogprobs(token_ids[begin:end], logprobs[begin:end], rank)
 
     def part(self, start: int, stop: int) -> Logprobs:
-        """Return those of positions `start` to `stop`, still packed."""
+        """Return positions `start` to `stop`, still packed."""
         if start == 0 and stop >= len(self):
             return self
         begin, end = start * self.width * VALUE_BYTES, stop * self.width * VALUE_BYTES
@@ -101,7 +101,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Logprobs(self.width, self.token_ids[begin:end], self.logprobs[begin:end], ranks)
 
     def at(self, index: int, width: int) -> Logprobs:
-        """Return those of one position, cut to the first `width` values, if there are more."""
+        """Return one position, cut to its first `width` values."""
         width = min(width, self.width)
         begin, rank = index * self.width * VALUE_BYTES, index * VALUE_BYTES
         end = begin + width * VALUE_BYTES

@@ -2,16 +2,16 @@
 
     seconds = (base_s + unit_s * units) * factor       prompt tokens of a step, requests that decode in it, blocks read
 
-The line is the work's shape, the factor how fast it goes now: the median of what the newest measurements took over what
-the line says. So one outlier changes nothing, and a lasting change is known after a few.
+The line is the shape of the cost; the factor is the present speed: the median, over the newest measurements, of
+measured time over the line's time. So one outlier changes nothing, and a lasting change shows after a few measurements.
 
-Measurements age. Those more than `STALE_S` older than the newest one are stale: `SETTLED` fresh ones outvote them, and
-a single one does where it shows that work goes faster. Disturbances make work slower and never faster, so such a
+Measurements age. One that is more than `STALE_S` older than the newest is stale. `SETTLED` fresh ones outvote stale
+ones; a single fresh one does so if it shows that work has become faster. Disturbances only make work slower, so a fast
 measurement needs no second one to confirm it.
 
-Memory is bounded: measurements of alike sizes (within a power of two) are one point of the line. A point moves by a
-fifth of the way to each new measurement, of which no more than `MOST_TIMES` the expected is believed. Old points count
-less than new ones.
+Memory is bounded: measurements of similar sizes (within a power of two) form one point of the line. Each new one moves
+the point by a fifth of the distance, and counts as at most `MOST_TIMES` the expected time. Old points weigh less than
+new ones.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import NamedTuple
 
 import msgspec
 
-KEPT = 0.8  # of a point, with each further measurement
-MOST_TIMES = 3.0  # the expected: what took longer counts as that
-HALF_LIFE_S = 60.0  # of a point's weight beside a newer one
-STALE_S = 60.0  # after which a measurement may no longer show how fast work goes
-SETTLED = 3  # measurements, whose median leaves out one outlier
-NEWEST = 5  # measurements, whose median says how fast work goes now
-SPREAD = 3.0  # the largest batch over the smallest: below it, a step's share of one request is not known
-RENEWED_S = 0.1  # between two looks at the steps of an engine
+KEPT = 0.8  # weight that a point keeps with each further measurement
+MOST_TIMES = 3.0  # the most that a measurement counts for, as a multiple of the expected time
+HALF_LIFE_S = 60.0  # a point that is older than the newest by this has half the weight
+STALE_S = 60.0  # a measurement that is older than the newest by more may not show the present speed
+SETTLED = 3  # measurements, enough for a median that ignores one outlier
+NEWEST = 5  # measurements whose median is the present speed
+SPREAD = 3.0  # largest over smallest batch; below that, the time for each further request of a batch is not known
+RENEWED_S = 0.1  # the time after which lines are fitted anew
 
 
 class Line(msgspec.Struct, frozen=True):
-    """The time of work by its size."""
+    """The time of work as a function of its size."""
 
     base_s: float
     unit_s: float
@@ -68,15 +68,15 @@ class _Measurement(NamedTuple):
 
 
 class LineFit:
-    """Fits a line to measurements; neither its base nor its slope is below 0."""
+    """Fits a line to measurements. Neither its base nor its slope is negative."""
 
     def __init__(self) -> None:
-        self._points: dict[int, _Point] = {}  # by bits of the size
+        self._points: dict[int, _Point] = {}  # by the bit length of the size
         self._newest: deque[_Measurement] = deque(maxlen=NEWEST)
         self.num_measured = 0
 
     def add(self, units: int, seconds: float, now_s: float) -> None:
-        """Note that `units`, of which there is one at least, took so long."""
+        """Add a measurement: `units`, at least one, took `seconds`."""
         if seconds <= 0:  # below the clock's resolution
             return
         self._newest.append(_Measurement(units, seconds, now_s))
@@ -89,27 +89,27 @@ class LineFit:
 
     @property
     def num_points(self) -> int:
-        """Return the number of points that the line is fitted to."""
+        """The number of points that the line is fitted to."""
         return len(self._points)
 
     @property
     def spread(self) -> float:
-        """Return the largest size over the smallest; 0 where nothing was measured."""
+        """The largest size over the smallest; 0 if nothing was measured."""
         sizes = [point.units for point in self._points.values()]
         return max(sizes) / min(sizes) if sizes else 0.0
 
     @property
     def is_settled(self) -> bool:
-        """Return whether so much was measured that one outlier does not decide."""
+        """True if there are enough measurements that one outlier does not decide."""
         return len(self._newest) >= SETTLED
 
     @property
     def newest_s(self) -> float | None:
-        """Return the median of the newest measurements, whatever their sizes; None where nothing was measured."""
+        """The median of the newest measurements, whatever their sizes; None if nothing was measured."""
         return self._present(lambda each: each.seconds) if self._newest else None
 
     def line(self) -> Line | None:
-        """Return the line at the present speed; None where nothing was measured."""
+        """Return the line at the present speed; None if nothing was measured."""
         if not self._points:
             return None
         shape = self._shape()
@@ -117,12 +117,12 @@ class LineFit:
 
     @property
     def _fresh(self) -> list[_Measurement]:
-        """The newest measurements without the stale ones."""
+        """The newest measurements, without stale ones."""
         newest_s = self._newest[-1].measured_s
         return [each for each in self._newest if newest_s - each.measured_s <= STALE_S]
 
     def _present(self, figure: Callable[[_Measurement], float]) -> float:
-        """Return the median of a figure of the newest measurements: of the fresh ones where they are many or faster."""
+        """Return the median of a figure of the newest measurements: of fresh ones, if they are enough or faster."""
         fresh = self._fresh
         median = statistics.median_low(map(figure, fresh))
         if len(fresh) >= SETTLED:
@@ -130,7 +130,7 @@ class LineFit:
         return min(median, statistics.median_low(map(figure, self._newest)))
 
     def _shape(self) -> Line:
-        """Return the line with the least squares of relative errors, through 0 where all sizes are alike."""
+        """Return the line with the least squares of relative errors; through 0 if all sizes are equal."""
         points = list(self._points.values())
         newest_s = max(point.measured_s for point in points)
         ones = xs = xxs = ys = xys = 0.0
@@ -151,20 +151,20 @@ class LineFit:
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """The times of an engine's steps, as it measured them lately; None where it has not."""
+    """The recent times of an engine's steps; None for what was not measured."""
 
-    prefill: Line | None = None  # by prompt tokens of the step; from `SETTLED` measurements on
-    decode: Line | None = None  # by requests that decode in it; without a slope while all batches had about one size
+    prefill: Line | None = None  # by prompt tokens of the step; None before `SETTLED` measurements
+    decode: Line | None = None  # by requests that decode in the step; no slope while all batches had similar sizes
     num_prefills: int = 0  # measurements so far
     num_decodes: int = 0
 
 
 class StepMeter:
-    """Measures the steps of one engine, which end in the order of their plans. Times are one clock's of the caller."""
+    """Measures the steps of one engine, which end in the order of their plans. All times are by the caller's clock."""
 
     def __init__(self) -> None:
         self._prefill, self._decode = LineFit(), LineFit()
-        self._planned_s: dict[int, float] = {}  # of steps in flight
+        self._planned_s: dict[int, float] = {}  # when each step in flight was planned
         self._last_end_s = 0.0
         self._times, self._renewed_s, self._is_renewed = StepTimes(), -RENEWED_S, True
 
@@ -172,7 +172,7 @@ class StepMeter:
         self._planned_s[step] = now_s
 
     def settled(self, step: int, num_prompt_tokens: int, num_decodes: int, now_s: float) -> float:
-        """Note a step's end, and return its time. It began when it was planned, or when the one before it ended."""
+        """Note a step's end. Returns its duration, from its plan or the end of the step before, whichever is later."""
         began_s, self._last_end_s = max(self._planned_s.pop(step), self._last_end_s), now_s
         seconds = now_s - began_s
         if num_prompt_tokens:
@@ -188,7 +188,7 @@ class StepMeter:
         self._planned_s.clear()
 
     def times(self) -> StepTimes:
-        """Return the times as of `RENEWED_S` ago at most."""
+        """Return the step times, at most `RENEWED_S` old."""
         if not self._is_renewed and self._last_end_s - self._renewed_s >= RENEWED_S:
             self._is_renewed, self._renewed_s = True, self._last_end_s
             prefill = self._prefill.line() if self._prefill.is_settled else None

@@ -1,8 +1,8 @@
-"""Names for prefixes: the hash of a full block stands for all tokens up to its end.
+"""Hashes of prefixes: the hash of a full block stands for all tokens up to the block's end.
 
     root = H(cache salt)    hash[0] = H(root, tokens of block 0)    hash[i] = H(hash[i - 1], tokens of block i)
 
-Equal in every process and on every machine, so that routers and engines may compare them.
+Hashes are equal in all processes and on all machines, so routers and engines can compare them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ BlockHash = bytes
 
 
 def prefix_root(cache_salt: str = "") -> BlockHash:
-    """Return the start of a hash chain: requests of different salts never share a block."""
+    """Return the start of a hash chain. Requests with different salts never share a block."""
     return hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
 def extend_block_hashes(
     hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
 ) -> None:
-    """Append hashes until the first `num_blocks` blocks of `token_ids` have one. They must be full."""
+    """Append hashes until each of the first `num_blocks` blocks of `token_ids`, all full, has one."""
     pack = _packer(block_size)
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):

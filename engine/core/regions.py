@@ -1,9 +1,9 @@
-"""The memory of an engine's caches on one rank, as transfers and tiers see it.
+"""The memory of an engine's KV cache on one rank, for transfers and tiers.
 
     CacheRegion   [ arena of group 0 | arena of group 1 | ... ]        one range, registered as a whole
                     └── ArenaRegion: blocks of one group
 
-Blocks are numbered through all arenas, from 0 on, as in `kv/block_numbers.py`.
+Blocks are numbered across all arenas, from 0 on, as in `kv/block_numbers.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, KVLayout, S
 
 
 class ArenaRegion(msgspec.Struct, frozen=True):
-    """The memory that holds one rank's share of one group's blocks.
+    """The memory that holds one rank's part of one group's blocks.
 
-    Share of block b is the `block_bytes` bytes at `address + b * block_bytes`.
+    This rank's part of block b is the `block_bytes` bytes at `address + b * block_bytes`.
     """
 
     address: int
     num_blocks: int
     device: str  # "cpu" or "cuda:N"
-    layout: KVLayout | StateLayout  # the whole model's
-    first_head: int  # of the layout's heads, the first that this rank keeps
+    layout: KVLayout | StateLayout  # of the whole model
+    first_head: int  # the first of the layout's heads that this rank keeps
     num_heads: int
 
     @property
@@ -43,14 +43,14 @@ class ArenaRegion(msgspec.Struct, frozen=True):
 
 
 class CacheRegion(msgspec.Struct, frozen=True):
-    """The memory of all arenas of one rank: one range, in which they lie in the order of their groups."""
+    """The memory of all arenas of one rank: one range, with the arenas in the order of their groups."""
 
-    caches: CacheLayout  # the whole model's
-    arenas: tuple[ArenaRegion, ...]  # of each group
+    caches: CacheLayout  # of the whole model
+    arenas: tuple[ArenaRegion, ...]  # one for each group
 
     @classmethod
     def of(cls, arena: ArenaRegion) -> CacheRegion:
-        """Return the region of a model whose layers all keep what this arena has."""
+        """Return the region of a model with a single cache group, which has this arena."""
         group = GroupLayout(
             kind=CacheKind.FULL, window=None, layers=tuple(range(arena.layout.num_layers)), blocks=arena.layout
         )
@@ -58,7 +58,7 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
     @property
     def only(self) -> ArenaRegion:
-        """The arena of a model all of whose layers keep the same. Raises `SeveralGroups`."""
+        """The only arena, of a model all of whose layers keep the same. Raises `SeveralGroups`."""
         if len(self.arenas) != 1:
             raise SeveralGroups(f"the layers of this model keep {len(self.arenas)} different kinds of caches")
         return self.arenas[0]
@@ -82,7 +82,7 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
     @property
     def offsets(self) -> Sequence[int]:
-        """The first byte of each arena in the region."""
+        """The offset of each arena in the region, in bytes."""
         return [arena.address - self.address for arena in self.arenas]
 
     @property
@@ -92,12 +92,12 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the first group."""
+        """Bytes of a block of the first group on this rank."""
         return self.arenas[0].block_bytes
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of a hand-off that do not grow with a long prompt: of states, and of windows."""
+        """Bytes of a hand-off that do not grow with the prompt: its states and windows."""
         later = zip(self.caches.groups[1:], self.arenas[1:], strict=True)
         return sum(
             arena.block_bytes * (1 if group.window is None else -(-group.window // self.block_size))
@@ -106,14 +106,14 @@ class CacheRegion(msgspec.Struct, frozen=True):
         )
 
     def num_in_first(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks are of the first group."""
+        """Return how many of these blocks belong to the first group."""
         if len(self.arenas) == 1:
             return len(blocks)
         return sum(block < self.arenas[0].num_blocks for block in blocks)
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block of the first group."""
+        """Tokens in a block of the first group."""
         layout = self.arenas[0].layout
         return layout.block_size if isinstance(layout, KVLayout) else BLOCK_SIZE
 
@@ -123,5 +123,5 @@ class CacheRegion(msgspec.Struct, frozen=True):
 
 
 def first_blocks(sizes: Sequence[int]) -> Sequence[int]:
-    """Return the number of the first block of each of several arenas of `sizes` blocks."""
+    """Return the number of the first block of each arena, given the arenas' `sizes` in blocks."""
     return list(itertools.accumulate(sizes[:-1], initial=0))

@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 SEED_BITS = 63
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary; larger numbers fit no tensor
-MAX_GRAMMAR_CHARS = 2**17  # of a schema, a pattern, a grammar or all choices together
+MAX_GRAMMAR_CHARS = 2**17  # in a schema, pattern or grammar, or in all choices together
 
 _EMPTY: dict[str, list[Any] | dict[int, float]] = {
     "stop": [],
@@ -37,10 +37,10 @@ _Params = TypeVar("_Params", bound=msgspec.Struct)
 
 
 def as_decoded(params: _Params, where: str = "") -> _Params:
-    """Return the values that a decoder would have given: lists for tuples, arrays and tensors, and Python's numbers.
+    """Return `params` as a decoder would have made them: lists instead of tuples, arrays and tensors, Python's numbers.
 
-    Raises `InvalidSamplingParams` for a value of another type than its field's: a constructor looks at types only
-    where it stumbles over them.
+    Raises `InvalidSamplingParams` for a value of another type than its field's, which a constructor notices only if its
+    checks fail on it.
     """
     return type(params)(**_decoded_values(params, where))
 
@@ -65,11 +65,11 @@ def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
     return values
 
 
-_fields = functools.cache(msgspec.structs.fields)  # which evaluates annotations each time
+_fields = functools.cache(msgspec.structs.fields)  # cached, because it evaluates annotations each time
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy's and torch's
+    if hasattr(value, "tolist"):  # numpy arrays and torch tensors
         return value.tolist()
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
@@ -77,18 +77,18 @@ def _plain(value: Any) -> Any:
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A constraint on the output: exactly one of the first six. Names are vLLM's; a `json` schema is kept as text.
+    """A constraint on the output: one of the first six fields, exactly. Names are vLLM's; a `json` schema becomes text.
 
-    Raises `InvalidSamplingParams`. Whether the text means anything, an engine's compiler finds out.
+    Raises `InvalidSamplingParams`. Only the engine's compiler finds out whether a grammar is valid.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None  # EBNF as llama.cpp writes it; its rule `root` is the output
+    grammar: str | None = None  # EBNF in llama.cpp's notation; the rule `root` is the output
     json_object: bool | None = None
-    structural_tag: str | None = None  # JSON: what free text may hold, in xgrammar's format
-    disable_any_whitespace: bool = False  # JSON with one space behind `:` and `,`, and no other between its parts
+    structural_tag: str | None = None  # JSON in xgrammar's format: structures within free text
+    disable_any_whitespace: bool = False  # JSON with one space after `:` and `,`, and none elsewhere between its parts
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
@@ -119,7 +119,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     @property
     def kind(self) -> str:
-        """The name of the one of the six that is given."""
+        """The name of the field, of those six, that is given."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     @staticmethod
@@ -132,32 +132,32 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters of drawing tokens, and of when a generation ends.
+    """Parameters of how tokens are drawn, and of when a generation ends.
 
     The engine itself acts on token ids only. `n`, `stop`, `bad_words`, `detokenize`, `skip_special_tokens` and
-    `include_stop_str_in_output` are carried out where the tokenizer is (the gateway, or `LLM`); `bad_words`
+    `include_stop_str_in_output` are implemented where the tokenizer is (the gateway, or `LLM`); `bad_words`
     reach the engine as `bad_words_token_ids`.
 
     Lists and maps may be given as None, and `stop` and `bad_words` as a single string, as in vLLM.
 
-    Raises `InvalidSamplingParams` from the constructor for values that no engine could serve.
+    The constructor raises `InvalidSamplingParams` for values that no engine could serve.
     """
 
     n: int = 1
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # 0 keeps the likeliest token; tokens of equal probability stay together
-    top_k: int = 0  # 0 and -1 mean all
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 0 keeps the most likely token; tokens of equal probability are kept or dropped together
+    top_k: int = 0  # 0 and -1: no limit
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output, as in the CTRL paper (arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output only, as OpenAI defines it
     frequency_penalty: float = 0.0
-    seed: int | None = None  # -1 is none, as in vLLM; other negative ones stand for themselves plus 2**SEED_BITS
+    seed: int | None = None  # -1 means none, as in vLLM; to other negative seeds 2**SEED_BITS is added
     max_tokens: int | None = 16  # None: up to the model's length
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: list[str] = []
     stop_token_ids: list[int] = []
-    logprobs: int | None = None  # how many alternatives beside the sampled token; 0 gives the sampled token's only
+    logprobs: int | None = None  # number of alternatives beside the sampled token; 0: only the sampled token's
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
@@ -171,7 +171,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         try:
             self._check()
-        except (TypeError, AttributeError):  # a check stumbled: over a value of another type, which this then names
+        except (TypeError, AttributeError):  # a check failed on a value of a wrong type: the next line names its field
             _decoded_values(self)
             raise
 
@@ -180,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_numbers()
         self._check_ends()
         self._check_tokens()
-        if self.structured_outputs is not None:  # a complete answer can only end
+        if self.structured_outputs is not None:  # nothing may follow a complete answer
             self._require("min_tokens", not self.min_tokens, "does not go with structured_outputs")
             self._require("ignore_eos", not self.ignore_eos, "does not go with structured_outputs")
 
@@ -227,7 +227,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 msgspec.structs.force_setattr(self, name, empty.copy())
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            if isinstance(value, str):  # a string is a sequence, too: each of its characters would count
+            if isinstance(value, str):  # or else each character would count as an entry
                 msgspec.structs.force_setattr(self, name, [value])
         if self.seed is not None and -(2**SEED_BITS) <= self.seed < 0:
             msgspec.structs.force_setattr(self, "seed", None if self.seed == -1 else self.seed % 2**SEED_BITS)
@@ -239,13 +239,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_plain(self) -> bool:
-        """True where draws depend on temperature, top-k, top-p, min-p, a grammar, and on nothing else beside logits."""
+        """True if draws depend only on logits, temperature, top-k, top-p, min-p, and a grammar."""
         changes = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return not any(changes) and penalties == (1.0, 0.0, 0.0) and not self.min_tokens
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `InvalidSamplingParams` for a token id that the model does not have, or more alternatives than it."""
+        """Raise `InvalidSamplingParams` for token ids outside the vocabulary, or more logprobs than it has tokens."""
         for field in ("logprobs", "prompt_logprobs"):
             self._require(field, (getattr(self, field) or 0) <= vocab_size, f"the vocabulary has {vocab_size} tokens")
         named = {

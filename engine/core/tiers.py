@@ -1,15 +1,15 @@
-"""The engine's view of the tiers behind its block pool: the host's memory and a disk, which may outlive the process.
+"""The engine's view of the tiers behind its block pool: the host's memory, and a disk, which may outlive the process.
 
 `kv_transfer` implements it.
 
-    store(blocks) ......... Stored          the pool's blocks are read in between: nobody may write them
-    restore(blocks) ....... Restored        the pool's blocks are written in between: nobody may use them
+    store(blocks) ......... Stored          the pool's blocks are read in between: nothing may write them
+    restore(blocks) ....... Restored        the pool's blocks are written in between: nothing may use them
 
 Exactly one event follows each call. There is no failure event: a block that could not be stored is not found later, and
-the engine computes the blocks that could not be restored.
+the engine computes blocks that could not be restored.
 
-Each cache group has tiers of its own. The pool's blocks are numbered through all arenas (`kv/block_numbers.py`), so a
-number tells the group; names of blocks are the same in every group, and are asked for with the number of the group.
+Each cache group has its own tiers. The pool's blocks are numbered across all arenas (`kv/block_numbers.py`), so a block
+number implies its group. A hash can name a block in every group, so calls that take hashes also take a group.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TierRead(msgspec.Struct, frozen=True):
     """The part of a restore that one tier served."""
 
     tier: Tier
-    num_blocks: float  # of the first group: blocks of others count by their size
-    seconds: float  # of the copies alone, without what they waited for
+    num_blocks: float  # in blocks of the first group: those of others count in proportion to their size
+    seconds: float  # of the copies alone, without waiting
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -59,25 +59,25 @@ TierEvent = Stored | Restored
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of one engine's tiers. Counters run from the process's start."""
+    """Statistics of one engine's tiers. Counters start with the process."""
 
     blocks: dict[str, int] = {}  # kept now, by tier: host, disk
-    hits: int = 0  # blocks that were asked for
+    hits: int = 0  # blocks whose restore was started
     misses: int = 0  # full blocks of new prompts that were neither in the pool nor in a tier
     restored_tokens: int = 0
-    written_bytes: int = 0  # into all tiers
-    evictions: int = 0  # blocks that no tier had room for any longer
+    written_bytes: int = 0  # to all tiers together
+    evictions: int = 0  # blocks dropped from the last tier for lack of room
     failures: dict[str, int] = {}  # blocks lost, by reason
     min_tokens: int = 0  # a shorter prefix is computed rather than restored
-    answers: bool = True  # False: nothing is restored until the tiers do
-    restore_s: dict[str, float] = {}  # of one block, by tier, as measured lately; what was not is missing
-    compute_s: float = 0.0  # of one block, the same; 0: not known
+    answers: bool = True  # False: the tiers do not answer, and nothing is restored until they do
+    restore_s: dict[str, float] = {}  # to restore one block, by tier; only tiers that were measured lately
+    compute_s: float = 0.0  # to compute one block, as measured lately; 0: not known
 
 
 class TierWatcher(Protocol):
-    """Called with the blocks that became restorable and those that no longer are. A block is in one tier at most.
+    """Called for blocks that become restorable, and for those that no longer are. A block is in at most one tier.
 
-    Blocks are those of the first group, by which prefixes are found.
+    Only blocks of the first group are reported, since prefixes are found by them.
     """
 
     def kept(self, block_hash: BlockHash, tier: Tier) -> None: ...
@@ -85,16 +85,16 @@ class TierWatcher(Protocol):
 
 
 class KVTiers(Protocol):
-    """The tiers of one engine. One thread calls them. Calls return at once, and none raises for a failing disk.
+    """The tiers of one engine. One thread makes all calls. They return at once, and never raise because a disk fails.
 
-    A block is known by the hash of its prefix (`prefix.py`), in which the salt is.
+    A block is identified by the hash of its prefix (`prefix.py`), which includes the salt.
     """
 
     min_tokens: int  # a shorter prefix is computed rather than restored
-    block_sizes: Sequence[float]  # of each group, in blocks of the first
+    block_sizes: Sequence[float]  # size of each group's blocks, relative to the first group's
 
     def find(self, hashes: Sequence[BlockHash], group: int = 0) -> int:
-        """Return how many leading blocks of a chain could be restored now."""
+        """Return how many leading blocks of a chain of hashes could be restored now."""
         ...
 
     def tier_of(self, block_hash: BlockHash, group: int = 0) -> Tier | None:
@@ -106,7 +106,7 @@ class KVTiers(Protocol):
         ...
 
     def watch(self, watcher: TierWatcher) -> None:
-        """Call `watcher` with every change from now on, in the thread that calls the tiers."""
+        """Call `watcher` for every change from now on, on the thread that calls the tiers."""
         ...
 
     def knows(self, block_hash: BlockHash, group: int = 0) -> bool:
@@ -114,15 +114,15 @@ class KVTiers(Protocol):
         ...
 
     def touch(self, hashes: Sequence[BlockHash], group: int = 0) -> None:
-        """Note the use of a prefix: its blocks are evicted later, the first one last. Unknown ones are ignored."""
+        """Note the use of a prefix: its blocks are evicted later, the first one last. Unknown blocks are ignored."""
         ...
 
     def store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        """Keep blocks of one group."""
+        """Start to store blocks of one group."""
         ...
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
-        """Fill the pool's blocks, of any groups, with those that `find` or `tier_of` has just found."""
+        """Start to fill these blocks of the pool, of any groups. `find` or `tier_of` has just found the hashes."""
         ...
 
     def poll(self) -> list[TierEvent]:

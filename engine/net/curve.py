@@ -1,8 +1,8 @@
-"""The cluster's CURVE key pair: a process that holds it may connect, no other may.
+"""The cluster's CURVE key pair: only processes that hold it can connect.
 
-The pair is made once and handed to every process. Servers and clients use the same pair, so a client proves twice that
-it belongs: it must know the server's public key to begin a handshake, and a ZAP handler in the server's context accepts
-only clients whose own, proven public key is the cluster's.
+The pair is made once and given to every process. Servers and clients use the same pair, and a client proves twice that
+it holds it: it must know the server's public key to begin a handshake, and a ZAP handler in the server's context
+accepts only clients whose own, proven public key is the cluster's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ KEY_BYTES = 40  # a CURVE key in Z85
 
 
 class InvalidClusterKey(ValueError):
-    """The bytes are no cluster key."""
+    """The bytes are not a cluster key."""
 
 
 class ClusterKey:
-    """The cluster's key pair. It can be pickled; `to_bytes` and `from_bytes` serve where pickle is not allowed.
+    """The cluster's key pair. It can be pickled; where pickle is not allowed, use `to_bytes` and `from_bytes`.
 
     Call `secure_server` before `bind` and `secure_client` before `connect`; plain and asyncio sockets both work.
     """
@@ -60,7 +60,7 @@ class ClusterKey:
         socket.curve_secretkey = self._secret
         socket.curve_publickey = self._public
         socket.zap_domain = domain.encode()
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise libzmq accepts every client while no handler answers
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or else libzmq accepts every client if no handler answers
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
         """Make `socket` prove that it holds this key, and connect only to servers that hold it too."""
@@ -82,10 +82,10 @@ class ClusterKey:
 
 
 class _ZapHandler:
-    """A ZAP handler: decides for all server sockets of one context which client keys are accepted.
+    """A ZAP handler: decides which client keys the server sockets of one context accept.
 
-    Its socket belongs to a shadow of the context: `Context.destroy` of the owner, which closes sockets from the wrong
-    thread, does not see it, and `Context.term` ends the thread.
+    Its socket belongs to a shadow of the context. So the owner's `Context.destroy`, which would close the socket from
+    the wrong thread, does not see it, and `Context.term` ends the handler's thread.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -109,7 +109,7 @@ class _ZapHandler:
         except zmq.ZMQError as error:
             logger.error("the ZAP handler of CURVE sockets stopped, so no new connection is accepted: %s", error)
         finally:
-            # No lock here: its holder may be collecting the context, and wait for this thread.
+            # Take no lock here: its holder may be collecting the context, and waiting for this thread.
             _zap_handlers.pop(self._underlying, None)
             self._authenticator.stop()
             loop.close()

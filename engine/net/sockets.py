@@ -1,9 +1,9 @@
-"""Sockets between processes: their endpoints, and what all ZeroMQ sockets share: limits, and heartbeats.
+"""Sockets between processes: endpoints, and the limits and heartbeats of all ZeroMQ sockets.
 
-An endpoint is host:port. An IPv6 address stands in brackets, as in URLs (RFC 3986).
+An endpoint is host:port. An IPv6 address is in brackets, as in URLs (RFC 3986).
 
-A machine or a link that is lost closes no connection. So both ends send pings, which libzmq's own thread answers
-however busy Python is in that process. A connection over which nothing has come for `heartbeat_timeout_s` is ended, as
+If a machine or a link is lost, no connection is closed. So both ends send pings, which libzmq's own thread answers
+however busy Python is in that process. A connection on which nothing has arrived for `heartbeat_timeout_s` is ended, as
 if the other end had closed it.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import zmq
 
-HEARTBEAT_TIMEOUT_S = 1.8  # by default: a lost engine is noticed in less than 2 s
-MIN_HEARTBEAT_TIMEOUT_S = 0.5  # threads of a busy machine may wait that long for their turn
+HEARTBEAT_TIMEOUT_S = 1.8  # default: a lost engine is noticed in less than 2 s
+MIN_HEARTBEAT_TIMEOUT_S = 0.5  # threads on a busy machine may wait this long for their turn
 PINGS_PER_TIMEOUT = 5
-MAX_SOCKETS = 1 << 14  # of a context: a connection takes three, and libzmq's own limit is 1023
+MAX_SOCKETS = 1 << 14  # in a context: a connection takes three, and libzmq's default limit is 1023
 
 
 def enable_heartbeat(socket: zmq.Socket[Any], heartbeat_timeout_s: float) -> None:
@@ -25,12 +25,12 @@ def enable_heartbeat(socket: zmq.Socket[Any], heartbeat_timeout_s: float) -> Non
     timeout_ms = round(heartbeat_timeout_s * 1000)
     ping_ms = timeout_ms // PINGS_PER_TIMEOUT
     socket.setsockopt(zmq.HEARTBEAT_IVL, ping_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms - ping_ms)  # libzmq counts from an unanswered ping on
-    socket.setsockopt(zmq.TCP_MAXRT, timeout_ms)  # where so much is unsent that no ping goes out any more
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms - ping_ms)  # libzmq counts from the first unanswered ping
+    socket.setsockopt(zmq.TCP_MAXRT, timeout_ms)  # for a connection with so much unsent data that no ping gets out
 
 
 def is_ipv6(host: str) -> bool:
-    """Return whether a host is an IPv6 address, rather than one of IPv4 or a name."""
+    """Return whether a host is an IPv6 address, rather than an IPv4 address or a name."""
     return ":" in host
 
 
@@ -40,12 +40,12 @@ def socket_family(host: str) -> socket.AddressFamily:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """Return `10.0.0.1:80` or `[::1]:80`; the port may be a wildcard."""
+    """Return `10.0.0.1:80` or `[::1]:80`. The port may be a wildcard."""
     return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
 
 
 def split_endpoint(given: str) -> tuple[str, int]:
-    """Invert `endpoint`. Raises `ValueError`."""
+    """Return the host and port of an endpoint. Raises `ValueError`."""
     host, _, port = given.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if not bare or not (port.isascii() and port.isdigit()) or host != endpoint(bare, port).rpartition(":")[0]:

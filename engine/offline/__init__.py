@@ -1,1 +1,1 @@
-"""The engine without a server: `LLM` for scripts, and benchmarks of a single engine and of its parts."""
+"""The engine without a server: `LLM` for scripts, and benchmarks of a single engine and its parts."""

@@ -1,6 +1,6 @@
-"""Arguments of `LLM.generate` and `LLM.chat`.
+"""The arguments of `LLM.generate` and `LLM.chat`.
 
-Prompts come in the forms that scripts give them: text, token ids, or one of the two in a mapping.
+A prompt is a text or token ids, or a mapping that has one of the two.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Messages = Sequence[Mapping[str, Any]]
 
 _PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "prediction"}
-_TAKEN = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # by `render_chat`
+_TAKEN = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # set by `render_chat`
 
 
 class InvalidPrompt(ValueError):
-    """A prompt or a combination of prompts and parameters that no engine could serve."""
+    """A prompt, or a combination of prompts and parameters, that no engine could serve."""
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    text: str | None  # where known
+    text: str | None  # None: only token ids are known
     token_ids: list[int]
     cache_salt: str
-    prediction: list[int] = field(default_factory=list)  # the answer that is expected
+    prediction: list[int] = field(default_factory=list)  # the expected answer
 
 
 def as_list(prompts: Any) -> Sequence[Any]:
-    """Return a list of prompts; a single prompt becomes a list of one. A list of integers is one prompt."""
+    """Return a list of prompts. A single prompt, which may be a list of integers, becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = _listed(prompts)
@@ -47,7 +47,7 @@ def as_list(prompts: Any) -> Sequence[Any]:
 
 
 def as_conversations(messages: Any) -> Sequence[Messages]:
-    """Return a list of conversations; a single one becomes a list of one. Raises `InvalidMessages`."""
+    """Return a list of conversations. A single one becomes a list of one. Raises `InvalidMessages`."""
     single = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
     conversations = [messages] if single else messages
     for given in (conversations, *(conversations if isinstance(conversations, list | tuple) else ())):
@@ -76,13 +76,13 @@ class PromptReader:
         self._tokenizer = tokenizer
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises `InvalidPrompt` where there is none."""
+        """Return the tokenizer. Raises `InvalidPrompt` if there is none."""
         if self._tokenizer is None:
             raise InvalidPrompt("text needs a tokenizer: leave out skip_tokenizer_init, or give prompt_token_ids")
         return self._tokenizer
 
     def read(self, index: int, prompt: Any) -> ReadPrompt:
-        """`index` is its place among the prompts of a call. Raises `InvalidPrompt`."""
+        """Return the prompt as text and token ids. `index`, its place in the call, is for errors: `InvalidPrompt`."""
         where = f"prompts[{index}]"
         if isinstance(prompt, str):
             return ReadPrompt(prompt, self._encode(where, prompt), "")
@@ -133,7 +133,7 @@ def _token_ids(where: str, given: Any) -> list[int]:
     if listed is None:
         raise InvalidPrompt(f"{where} is of type {type(given).__name__}: it must be a list of token ids")
     try:
-        return msgspec.convert(listed, list[int])  # quickly, where they are Python's
+        return msgspec.convert(listed, list[int])  # the fast way, for Python's integers
     except msgspec.ValidationError:
         return [_token_id(f"{where}[{i}]", token) for i, token in enumerate(listed)]
 
@@ -153,7 +153,7 @@ class InvalidArgument(TypeError):
 
 
 def refuse_unsupported(call: str, given: Mapping[str, Any], known: Mapping[str, UnsupportedArgument]) -> None:
-    """Check the arguments that `call` has no parameter for: each must be one of vLLM's that changes nothing.
+    """Check the arguments for which `call` has no parameter: each must be one of vLLM's, without effect.
 
     Raises `InvalidArgument`.
     """
@@ -176,7 +176,7 @@ def require_tools(tools: Any) -> None:
 
 
 def template_variables(given: Any) -> Mapping[str, Any]:
-    """Return the template variables in `chat_template_kwargs`."""
+    """Return the template variables in `chat_template_kwargs`. Raises `InvalidArgument`."""
     name = "chat_template_kwargs"
     if given is None:
         return {}
@@ -188,9 +188,9 @@ def template_variables(given: Any) -> Mapping[str, Any]:
 
 
 def one_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
-    """Return a `SamplingParams` for each prompt, validated as a message's would be.
+    """Return a `SamplingParams` for each prompt, validated as those in a message are.
 
-    Raises `InvalidSamplingParams`, and `InvalidPrompt` if there are not as many as prompts.
+    Raises `InvalidSamplingParams`, and `InvalidPrompt` if their number is not that of the prompts.
     """
     if isinstance(given, SamplingParams):
         return [as_decoded(given)] * num_prompts

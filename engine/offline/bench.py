@@ -1,6 +1,6 @@
-"""Measurements of an engine without a server. Keys of the results are those of `vllm bench`, so one script reads both.
+"""Measurements of an engine without a server. Results have the keys of `vllm bench`, so that one script reads both.
 
-Each function builds its engine from the model and `engine_args` (those of `EngineConfig`) and returns plain data.
+Each function builds an engine of the model with `engine_args` (those of `EngineConfig`), and returns plain data.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def throughput(
     engine_args: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Run all prompts at once; return requests and tokens per second."""
+    """Run all prompts at once. Returns requests and tokens per second."""
     llm = engine_for(model, engine_args)
     _run(llm, random_prompts(llm, replace(batch, num_prompts=1, seed=batch.seed + 1)), min(batch.output_len, 8))
     elapsed_s = _run(llm, random_prompts(llm, batch), batch.output_len, progress)
@@ -72,7 +72,7 @@ def latency(
     num_iters: int = 10,
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure the seconds of one batch, prompts included. The prefix cache is off by default."""
+    """Measure the seconds of one batch, prefill included. The prefix cache is off by default."""
     llm = engine_for(model, {"enable_prefix_caching": False, **(engine_args or {})})
     prompts = random_prompts(llm, batch)
     for _ in range(num_iters_warmup):
@@ -94,7 +94,7 @@ def startup(
 ) -> dict[str, Any]:
     """Measure the seconds from the first import to an engine that is ready, each time in a new process.
 
-    Cold starts find no compiled kernels. `warm_startup_phases` are the mean seconds of each phase of the warm ones.
+    Cold starts find no compiled kernels. `warm_startup_phases` has the mean seconds of each phase of warm starts.
     Raises `StartupFailed`.
     """
     args = {"model": model, **(engine_args or {})}
@@ -127,8 +127,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def engine_for(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
-    """Return an engine that takes token ids."""
-    from .llm import LLM  # loads torch, which a command line that only prints its help need not do
+    """Return an `LLM` without a tokenizer, which takes token ids."""
+    from .llm import LLM  # loads torch, which a command that only prints its help does not need
 
     return LLM(model, **{"skip_tokenizer_init": True, **(engine_args or {})})
 
@@ -163,7 +163,7 @@ def _start_once(args: Mapping[str, Any], cold: bool) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """Start one engine in this process: the first argument is engine arguments in JSON, the output seconds in JSON."""
+    """Start one engine in this process. Reads engine arguments as JSON from argv, prints the seconds as JSON."""
     start = time.perf_counter()
     args = json.loads(sys.argv[1])
     llm = engine_for(args.pop("model"), args)

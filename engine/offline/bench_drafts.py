@@ -1,16 +1,16 @@
-"""The time that drafts save, by how many of them are right: `baton bench drafts`.
+"""The time that drafts save, by the share of them that are right: `baton bench drafts`.
 
-Checkpoints without weights, and random prompts, leave nothing to guess from. So the drafter knows the answers, from a
-run without drafts, and errs in a given share of its guesses. Answers are drawn at a temperature at which they follow
-from the seeds alone: on a GPU, sums of steps with drafts are rounded otherwise, and answers that hang by a last bit
-would part from the known ones.
+Checkpoints without weights, and random prompts, leave nothing to guess from. So the drafter is given the answers, from
+a run without drafts, and errs in a given share of its guesses. Answers are drawn at a temperature at which they depend
+only on the seeds. Otherwise, on a GPU, they could differ from the known ones, because sums are rounded differently in
+steps with drafts.
 
-A drafter of the engine's own is measured as it is. What guesses on the device draws with the same random numbers, so at
-that temperature it is nearly always right, whatever its weights: its time is what counts.
+The engine's own drafter is measured as it is. A drafter on the device draws with the same random numbers, so at that
+temperature it is nearly always right, whatever its weights: only its time counts.
 
-In an edit trace a client sends a text along that it expects back with changes. `suffix` is given the known answer as
-its prediction, but for one token in so many: in turn that is another one, missing, or there is one more. Answers are
-drawn at a lower temperature, at which the model writes texts of its kind.
+In an edit trace, a client sends a text that it expects back with changes. `suffix` is given the known answer as its
+prediction, with one token in every `edit_every` edited: in turn replaced, left out, or added. Answers are drawn at a
+lower temperature, at which the model writes its usual kind of text.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 TEMPERATURE = 20.0
 EDIT_TEMPERATURE = 0.8
-NUM_RUNS = 3  # of each figure, of which the shortest counts
+NUM_RUNS = 3  # for each figure; the shortest counts
 
 
 class InformedDrafter:
-    """Guesses what a request will draw, from its known answer. Implements `Drafter`.
+    """Guesses the tokens of a request from its known answer. Implements `Drafter`.
 
-    Each guess is right by chance with a given probability, always the same ones.
+    Each guess is right with a given probability; the same guesses are right in every run.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class InformedDrafter:
         *,
         may_differ: bool = False,
     ) -> None:
-        """`answer_to` takes a request's id and prompt, and returns all tokens of its prompt and answer.
+        """`answer_to` takes a request's id and prompt, and returns all tokens of prompt and answer.
 
-        A request that draws others than the known tokens is an error, unless it `may_differ`, as on a GPU: then its
-        rest is not guessed.
+        It is an error if a request draws other tokens than the known ones, unless it `may_differ`, as on a GPU: then
+        the rest of it is not guessed.
         """
         self._answer_to = answer_to
         self._acceptance = acceptance
         self._vocab_size = vocab_size
         self._may_differ = may_differ
-        self._num_known: dict[str, int] = {}  # tokens of requests
-        self._whole: dict[str, Sequence[int]] = {}  # prompts and answers of requests; those of which no more is known
+        self._num_known: dict[str, int] = {}  # tokens of each request so far
+        self._whole: dict[str, Sequence[int]] = {}  # prompt and answer of each request; empty: no more is known of it
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have started and are not over."""
+        """The number of requests that have started and not ended."""
         return len(self._whole)
 
     def start(self, request: DraftedRequest) -> None:
@@ -86,7 +86,7 @@ class InformedDrafter:
         return [self._guess(request_id, index, whole[index]) for index in range(first, min(first + most, len(whole)))]
 
     def learn(self, answer: Sequence[int], cache_salt: str) -> None:
-        """Learn nothing: answers are known already."""
+        """Learn nothing, since all answers are known."""
         assert answer
 
     def end(self, request_id: str) -> None:
@@ -106,16 +106,17 @@ def drafts(
     edit_every: int | None = None,
     engine_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return tokens per second of decoding without drafts and with up to `num_drafts`, by batch.
+    """Return tokens per second of decoding, without drafts and with up to `num_drafts`, for each batch.
 
-    `acceptance` is the share of right guesses. Prompts are cached and not part of the time. `baseline_throughput` is of
-    an engine without speculation, `spec_decode_acceptance_length` the tokens of a step with drafts. With a
-    `speculative_config` in `engine_args`, that is measured, and both numbers say nothing.
+    `acceptance` is the share of right guesses. Prompts are cached, so their prefill is not part of the time.
+    `baseline_throughput` is that of an engine without speculation, `spec_decode_acceptance_length` the tokens drawn in
+    a step with drafts. If `engine_args` have a `speculative_config`, that is measured instead, and `num_drafts` and
+    `acceptance` have no effect.
 
-    With `edit_every`, the engine's drafter is `suffix`, where `engine_args` have none that predictions are used by, and
-    predictions are the known answers, of which one token in so many differs. Throughputs ending in `_per_cpu_second`
-    count the time of this process's processors alone; `equal_answers` is the share of answers that are the same tokens
-    with drafts and without.
+    With `edit_every`, predictions are the known answers with one edit in every `edit_every` tokens. The engine's
+    drafter is then `suffix`, unless `engine_args` have another that uses predictions. Throughputs ending in
+    `_per_cpu_second` count only the CPU time of this process; `equal_answers` is the share of answers with the same
+    tokens with and without drafts.
     """
     args = dict(engine_args or {})
     own = args.pop("speculative_config", None)
@@ -174,7 +175,7 @@ def drafts(
 
 
 def edited(answer: Sequence[int], every: int, vocab_size: int) -> list[int]:
-    """Return the answer with one edit in each `every` tokens: in turn another token, none, or one more."""
+    """Return the answer with one edit in every `every` tokens: in turn a token is replaced, left out, or added."""
     rng, text = Random(every), list(answer)
     starts = range(0, len(answer) - every + 1, every)
     for number, start in reversed(list(enumerate(starts))):
@@ -189,7 +190,7 @@ def _checked(llm: LLM) -> SpeculationStats:
 
 @dataclass(frozen=True)
 class _Decoded:
-    """A batch's decodes: tokens per second, and per second of this process's processor time; answers by prompt."""
+    """The decodes of a batch: tokens per second, tokens per second of this process's CPU time, answers by prompt."""
 
     throughput: float
     per_cpu_second: float
@@ -202,7 +203,7 @@ def _decode(
     temperature: float,
     predictions: Mapping[tuple[int, ...], Sequence[int]] | None = None,
 ) -> _Decoded:
-    """Measure a batch's decodes. `predictions`: the answers that are expected, by prompt."""
+    """Measure a batch's decodes. `predictions`: the expected answers, by prompt."""
     prompts = random_prompts(llm, batch)
     params = [
         SamplingParams(

@@ -1,8 +1,8 @@
-"""Measures how long a plan takes from the rank that schedules to one that follows, on this machine.
+"""Measures how long a plan takes from the rank that schedules to a rank that follows, on this machine.
 
     python -m baton.engine.offline.bench_plans [--requests N] [--steps N] [--every-ms MS]
 
-Two processes and the sockets of `plans`; from before a plan is encoded until the other process has decoded it.
+It uses two processes and the sockets of `plans`. The time ends when the second process has decoded the plan.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..parallel.member import Member
 from ..parallel.plans import PlanReceiver, PlanSender
 from ..parallel.rendezvous import Rendezvous, RendezvousClient
 
-BLOCK_TOKENS = 16  # a request takes a new block every so many steps
+BLOCK_TOKENS = 16  # steps from one new block of a request to the next
 CONTEXT_TOKENS = 1000
 WARM_UP_STEPS = 100
 START_TIMEOUT_S = 60.0
 
 
 def decode_plan(step: int, num_requests: int) -> StepPlan:
-    """Return a plan in which every request decodes a token and takes a block in its turn."""
+    """Return a plan in which every request decodes a token, and every 16th gets a new block."""
     chunks = [
         Chunk(row, CONTEXT_TOKENS + step, 1, True, [[step + row]] if (step + row) % BLOCK_TOKENS == 0 else [])
         for row in range(num_requests)
@@ -38,7 +38,7 @@ def decode_plan(step: int, num_requests: int) -> StepPlan:
 
 
 def measure(num_requests: int, num_steps: int, every_s: float) -> list[float]:
-    """Return the seconds of each plan."""
+    """Return the seconds that each plan takes."""
     rendezvous = Rendezvous()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -59,7 +59,7 @@ def measure(num_requests: int, num_steps: int, every_s: float) -> list[float]:
 
 
 def _follow(member: Member, pipe: Connection) -> None:
-    """Return the arrival time of each plan, on the clock that all processes of a machine share."""
+    """Send the arrival time of each plan through the pipe, by the clock that all processes of a machine share."""
     receiver, received = PlanReceiver(*_joined(member), ALL_ALONE), []
     while receiver.receive() is not None:
         received.append(time.monotonic())

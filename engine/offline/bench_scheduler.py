@@ -1,8 +1,8 @@
 """Measures the cost of a scheduler step: `python -m baton.engine.offline.bench_scheduler`.
 
-Steady decode: every request runs and draws one token a step, none begins or ends. Their lengths are spread over a
-block, so in each step one request in `block_size` gets a new block and registers a full one. Timed are `plan_step` and
-`settle`; a step is planned while another is in flight, as in an engine of depth 2.
+Steady decode: every request runs and draws one token in each step; none begins or ends. Request lengths are spread over
+a block, so in each step one request in `block_size` gets a new block and registers a full one. `plan_step` and `settle`
+are timed. A step is planned while another is in flight, as in an engine of depth 2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB_SIZE = 32_000
 
 
 def result_of(plan: StepPlan) -> StepResult:
-    """Return a result as a runner would, with tokens that depend on row and position."""
+    """Return a result as a runner would, with tokens that depend only on row and position."""
     return StepResult(
         plan.step,
         [ChunkResult([(chunk.start * 31 + chunk.row) % VOCAB_SIZE] if chunk.samples else []) for chunk in plan.chunks],
@@ -33,7 +33,7 @@ def result_of(plan: StepPlan) -> StepResult:
 
 
 def running_scheduler(num_requests: int, prompt_tokens: int, num_steps: int) -> Scheduler:
-    """Return a scheduler whose requests all decode and have `num_steps` steps left."""
+    """Return a scheduler whose requests all decode, with `num_steps` steps left."""
     max_model_len = prompt_tokens + BLOCK_SIZE + num_steps + 2
     config = EngineCoreConfig(
         num_blocks=num_requests * -(-max_model_len // BLOCK_SIZE),

@@ -1,6 +1,6 @@
-"""Builds one continuation, as users see it, from the engine's outputs.
+"""Builds one continuation, as users see it, from the engine's outputs; and the progress bar of `LLM`.
 
-A progress bar shows finished prompts, and the rates of prompt and output tokens.
+The bar shows finished prompts, and the rates of prompt and output tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Logprob:
     """The log probability and rank of one token at one position."""
 
     logprob: float  # natural logarithm, before temperature and penalties
-    rank: int  # among the whole vocabulary, 1 is the most likely
-    decoded_token: str | None = None  # bytes of a part of a character are escaped, as \xf0; None without a tokenizer
+    rank: int  # in the whole vocabulary; 1 is the most likely
+    decoded_token: str | None = None  # incomplete characters as escaped bytes, such as \xf0; None without a tokenizer
     token_bytes: bytes | None = None  # None without a tokenizer
 
 
@@ -39,8 +39,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None  # where logprobs were asked for
-    logprobs: list[dict[int, Logprob]] | None = None  # one per token: the token itself, then the most likely ones
+    cumulative_logprob: float | None = None  # if logprobs were requested
+    logprobs: list[dict[int, Logprob]] | None = None  # one for each token: the token itself, then the most likely ones
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for the end-of-sequence token
 
@@ -52,7 +52,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one per prompt token; None for the first
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one for each prompt token; None for the first
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
@@ -77,7 +77,7 @@ class Continuation:
             self._text = TextStream(tokenizer, params, prompt_token_ids)
 
     def take(self, step: EngineOutput) -> None:
-        """Add the output of one step. `output.finish_reason` is set once the engine or a stop string ended it."""
+        """Add the output of one step. If the engine or a stop string ended it, `output.finish_reason` is set."""
         output = self.output
         num_tokens, stop = len(step.token_ids), None
         if self._text is not None:
@@ -114,7 +114,7 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int,
 
 
 class PromptsBar:
-    """Counts every token, but updates the bar only a few times a second: an update is slow."""
+    """A progress bar. It counts every token, but is drawn only a few times a second, since drawing is slow."""
 
     def __init__(self, progress: Progress, num_prompts: int) -> None:
         self._progress = progress
@@ -124,7 +124,7 @@ class PromptsBar:
         self._tokens_in = self._tokens_out = self._finished = 0
 
     def advance(self, num_tokens: int, output: RequestOutput) -> None:
-        """Count `num_tokens` more tokens of a prompt's output."""
+        """Count `num_tokens` more output tokens for a prompt."""
         self._tokens_out += num_tokens
         if output.finished:
             self._finished += 1
@@ -139,7 +139,7 @@ class PromptsBar:
 
 @contextmanager
 def prompts_bar(num_prompts: int) -> Iterator[PromptsBar]:
-    """Draw the bar on stderr while the context is open."""
+    """Draw the bar on stderr within the context."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -49,7 +49,7 @@ from .spread import OfflineCore
 
 
 class GenerationFailed(RuntimeError):
-    """The engine could not serve request `request_id`; `kind` classifies the error."""
+    """The engine could not serve prompt `request_id`; `kind` classifies the error."""
 
     def __init__(self, request_id: str, error: EngineError) -> None:
         super().__init__(f"prompt {request_id}: {error.text}")
@@ -60,17 +60,17 @@ class GenerationFailed(RuntimeError):
 class LLM:
     """A model in this process and others that it starts: `tensor_parallel_size` x `data_parallel_size` in all.
 
-    `model` is a folder, or a name of the Hub such as `Qwen/Qwen3-0.6B`: what the cache lacks of it is fetched first.
+    `model` is a folder, or a name on the Hub such as `Qwen/Qwen3-0.6B`: files that the cache lacks are fetched first.
 
     `engine_args` are those of `EngineConfig` (`dtype`, `load_format`, `max_model_len`, `max_num_seqs`, `seed`,
-    `revision`, ...). Uses every core of the process unless `num_threads` or OMP_NUM_THREADS say less.
+    `revision`, ...). On a CPU it uses all cores of the process, unless `num_threads` or OMP_NUM_THREADS say less.
 
         llm = LLM("path/to/qwen3")
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
             print(output.outputs[0].text)
 
     `close`, or the end of a `with` block or of this process, ends the other processes. Raises `InvalidEngineConfig`,
-    `ModelError`, `TokenizerError`, or `GroupFailed` where one of the other processes fails.
+    `ModelError`, `TokenizerError`, or `GroupFailed` if one of the other processes fails.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LLM:
         folders = {"model": model, "tokenizer": tokenizer}
         paths = {name: os.fspath(path) if isinstance(path, os.PathLike) else path for name, path in folders.items()}
         config = fetch_models(EngineConfig.from_args({**engine_args, **paths}))
-        # Torch imports it, too, and takes whatever ends that, Ctrl-C as well, for its absence: the script would go on.
+        # Torch imports numpy, too, but takes any failure, even Ctrl-C, for its absence, and the script would go on.
         importlib.import_module("numpy")
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(config.tokenizer or config.model)
         self._prompts = PromptReader(self.tokenizer)
@@ -90,10 +90,10 @@ class LLM:
             self._core: OfflineCore = self.engine.core if members is None else members.spread(self.engine.core)
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._ids = itertools.count()
-        self._random = random.Random(config.seed)  # seeds of requests that bring none: two runs of a script agree
+        self._random = random.Random(config.seed)  # draws missing seeds, so that two runs of a script are equal
 
     def close(self) -> None:
-        """End the engine and its processes; nothing can be generated afterwards."""
+        """End the engine and its processes. Nothing can be generated afterwards."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class LLM:
         return self._prompts.tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's own defaults (generation_config.json), else those of `SamplingParams`."""
+        """Return the checkpoint's defaults (generation_config.json), or those of `SamplingParams` where it has none."""
         generation = self.engine.model_config.generation
         suggested: dict[str, Any] = {
             "temperature": generation.temperature,
@@ -130,12 +130,12 @@ class LLM:
 
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
         optional `"cache_salt"`, and an optional `"prediction"`: the expected answer, as text or token ids, from which
-        an engine with `speculative_config` takes drafts. One `SamplingParams` serves all prompts, a list has one for
-        each. `use_tqdm` shows a progress bar. `vllm_arguments` are accepted where they change nothing: see
+        an engine with `speculative_config` takes drafts. One `SamplingParams` serves all prompts; a list has one for
+        each. `use_tqdm` shows a progress bar. `vllm_arguments` are accepted if they change nothing: see
         `vllm_compat`.
 
-        Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`; nothing keeps running
-        then. Raises `EngineFailed` or `GroupFailed` where the engine can serve nothing any more, or was closed.
+        Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`, and ends all requests
+        of the call. Raises `EngineFailed` or `GroupFailed` if the engine can serve nothing any more, or was closed.
         """
         refuse_unsupported("generate", vllm_arguments, vllm_compat.GENERATE)
         return self._generate(as_list(prompts), sampling_params, use_tqdm)
@@ -154,12 +154,12 @@ class LLM:
         prediction: str | Sequence[str | None] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the checkpoint's chat template.
+        """Answer one conversation or a list of them, with the checkpoint's chat template.
 
-        `chat_template_kwargs` are further names that the template may read, like `enable_thinking`. Text of messages
-        never becomes control tokens, whatever it spells, unless `special_tokens_in_messages` is set. `prediction` is
+        `chat_template_kwargs` are additional variables of the template, such as `enable_thinking`. Text in messages is
+        never read as control tokens, even if it spells one, unless `special_tokens_in_messages` is set. `prediction` is
         the expected answer of one conversation, or a list with one for each, as in `generate`.
-        Raises `ChatTemplateError` (`InvalidMessages` for messages) and what `generate` raises.
+        Raises `ChatTemplateError` (`InvalidMessages` for messages), and the exceptions of `generate`.
         """
         refuse_unsupported("chat", vllm_arguments, vllm_compat.CHAT)
         require_flag("add_generation_prompt", add_generation_prompt)
@@ -228,10 +228,10 @@ class LLM:
                     core.add(engine_request)
             while running:
                 for step in self._step():
-                    if step.request_id in running:  # else: one that a stop string ended while a step was under way
+                    if step.request_id in running:  # it is not if a stop string ended it while a step was in flight
                         self._take(step, running, bar)
         except (EngineFailed, GroupFailed):
-            raise  # nothing runs any more
+            raise  # no request is running any more
         except BaseException:
             if self._end.alive:
                 for request_id in running:
@@ -241,12 +241,12 @@ class LLM:
         self._finish_steps()
 
     def _finish_steps(self) -> None:
-        """Run the steps that are left after the last request: other ranks may wait for this one to step with them."""
+        """Run the steps left after the last request: other ranks may wait for this one to step with them."""
         while self._core.has_work():
             self._step()
 
     def _step(self) -> list[EngineOutput]:
-        """Run a whole step. An interruption in spite of `SignalsAfter`, as by a second Ctrl-C, ends the engine."""
+        """Run a whole step. If it is interrupted in spite of `SignalsAfter`, as by a second Ctrl-C, end the engine."""
         with SignalsAfter():
             try:
                 return self._core.step()
@@ -272,7 +272,7 @@ class LLM:
         if continuation.output.finish_reason is not None:
             del running[step.request_id]
             if step.finish_reason is None:
-                self._core.abort(step.request_id)  # a stop string ended it; the engine knows nothing of text
+                self._core.abort(step.request_id)  # a stop string ended it, of which the engine does not know
             request.finish(continuation)
         if bar is not None:
             bar.advance(len(step.token_ids), request.output)
@@ -280,7 +280,7 @@ class LLM:
 
 @dataclass
 class _Request:
-    """One prompt being served: `n` engine requests, `n` continuations."""
+    """A prompt that is being served: `n` engine requests, `n` continuations."""
 
     output: RequestOutput
     params: SamplingParams
@@ -315,17 +315,17 @@ _HELD = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalsAfter:
-    """Delays Ctrl-C and SIGTERM, where Python handles them, until the end of this context.
+    """Delays Ctrl-C and SIGTERM to the end of the context, if Python handles them.
 
-    A handler that raises in the middle of a step would lose a plan whose results the scheduler then expects for ever.
+    A handler that raises in the middle of a step would lose a plan, for whose result the scheduler would wait forever.
     A second signal is not delayed.
 
-    It does nothing in threads other than the main one, which Python never interrupts.
+    In threads other than the main one it does nothing, since Python never interrupts them.
     """
 
     def __init__(self) -> None:
         self._came: dict[int, FrameType | None] = {}
-        self._handlers: dict[int, Any] = {}  # those that wait
+        self._handlers: dict[int, Any] = {}  # the delayed handlers, by signal
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -1,9 +1,9 @@
-"""The other members of an engine's group on this machine, for an engine without a server.
+"""The other members of an engine's group, as processes on this machine, for an engine without a server.
 
     this process: rank 0 ──stdin──> python -m baton.engine.offline.local_members: rank 1
                                     python -m baton.engine.offline.local_members: rank 2 ...
 
-A member ends with its group, and at the latest when its stdin closes: with this process, however that ends.
+A member ends with its group, at the latest when its stdin closes: that is when this process ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class _Order(msgspec.Struct):
     engine_args: dict[str, Any]
     rank: int
     rendezvous: str
-    frontend: str  # where requests come from; "" where there is one data-parallel rank
+    frontend: str  # address of the sender of requests; "" with a single data-parallel rank
 
 
 class LocalMembers:
-    """Starts the other members of a group. This process is member 0, as `member` describes it.
+    """Starts the other members of a group. This process is member 0, described by `member`.
 
     Raises `InvalidEngineConfig` if the machine has fewer GPUs than there are ranks.
     """
@@ -67,7 +67,7 @@ class LocalMembers:
             raise
 
     def spread(self, core: EngineCore) -> OfflineCore:
-        """Return all data-parallel ranks as one engine, `core` being rank 0. Raises `GroupFailed`."""
+        """Return all data-parallel ranks as one engine. `core` is rank 0. Raises `GroupFailed`."""
         if self._frontend is None:
             return core
         num_ranks = self.member.data_parallel_size
@@ -97,7 +97,7 @@ class LocalMembers:
     def _start(self, order: _Order) -> None:
         process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE)
         self._processes[order.rank] = process
-        with contextlib.suppress(BrokenPipeError):  # the watch reports its end
+        with contextlib.suppress(BrokenPipeError):  # `_watch` reports that the process has ended
             _stdin(process).write(msgspec.json.encode(order) + b"\n")
             _stdin(process).flush()
         watch = threading.Thread(target=self._watch, args=(order.rank, process), daemon=True)
@@ -146,7 +146,7 @@ def _end_with_stdin() -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all of its processes: the first one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes: only the first one decides
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     from ..startup.build import build_engine, follow
@@ -167,7 +167,7 @@ def _main() -> None:
     else:
         code = 0
     logging.shutdown()
-    os._exit(code)  # not through the end of the interpreter: collectives that were given up may still be waited for
+    os._exit(code)  # not a normal exit, which might wait for collectives that were given up
 
 
 if __name__ == "__main__":

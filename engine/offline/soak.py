@@ -1,7 +1,7 @@
 """A soak test: an engine under load for hours must answer every request, keep to its memory, and free all of it.
 
-Requests have all lengths and sampling features, some are aborted, some share prefixes. More are open than the engine
-has rows or blocks for, so it preempts. After the last one everything must be free again.
+Requests have all lengths and sampling features; some are aborted, some share prefixes. More are open than the engine
+has rows or blocks for, so that it preempts. After the last one, everything must be free again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..startup.build import Engine, build_engine
 from ..startup.model_config import fetch_models
 
 ABORTED_SHARE = 0.05
-SHARED_SHARE = 0.3  # of prompts, that begin as an earlier one did
+SHARED_SHARE = 0.3  # of prompts that begin like an earlier one
 OPEN_PER_ROW = 1.5
 LONGEST_OUTPUT = 1024
 PROGRESS_S = 10.0
@@ -38,12 +38,12 @@ def soak(
     progress: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Run random requests for `seconds`, then let the open ones end. Returns counts and bytes.
+    """Run random requests for `seconds`, then finish the open ones. Returns counts and bytes.
 
     `clock` is read once a step.
 
-    `peak_memory` is the most of the device that was in use by anyone (0 on a CPU), `memory_limit` what
-    `gpu_memory_utilization` allows. Raises `SoakFailed`.
+    `peak_memory` is the most memory of the device in use by all processes (0 on a CPU), `memory_limit` the limit that
+    `gpu_memory_utilization` sets. Raises `SoakFailed`.
     """
     config = fetch_models(EngineConfig.from_args({"model": model, **(engine_args or {})}))
     engine = build_engine(config)
@@ -66,14 +66,14 @@ def soak(
 
 
 class _Load:
-    """The client's side: the open requests, and counts of the others."""
+    """The client's side: the open requests, and counts of ended ones."""
 
     def __init__(self, engine: Engine, config: EngineConfig, seed: int) -> None:
         self.open: set[str] = set()
         self._engine = engine
         self._random = random.Random(seed)
         self._longest = min(engine.max_model_len, engine.core.config.max_length) - 1
-        self._prompts: list[list[int]] = []  # the newest, for others to begin with
+        self._prompts: list[list[int]] = []  # the newest, with which others may begin
         self._counts = dict.fromkeys(("completed", "aborted", "input_tokens", "output_tokens"), 0)
         self._memory = _DeviceMemory(engine.region.device, config.gpu_memory_utilization)
 
@@ -127,7 +127,7 @@ class _Load:
         )
 
     def _length(self, longest: int) -> int:
-        """Return a random length, every order of magnitude equally often."""
+        """Return a random length. Every order of magnitude is equally likely."""
         return min(longest, int(math.exp(self._random.uniform(0, math.log(longest + 1)))))
 
     def _sampling(self, output_len: int, vocab_size: int) -> SamplingParams:
@@ -148,7 +148,7 @@ class _Load:
 
 
 class _DeviceMemory:
-    """Used memory of the whole device, as its driver counts it. A CPU has no limit of its own."""
+    """Used memory of the whole device, by the driver's count. On a CPU all figures are 0."""
 
     def __init__(self, device: str, utilization: float) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Data-parallel ranks without a server: one process takes the requests, and each rank serves its share of them.
+"""Data-parallel ranks without a server: one process takes the requests, and each rank serves a part of them.
 
 LLM ── SpreadCore ─┬─> EngineCore of data-parallel rank 0, in this process
                    └──ROUTER──DEALER──> serve_requests: EngineCore of rank 1 ...          requests and aborts
@@ -50,25 +50,25 @@ class FrontendSockets:
         self._decode = msgspec.msgpack.Decoder(list[EngineOutput]).decode
 
     def wait_ready(self, num_ranks: int, check: Callable[[], None]) -> None:
-        """Wait until `num_ranks` other ranks serve; none can register later. `check` raises if one has failed."""
+        """Wait until `num_ranks` other ranks are ready; none can join later. `check` raises if one has failed."""
         ready: set[bytes] = set()
         while len(ready) < num_ranks:
             check()
             if self._socket.poll(_POLL_MS):
                 ready.add(self._socket.recv_multipart()[0])
-        self._remove_folder()  # a process that is killed leaves none behind
+        self._remove_folder()  # now, so that even a killed process leaves no folder behind
 
     def ring(self) -> None:
         """End a waiting `receive`. One other thread may call it."""
-        with contextlib.suppress(zmq.Again):  # it rings already
+        with contextlib.suppress(zmq.Again):  # it is already ringing
             self._ringer.send(b"", zmq.NOBLOCK)
 
     def send(self, rank: int, message: _Add | _Abort) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # to a rank that has gone: `check` raises
+        with contextlib.suppress(zmq.ZMQError):  # the rank has gone: `check` will raise
             self._socket.send_multipart([str(rank).encode(), self._encode(message)], zmq.NOBLOCK)
 
     def receive(self, *, wait: bool) -> list[EngineOutput]:
-        """Return the outputs that have arrived. With `wait`, wait shortly for one, or for `ring`."""
+        """Return the outputs that have arrived. With `wait`, wait briefly for one, or for `ring`."""
         outputs: list[EngineOutput] = []
         if wait:
             zmq.select([self._socket, self._bell], [], [], _POLL_MS / 1000)
@@ -99,11 +99,11 @@ class SpreadCore:
     """Several data-parallel ranks behind the interface of one engine: a request goes to the least loaded rank."""
 
     def __init__(self, core: EngineCore, frontend: FrontendSockets, num_ranks: int, check: Callable[[], None]) -> None:
-        """`core` is rank 0; the other ranks are connected to `frontend`. `check` raises where one of them has gone."""
+        """`core` is rank 0; the other ranks are connected to `frontend`. `check` raises if one of them has gone."""
         self._core = core
         self._frontend = frontend
         self._check = check
-        self._ranks: dict[str, int] = {}  # of every request that is not over
+        self._ranks: dict[str, int] = {}  # of every request that has not ended
         self._load = Counter(dict.fromkeys(range(num_ranks), 0))
         core.when_woken(frontend.ring)
 
@@ -117,7 +117,7 @@ class SpreadCore:
             self._frontend.send(rank, _Add(request))
 
     def abort(self, request_id: str) -> None:
-        """End a request, which is answered with ABORT. Unknown ids are ignored."""
+        """End a request with ABORT. Unknown ids are ignored."""
         rank = self._ranks.get(request_id)
         if rank == 0:
             self._core.abort(request_id)
@@ -125,11 +125,11 @@ class SpreadCore:
             self._frontend.send(rank, _Abort(request_id))
 
     def has_work(self) -> bool:
-        """Return whether a step is needed; also True while other ranks wait for rank 0 to step with them."""
+        """Return whether a step is needed. Also True while other ranks wait for rank 0 to step with them."""
         return self._core.has_work() or bool(self._ranks)
 
     def step(self) -> list[EngineOutput]:
-        """Return the outputs of all ranks; wait for them if rank 0 has nothing to do.
+        """Return the outputs of all ranks. If rank 0 has nothing to do, wait for the others.
 
         Raises the errors of rank 0's step and of `check`.
         """
@@ -145,7 +145,7 @@ class SpreadCore:
 
 
 def serve_requests(core: EngineCore, address: str, rank: int) -> NoReturn:
-    """Serve requests of the front end at `address` as data-parallel rank `rank`, until the process ends.
+    """Serve the front end at `address` as data-parallel rank `rank`, until the process ends.
 
     Raises the error of a step.
     """
@@ -156,7 +156,7 @@ def serve_requests(core: EngineCore, address: str, rank: int) -> NoReturn:
     bell, ringer = inproc_pair(context)
 
     def ring() -> None:
-        with contextlib.suppress(zmq.Again):  # it rings already
+        with contextlib.suppress(zmq.Again):  # it is already ringing
             ringer.send(b"", zmq.NOBLOCK)
 
     core.when_woken(ring)

@@ -1,6 +1,6 @@
 """Groups over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-Process groups are made directly, without `init_process_group`: one process may be a member of several engines.
+Process groups are created without `init_process_group`, because one process may be a member of several engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions  # `torch.distributed` forgets to name it
+from torch._C._distributed_c10d import AllgatherOptions  # which `torch.distributed` does not export
 
 from .groups import ALL_ALONE, ALONE, CollectiveFailed, ExpertSpread, Group, GroupFailed, ParallelGroups
 from .member import Member
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class TorchGroup(Group):
-    """A group of torch.distributed. gloo and NCCL reduce every element at one place, so all ranks get equal bits."""
+    """A group of torch.distributed. gloo and NCCL reduce each element in one place, so all ranks get equal bits."""
 
     def __init__(self, tensors: Any, integers: Any) -> None:
-        """Use two process groups: `tensors` for device tensors, `integers` for `agree`."""
+        """Create it from two process groups: `tensors` for device tensors, `integers` for `agree`."""
         self.rank = tensors.rank()
         self.size = tensors.size()
         self._tensors = tensors
         self._integers = integers
         self._abort: threading.Thread | None = None
-        self._closing = threading.Lock()  # two watches may see a loss at once
+        self._closing = threading.Lock()  # two watches may notice a lost member at once
         self._sum = dist.AllreduceOptions()
         self._sum.asyncOp = False  # in the current stream
         self._maximum = dist.AllreduceOptions()
@@ -71,15 +71,15 @@ class TorchGroup(Group):
     def _run(self, collective: Callable[..., Any], *args: object) -> None:
         try:
             work = collective(*args)
-            if work is not None:  # else it has gone into the current stream
+            if work is not None:  # None: it was launched in the current stream
                 work.wait()
         except RuntimeError as error:
             raise CollectiveFailed(f"rank {self.rank} of {self.size} waits for others in vain: {error}") from error
 
     def close(self) -> None:
-        """Close the group. NCCL ends its kernels at once, but itself only when no captured step refers to it.
+        """Close the group. NCCL ends its kernels at once, but ends itself only when no captured step refers to it.
 
-        So it is not waited for here: whoever closes may be the one that has to give up those steps.
+        This method does not wait for that, because its caller may be the one that must release those steps.
         """
         with self._closing:
             if self._abort is None:
@@ -95,7 +95,7 @@ class TorchGroup(Group):
 
 
 def _in_order(options: Any) -> Any:
-    """Order the operation in the current stream, rather than in one of the library's own."""
+    """Make the operation run in the current stream, rather than in one of the library's own."""
     options.asyncOp = False
     return options
 
@@ -109,11 +109,11 @@ def connect_groups(
     timeout_s: float = 60.0,
     peer_memory: bool = True,
 ) -> ParallelGroups:
-    """Return the groups of a member, once all other members are there.
+    """Return the groups of a member, once all other members have arrived.
 
-    Where experts are `spread` over all ranks, data-parallel ranks work together. A rank that keeps a collective of
-    tensors waiting for `timeout_s` has failed, unless that is inside a captured step: there it is waited for. GPUs of
-    one machine use each other's memory, if `peer_memory`. Raises `GroupFailed`.
+    If experts are `spread` over all ranks, data-parallel ranks work together. A rank for which a collective of tensors
+    waits longer than `timeout_s` has failed; in a captured step there is no such limit. With `peer_memory`, GPUs of one
+    machine use each other's memory. Raises `GroupFailed`.
     """
     if rendezvous is None:
         return ALL_ALONE
@@ -139,14 +139,14 @@ def connect_groups(
         return ParallelGroups(tp, dp, tp, spread)
     if member.tensor_parallel_size == 1:
         return ParallelGroups(tp, dp, dp, spread)
-    # Over a group of its own go integers and what is sent to some: peers' memory serves neither.
+    # `ep` has a group of its own for integers and for all-to-all, for neither of which peer memory is used.
     return ParallelGroups(tp, dp, group("ep", everyone, through_memory=False), spread)
 
 
 class GroupConnector:
-    """Connects a member with others, by as many groups as it is in.
+    """Connects a member with others, in each of its groups.
 
-    All of them use one device of gloo's: each has a thread, which wakes eighty times a second even where nothing comes.
+    All groups share one gloo device, because each device has a thread that wakes eighty times a second even when idle.
     """
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, device: torch.device, timeout_s: float) -> None:
@@ -169,7 +169,7 @@ class GroupConnector:
         except RuntimeError as error:
             raise CollectiveFailed(f"rank {rank} of {size} cannot connect to the others: {error}") from error
         group = TorchGroup(tensors, integers)
-        if self._device.type == "cuda":  # NCCL connects at the first collective, which must not be inside a capture
+        if self._device.type == "cuda":  # NCCL connects in the first collective, which must not be within a capture
             group.all_reduce(torch.zeros(1, device=self._device))
             torch.cuda.synchronize(self._device)
         return group

@@ -1,15 +1,15 @@
 """Dispatch of tokens to the ranks that hold their experts, and combination of the results.
 
     hidden, expert ids, weights ──prepare──> tokens that this rank's experts serve ──experts──> partial sums
-    the rank's own tokens <──────finalize── sums over the ranks of its column <──────────────────────┘
+    sums for the rank's own tokens <───────────────────finalize──────────────────────────────────────┘
 
-    Replicated      all ranks have the same tokens: each serves those that want its experts
-    GatherScatter   everybody's tokens to everybody; shapes depend on nothing but the numbers of tokens
-    OverPeers       the same shapes, but a token's row goes only where its experts are, over the memory of peers
-    AllToAll        a token goes only where its experts are; how many go where is known when it has been routed
+    Replicated      all ranks have the same tokens: each serves those that chose its experts
+    GatherScatter   all tokens go to all ranks; shapes depend only on the numbers of tokens
+    OverPeers       the same shapes, but a token's row goes only to ranks of its experts, through peer memory
+    AllToAll        a token goes only to ranks of its experts; the counts are known only after routing
 
-What `finalize` gives is still to be summed over the ranks that share the rank's requests (`groups.tp`): the caller does
-so, together with what else is divided over them.
+The result of `finalize` must still be summed over the ranks that share the rank's requests (`groups.tp`): the caller
+does so, together with everything else that is divided over them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .symmetric import SymmetricGroup
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """The routes of tokens that were sent one by one, with which `finalize` sends their results back."""
+    """The routes of tokens that `AllToAll` has sent, by which `finalize` sends the results back."""
 
     sent: list[int]  # tokens to each rank
     received: list[int]
-    first: int  # token of this rank that was the first to be sent
-    parts: Tensor  # [n, most ranks of a token] int64: the rows of what comes back that make up each token
+    first: int  # this rank's first token that was sent
+    parts: Tensor  # [n, most ranks of a token] int64: for each token, the rows of the results to add up
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Served:
     """The tokens that this rank's experts serve."""
 
     hidden: Tensor  # [N, hidden_size]
-    expert_ids: Tensor  # [N, top_k] int32: places on this rank; -1 for experts elsewhere
+    expert_ids: Tensor  # [N, top_k] int32: places on this rank; -1 for experts on other ranks
     weights: Tensor  # [N, top_k] float32
-    num_own: int  # tokens that `finalize` gives back
+    num_own: int  # tokens that `finalize` returns
     handle: DispatchHandle | None = None
-    visits: Tensor | None = None  # as `p2p.dispatch` gives it, where that brought the tokens
+    visits: Tensor | None = None  # the result of `p2p.dispatch`, if that brought the tokens
 
 
 class ExpertDispatch(abc.ABC):
     """One method of dispatch. All ranks call `prepare` and `finalize` in the same order."""
 
-    is_local = False  # whether the tokens served are the rank's own, so that their sum may be added up in place
+    is_local = False  # the tokens served are the rank's own, so their results may be added up in place
 
     @abc.abstractmethod
     def prepare(self, tokens: RoutedTokens, table: ExpertMap, of_ranks: Sequence[int] | None) -> Served:
-        """Collect the tokens that this rank's experts serve. Its own T tokens are those of all ranks of its column.
+        """Collect the tokens that this rank's experts serve. All ranks that share its requests have the same T tokens.
 
         `of_ranks` is T of each data-parallel rank; None: the same everywhere.
         """
@@ -104,7 +104,7 @@ class GatherScatter(ExpertDispatch):
 class OverPeers(ExpertDispatch):
     """`GatherScatter` over peer memory, with equal bits, for steps of one size. Rows that a rank ignores are not sent.
 
-    Each direction uses peer memory where that was measured to be faster, and collectives elsewhere.
+    Each direction uses peer memory where that was measured to be faster, and collectives otherwise.
     """
 
     def __init__(self, groups: ParallelGroups, placement: ExpertPlacement, group: SymmetricGroup) -> None:
@@ -127,9 +127,9 @@ class OverPeers(ExpertDispatch):
 
 
 class AllToAll(ExpertDispatch):
-    """Each rank of a column sends a part of the column's tokens, once to every rank that has an expert of theirs.
+    """Each rank sends a part of the tokens that it shares with its TP group, once to every rank with experts of theirs.
 
-    The CPU has to know how many go where, so it waits for the routing of every layer.
+    The CPU has to know the counts, so it waits for the routing of every layer.
     """
 
     def __init__(self, groups: ParallelGroups, placement: ExpertPlacement) -> None:
@@ -159,20 +159,20 @@ class AllToAll(ExpertDispatch):
         handle = served.handle
         assert handle is not None, "tokens that this dispatch has not prepared"
         back = self._ep.all_to_all(partial, handle.received, handle.sent)
-        back = torch.cat((back, back.new_zeros(1, back.shape[1])))  # for the ranks that a token has not been to
+        back = torch.cat((back, back.new_zeros(1, back.shape[1])))  # a zero row, for ranks to which a token did not go
         total = back.new_zeros(served.num_own, back.shape[1])
         own = total[handle.first : handle.first + len(handle.parts)]
         summed = torch.zeros(own.shape, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
-        for rows in handle.parts.unbind(1):  # in the order of the ranks: the same bits every time
+        for rows in handle.parts.unbind(1):  # in rank order, so that the bits are the same every time
             summed += back[rows]
         own.copy_(summed)
         return total
 
 
 def _parts(goes: Tensor, most: int) -> Tensor:
-    """Return the rows of each token among all that are sent, by rank and then by token: [n, most], for goes [n, ranks].
+    """Return the rows of each token among all that are sent, ordered by rank and then by token: [n, most].
 
-    Filled up with the row behind the last.
+    `goes` [n, ranks] says which token goes to which rank. Unused entries are the number of rows sent.
     """
     num_tokens, num_ranks = goes.shape
     order = goes.T.flatten().cumsum(0).view(num_ranks, num_tokens).T - 1
@@ -184,12 +184,12 @@ def _parts(goes: Tensor, most: int) -> Tensor:
 class Dispatches:
     """The dispatch methods of one layer."""
 
-    captured: ExpertDispatch  # for steps of which all ranks run the same size
+    captured: ExpertDispatch  # for steps in which all ranks run the same size
     eager: ExpertDispatch
 
     @classmethod
     def of(cls, groups: ParallelGroups, placement: ExpertPlacement, backend: str) -> Dispatches:
-        """Choose the methods. `backend`, one of `groups.ALL2ALL_BACKENDS`, is that of eager steps."""
+        """Choose the methods. `backend`, one of `groups.ALL2ALL_BACKENDS`, is used in eager steps."""
         if groups.dp.size == 1:
             return cls(*[Replicated(groups, placement)] * 2)
         gather = GatherScatter(groups, placement)

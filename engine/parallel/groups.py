@@ -1,4 +1,4 @@
-"""Collective operations of a group, and the groups that a member belongs to.
+"""Collective operations of a group, and the groups to which a member belongs.
 
 Results have equal bits on every rank, so that all ranks draw the same tokens.
 """
@@ -18,10 +18,10 @@ ALL2ALL_BACKENDS = ("allgather_reducescatter", "all_to_all")  # how tokens reach
 
 
 class Group(abc.ABC):
-    """Ranks 0 to `size` - 1. Every member calls the same methods in the same order, with tensors of like shapes.
+    """Ranks 0 to `size` - 1. All members call the same methods in the same order, with tensors of matching shapes.
 
-    In a group of GPUs, collectives of tensors are launched in the current stream and may be captured; collectives of
-    integers and closing run on the CPU. Everything raises `CollectiveFailed` once a member has gone.
+    In a group of GPUs, collectives of tensors are launched in the current stream and may be captured; `agree` and
+    `close` run on the CPU. All methods raise `CollectiveFailed` once a member has gone.
     """
 
     rank: int
@@ -52,13 +52,13 @@ class Group(abc.ABC):
         """Leave the group, and end its running collectives. Nothing may be called afterwards."""
 
     def wait_closed(self, timeout_s: float) -> None:  # noqa: B027 (most groups end at once)
-        """Wait, after `close`, until the group has ended, which captured steps may delay. Warns on a timeout."""
+        """Wait, after `close`, for the end of the group, which captured steps may delay. Warns on a timeout."""
 
     def warm_up(self, dtype: torch.dtype) -> None:  # noqa: B027 (most groups launch no kernels of ours)
-        """Launch every kernel that collectives of this dtype may use, whatever their size. Called before ready."""
+        """Launch every kernel that collectives of this dtype may use, for any size. Called before it is ready."""
 
     def stub(self, rank: int) -> Group:
-        """Return a group that looks like this one to its `rank`, but waits for no other: only shapes are right."""
+        """Return a group that looks like this one does on `rank`, but waits for no other: only shapes are right."""
         return StubGroup(rank, self.size)
 
 
@@ -90,7 +90,7 @@ ALONE: Group = _Alone()
 
 
 class StubGroup(Group):
-    """A group without other processes: results have the right shapes and mean nothing."""
+    """A group without other processes: results have the right shapes, but meaningless values."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -115,15 +115,15 @@ class StubGroup(Group):
 
 
 def _stub(group: Group, rank: int | None = None) -> Group:
-    """Return the stub of `group` as its `rank` sees it; None: as the caller's rank does."""
+    """Return the stub of `group` for `rank`; None: for the caller's rank."""
     return group if group.size == 1 else group.stub(group.rank if rank is None else rank)
 
 
 @dataclass(frozen=True)
 class ExpertSpread:
-    """The spread of whole experts over all ranks of a group."""
+    """The distribution of whole experts over all ranks of a group."""
 
-    num_redundant: int = 0  # copies of experts, beyond the model's
+    num_redundant: int = 0  # copies of experts, beside the model's own
     backend: str = ALL2ALL_BACKENDS[0]
 
 
@@ -131,35 +131,35 @@ class ExpertSpread:
 class ParallelGroups:
     """The groups of one member.
 
-    `dp` and `ep` are more than this member only where experts are spread over the ranks (`enable_expert_parallel`):
-    other data-parallel ranks have nothing to do with each other.
+    `dp` and `ep` have other members only if experts are spread over the ranks (`enable_expert_parallel`). Otherwise
+    data-parallel ranks are independent.
     """
 
     tp: Group = ALONE  # the ranks that share this one's requests
-    dp: Group = ALONE  # the ranks with this one's `tp.rank`, one of each data-parallel rank
+    dp: Group = ALONE  # the ranks with this one's `tp.rank`, one from each data-parallel rank
     ep: Group = ALONE  # all ranks, in the order of their global ranks
-    spread: ExpertSpread | None = None  # None: each rank has a stretch of every expert
+    spread: ExpertSpread | None = None  # None: each rank has a slice of every expert
 
     @property
     def widest(self) -> Group:
-        """The group of all ranks that this one ever waits for."""
+        """The group of all ranks for which this one may ever have to wait."""
         return self.ep if self.ep.size > 1 else self.tp
 
     @property
     def of_draft_model(self) -> ParallelGroups:
-        """The groups of a draft model: its experts are divided, and not spread, so other ranks have no part in it."""
+        """The groups of a draft model. Its experts are divided, not spread, so it involves no other ranks."""
         return ParallelGroups(tp=self.tp)
 
     def stubs(self) -> list[ParallelGroups]:
         """Return groups that wait for no other process, for profile runs in which only the launched kernels matter.
 
-        There is one for each kind of rank: the first adds to the residual stream, the others do not.
+        There is one for each kind of rank: the first one adds to the residual stream, the others do not.
         """
         dp, ep = _stub(self.dp), _stub(self.ep)
         return [ParallelGroups(_stub(self.tp, rank), dp, ep, self.spread) for rank in sorted({0, self.tp.size - 1})]
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """See `Group.warm_up`. All members call it."""
+        """See `Group.warm_up`. All members must call it."""
         for group in self._each():
             group.warm_up(dtype)
 
@@ -180,8 +180,8 @@ ALL_ALONE = ParallelGroups()
 
 
 class GroupFailed(RuntimeError):
-    """A member of the group has gone or failed, so that none of them can go on."""
+    """A member of the group has gone or failed, so that none of them can continue."""
 
 
 class CollectiveFailed(GroupFailed):
-    """A collective failed because another rank did not take part; the watch of the ranks knows the reason."""
+    """A collective failed because another rank did not take part. The watch of the ranks knows the reason."""

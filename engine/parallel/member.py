@@ -14,18 +14,18 @@ SecureSocket = Callable[[Any], None]  # given a ZMQ socket before it binds or co
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One process of a group, and how it finds the others."""
+    """One process of a group, and the way to reach the others."""
 
     rank: int = 0
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
-    rendezvous: str = ""  # "host:port" of the group's `Rendezvous`; needed where the group has more than one member
-    host: str = "127.0.0.1"  # the address of this machine that the other members reach
+    rendezvous: str = ""  # "host:port" of the group's `Rendezvous`; needed if the group has more than one member
+    host: str = "127.0.0.1"  # this machine's address, by which the other members reach it
     device_index: int | None = None  # of this member's GPU; None: torch's current one
     num_local: int = 1  # members on this machine, which share its cores and its memory
-    local_rank: int = 0  # this one's number among them: the first compiles for all
-    start_timeout_s: float = 600.0  # longer than another member's start may take
-    secure_server: SecureSocket | None = None  # None: plans cross machines in the clear, open to whoever connects
+    local_rank: int = 0  # this member's number among them: the first one compiles for all
+    start_timeout_s: float = 600.0  # longer than the start of another member may take
+    secure_server: SecureSocket | None = None  # None: plans travel in the clear, from a socket open to everyone
     secure_client: SecureSocket | None = None
 
     @property

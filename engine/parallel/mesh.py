@@ -1,11 +1,11 @@
-"""A rank's sockets to some others of its group: each message goes to all of them, and messages arrive in order.
+"""A rank's sockets to other ranks of its group. Each message goes to all of them, and messages arrive in order.
 
-    rank 0   PULL <──────── PUSH   rank 1      each binds one, and connects to that of every other one: once
-             PUSH ────────> PULL
+    rank 0   PULL <──────── PUSH   rank 1      each rank binds one PULL socket, and connects to that of every
+             PUSH ────────> PULL               other rank, once
 
-A rank is lost when a connection to it, made by this rank, ends; then this rank closes the groups, which ends any
-collective that waits there. Other connections to its own port, as of a health check or a scanner, do not matter:
-messages without the key that ranks exchange at their rendezvous are dropped.
+A rank counts as lost when a connection that this rank made to it ends. Then this rank closes the groups, which ends any
+collective that waits for the lost rank. Other connections to this rank's port, as by a health check or a scanner, do no
+harm: messages without the key that the ranks exchanged at their rendezvous are dropped.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .watch import Watch, beat, inproc_pair
 
 logger = logging.getLogger(__name__)
 
-_END = b""  # in place of a message: this rank ends as it should
+_END = b""  # instead of a message: this rank ends regularly
 _LINGER_MS = 1000
-_GRACE_S = 1.0  # for a rank's last message to be read before its end counts as a loss
-_MAX_UNREAD = 1000  # messages to one rank: far more than are ever under way
-_MAX_BYTES = 1 << 30  # of a message: a stranger may announce any number
-_REASON_S = 2.0  # for the rendezvous to say why a rank has gone: it may have gone with it
+_GRACE_S = 1.0  # time to read a rank's last message, before its end counts as a loss
+_MAX_UNREAD = 1000  # messages to one rank: far more than are ever in flight
+_MAX_BYTES = 1 << 30  # of a message: a stranger may announce any size
+_REASON_S = 2.0  # wait for the rendezvous to say why a rank has gone; it may have gone with that rank
 
 
 class Mesh:
-    """One rank's end, which listens at `address`. One thread sends and closes it, one may receive."""
+    """One rank's end, which listens at `address`. One thread sends and closes it, another may receive."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Mesh:
     ) -> None:
         """Connect to all `others`, which use the same `name`, in both directions.
 
-        `grace_s`: none where the others never end by themselves. Raises `GroupFailed`.
+        `grace_s` is 0 if the others never end by themselves. Raises `GroupFailed`.
         """
         self._name, self._rendezvous, self._groups, self._grace_s = name, rendezvous, groups, grace_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -62,15 +62,15 @@ class Mesh:
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
         self._pull.maxmsgsize = _MAX_BYTES
-        self._peers: dict[zmq.Socket[bytes], tuple[str, bytes]] = {}  # names and keys of peers
+        self._peers: dict[zmq.Socket[bytes], tuple[str, bytes]] = {}  # name and key of each peer
         self._num_dropped = 0
         self.loss: str | None = None  # the name of a rank that has gone
-        self._ended = threading.Event()  # a rank has said that it ends
+        self._ended = threading.Event()  # set once some rank ends regularly
         self._bell, self._ringer = inproc_pair(self._context)
         self._watch = Watch(self._context, self._lose)
         try:
             self._connect(member, others)
-        except BaseException:  # Ctrl-C, too: a context that is freed with open sockets would wait for them for ever
+        except BaseException:  # Ctrl-C, too: a context that is freed with open sockets would wait for them forever
             self._give_back(linger=0)
             raise
         self._watch.start()
@@ -79,16 +79,16 @@ class Mesh:
             self._poller.register(socket, zmq.POLLIN)
 
     def send(self, message: bytes) -> None:
-        """Send to all and return at once. Raises `GroupFailed` if one has gone."""
+        """Send a message to all other ranks and return at once. Raises `GroupFailed` if one has gone."""
         self.check()
         for socket, (name, key) in self._peers.items():
             try:
                 socket.send_multipart([key, message], zmq.NOBLOCK)
             except zmq.Again:
-                raise GroupFailed(f"{name} takes nothing any more") from None
+                raise GroupFailed(f"{name} no longer reads its messages") from None
 
     def receive(self) -> bytes | None:
-        """Wait for the next message, without polling. Returns None when another rank, or this one, ends regularly.
+        """Wait for the next message, without polling. Returns None when this rank or another one ends regularly.
 
         Raises `GroupFailed` if a rank has gone.
         """
@@ -111,18 +111,18 @@ class Mesh:
             return
         try:
             reason = self._rendezvous.failure(_REASON_S)
-        except GroupFailed:  # the process that kept the rendezvous has gone
+        except GroupFailed:  # the process that served the rendezvous has gone
             reason = None
         raise GroupFailed(reason or f"{self.loss} has gone")
 
     def close(self, *, well: bool, receiver: threading.Thread | None = None) -> None:
-        """Tell the other ranks that this one ends; not after a failure: they notice that.
+        """Close the connections. With `well`, first tell the other ranks that this one ends; else they notice a loss.
 
-        `receiver` is the thread that receives, if that is another one: it ends first. A second call does nothing.
+        `receiver`, the thread that receives, if it is another one, is ended first. A second call does nothing.
         """
         if self._context.closed:
             return
-        known = self._ended.is_set()  # to all: the rank that ended first has told the others
+        known = self._ended.is_set()  # then all ranks know: the one that ended first has told them
         self._ended.set()
         self._watch.close()
         if receiver is not None:
@@ -130,7 +130,7 @@ class Mesh:
             receiver.join()
         if well and not known and self.loss is None:
             for socket, (_, key) in self._peers.items():
-                with contextlib.suppress(zmq.Again):  # a rank that reads no more notices the disconnection
+                with contextlib.suppress(zmq.Again):  # a rank that no longer reads notices the disconnection
                     socket.send_multipart([key, _END], zmq.NOBLOCK)
         self._give_back(linger=_LINGER_MS if well else 0)
 
@@ -160,7 +160,7 @@ class Mesh:
             logger.warning("messages to the port for %s from outside of the group are ignored", self._name)
 
     def _lose(self, name: str) -> None:
-        """Note a lost connection, unless it follows a rank's regular end, which that rank's last message reports."""
+        """Note a lost connection, unless a rank has ended regularly, as its last message would say."""
         if self._ended.wait(self._grace_s):
             return
         logger.error("%s has gone: the group ends", name)
@@ -169,19 +169,19 @@ class Mesh:
         self._ring()
 
     def _ring(self) -> None:
-        """End a waiting `receive`, and all later ones. Only the watch calls it, while there is one."""
+        """End a waiting `receive`, and all later ones. While the watch runs, only its thread may call this."""
         self._ringer.send(b"", zmq.NOBLOCK)
 
 
 _MAX_UNIX_PATH = 100
-# Never, in effect. With ZMQ's own value for never (-1), messages that arrived before a loss are dropped, and a
-# connection that cannot be made is not reported; with this one it is, and the watch ends the wait.
+# In effect never. With ZMQ's own value for never (-1), messages that arrived before a loss would be dropped, and a
+# failure to connect would not be reported. With this value it is, and the watch ends the wait.
 _NOT_SOON_MS = 3_600_000
-_CONNECT_MS = 10_000  # to a machine, and as long for its handshake
+_CONNECT_MS = 10_000  # limit for the connection to a machine, and again for its handshake
 
 
 class Addresses:
-    """The addresses of the sockets that one end binds."""
+    """The addresses of the sockets that one rank binds."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -189,7 +189,7 @@ class Addresses:
         self._num_paths = 0
 
     def bind(self, socket: zmq.Socket[Any], hosts: Iterable[str]) -> str:
-        """Bind a socket that members at `hosts` connect to, and return its address. Raises `GroupFailed`."""
+        """Bind a socket to which members at `hosts` connect. Returns its address. Raises `GroupFailed`."""
         member = self._member
         if all(host == member.host for host in hosts):
             path = self._new_path()
@@ -207,7 +207,7 @@ class Addresses:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def remove(self) -> None:
-        """Remove the sockets' files, so that a process killed later leaves none. Existing connections stay."""
+        """Remove the sockets' files, so that a process killed later leaves none. Existing connections are kept."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -220,9 +220,9 @@ class Addresses:
 
 
 def connect(socket: zmq.Socket[Any], address: str, member: Member) -> None:
-    """Connect to another member's address, without reconnecting: after a loss, messages would be missing unnoticed.
+    """Connect to another member's address. It never reconnects, because messages could be lost in between unnoticed.
 
-    Where nobody answers, `Watch.wait_connected` says so at once.
+    If nothing listens there, `Watch.wait_connected` reports that at once.
     """
     socket.reconnect_ivl = _NOT_SOON_MS
     socket.handshake_ivl = _CONNECT_MS

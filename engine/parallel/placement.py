@@ -1,9 +1,9 @@
-"""Placement of experts on ranks, and its rebalancing by the number of tokens that went to each.
+"""Placement of experts on ranks, and its rebalancing by the number of tokens that each expert got.
 
     physical expert   0 1 2 | 3 4 5 | 6 7 8          rank r has `slots` of them, from r * slots on
-    logical expert    0 1 2 | 3 4 5 | 6 7 0          busy ones have replicas; tokens take turns
+    logical expert    0 1 2 | 3 4 5 | 6 7 0          busy ones have replicas, which tokens use in turn
 
-Everything here is integers in, integers out, so that all ranks work out the same for themselves.
+All inputs and results are integers, so that every rank computes the same by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertMove:
-    """A copy of weights from one physical expert's place to another's."""
+    """A copy of weights from one physical expert to another."""
 
     source: int
     target: int
@@ -24,13 +24,13 @@ class ExpertMove:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The logical experts that each rank holds, in the order of its places; none twice."""
+    """The logical experts that each rank holds, in the order of its slots. No rank holds one twice."""
 
     held: tuple[tuple[int, ...], ...]
 
     @classmethod
     def initial(cls, num_experts: int, num_redundant: int, num_ranks: int) -> ExpertPlacement:
-        """Place experts in order, and the first `num_redundant` again at the end. `num_ranks` must divide the sum."""
+        """Place experts in order, and the first `num_redundant` again at the end. `num_ranks` must divide the total."""
         slots, rest = divmod(num_experts + num_redundant, num_ranks)
         assert not rest, f"{num_experts} + {num_redundant} experts do not divide by {num_ranks}"
         assert slots <= num_experts, "more replicas than ranks"
@@ -51,7 +51,7 @@ class ExpertPlacement:
 
     @property
     def most_replicas(self) -> int:
-        """The most replicas that one expert can have: one on each rank, and every other expert has a place."""
+        """The most replicas that one expert can have: at most one on each rank, as every other expert needs a place."""
         return min(self.num_ranks, 1 + self.num_ranks * self.slots - self.num_experts)
 
     def places(self, rank: int) -> range:
@@ -71,15 +71,15 @@ class ExpertPlacement:
         return [sum(loads[expert] / len(replicas[expert]) for expert in rank) for rank in self.held]
 
     def imbalance(self, loads: Sequence[int]) -> float:
-        """Return the load of the busiest rank over the mean, 1 at best: all wait for the busiest. 0 without loads."""
+        """Return the load of the busiest rank over the mean; 1 is best: all wait for the busiest. 0 without loads."""
         of_ranks = self.rank_loads(loads)
         return max(of_ranks) * self.num_ranks / sum(of_ranks) if any(loads) else 0.0
 
     def balanced(self, loads: Sequence[int]) -> ExpertPlacement:
-        """Return a placement under which these loads would be nearly equal, with few experts moved.
+        """Return a placement under which these loads would be almost balanced, with few experts moved.
 
-        Greedy: the busiest expert gets another replica until all places are taken; then the busiest replica goes to the
-        rank with the least to do.
+        Greedy: the busiest expert gets another replica until all places are taken; then each replica, the busiest
+        first, goes to the rank with the lowest load.
         """
         counts = self._count_replicas(loads)
         bins = self._pack(loads, counts)
@@ -99,7 +99,7 @@ class ExpertPlacement:
         return counts
 
     def _pack(self, loads: Sequence[int], counts: Sequence[int]) -> list[set[int]]:
-        """Assign experts to ranks. Where every free rank has an expert already, it gets another that it lacks."""
+        """Assign experts to ranks. If all ranks with room have the expert already, one gets another that it lacks."""
         share = [load / count for load, count in zip(loads, counts, strict=True)]
         order = sorted(range(self.num_experts), key=lambda expert: (-share[expert], expert))
         bins: list[set[int]] = [set() for _ in self.held]
@@ -114,7 +114,7 @@ class ExpertPlacement:
         return bins
 
     def _in_old_places(self, bins: list[set[int]]) -> list[tuple[int, ...]]:
-        """Give each rank the bin that shares the most experts with it, and keep those in their places."""
+        """Give each rank the bin with which it shares most experts, and keep these in their places."""
         chosen: dict[int, set[int]] = {}
         overlaps = sorted(
             (-len(its.intersection(old)), rank, number)
@@ -133,7 +133,7 @@ class ExpertPlacement:
         return held
 
     def moves_to(self, target: ExpertPlacement) -> list[ExpertMove]:
-        """Return the copies that lead to another placement, by target; sources take turns."""
+        """Return the copies that lead to the placement `target`, ordered by target. Replicas are sources in turn."""
         replicas = self.replicas()
         moves = []
         for rank, (old, new) in enumerate(zip(self.held, target.held, strict=True)):

@@ -4,8 +4,8 @@
                                             ├──Mesh──> follow_plans: another rank's runner
                                             └──Mesh──> ...
 
-A plan is sent as it is: it carries differences only. Nothing comes back. Sampled tokens are equal on all ranks, and a
-rank that does not keep up is waited for in the next step's first collective.
+A plan is sent as it is, since it has differences only. Nothing comes back: sampled tokens are equal on all ranks, and
+for a rank that is slower, the others wait in the next step's first collective.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class PlanSender:
 
     @property
     def loss(self) -> str | None:
-        """The name of a follower that has gone; None while all are there."""
+        """The name of a follower that has gone; None while none has."""
         return self._mesh.loss
 
     def send(self, plan: StepPlan) -> None:
-        """Send a plan without waiting. Raises `GroupFailed` where a follower has gone."""
+        """Send a plan without waiting. Raises `GroupFailed` if a follower has gone."""
         self._mesh.send(self._encode(plan))
 
     def check(self) -> None:
-        """Raise `GroupFailed` where a follower has gone."""
+        """Raise `GroupFailed` if a follower has gone."""
         self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
-        """Tell the followers that there are no more plans; not after a failure: they notice that."""
+        """Close the connections. With `well`, first tell the followers that this rank ends; else they notice a loss."""
         self._mesh.close(well=well)
 
 
@@ -70,12 +70,12 @@ class PlanReceiver:
             raise GroupFailed(f"rank {self._leader} sent what is no plan: {error}") from error
 
     def close(self) -> None:
-        """Close the connection; the leader notes a loss if it has not ended yet."""
+        """Close the connection. If the leader has not ended yet, it notices a loss."""
         self._mesh.close(well=False)
 
 
 class LeadingRunner:
-    """The runner of the rank that schedules, whose followers run the same steps. Implements `core.step.Runner`."""
+    """The runner of the rank that schedules; followers run the same steps. Implements `core.step.Runner`."""
 
     def __init__(self, runner: Runner, sender: PlanSender) -> None:
         self._runner = runner
@@ -96,7 +96,7 @@ class _LeadingStep:
         self._sender = sender
 
     def result(self) -> StepResult:
-        """Return the result. Raises `GroupFailed` if a follower went during the step: the result means nothing then."""
+        """Return the result. Raises `GroupFailed` if a follower has gone meanwhile: then the result is meaningless."""
         try:
             result = self._step.result()
         except RuntimeError as error:
@@ -106,7 +106,7 @@ class _LeadingStep:
 
 
 def _cause(sender: PlanSender, error: RuntimeError) -> RuntimeError:
-    """Return the cause of a failed collective: the watch notices a lost rank a moment after the collective fails."""
+    """Return the cause of a failed collective. The watch notices a lost rank slightly later than the collective."""
     deadline = time.monotonic() + 1.0
     while sender.loss is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -118,7 +118,7 @@ def _cause(sender: PlanSender, error: RuntimeError) -> RuntimeError:
 
 
 def follow_plans(runner: Runner, receiver: PlanReceiver, *, depth: int) -> None:
-    """Run plans until there are no more, at most `depth` steps ahead of the finished ones."""
+    """Run plans until there are no more, at most `depth` steps ahead of the last finished one."""
     pending: deque[PendingStep] = deque()
     while (plan := receiver.receive()) is not None:
         pending.append(runner.launch(plan))

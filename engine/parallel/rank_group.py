@@ -1,11 +1,11 @@
-"""A member's connections to its group: the rendezvous, the collectives, the transport of plans, and wakes.
+"""A member's connections to its group: the rendezvous, the collectives, the transport of plans, and wake-ups.
 
-A data-parallel rank that gets work wakes the others, over a mesh of the ranks that schedule:
+A data-parallel rank that gets work wakes the others, through a mesh of the ranks that schedule:
 
     dp 0 ── wave 7 ──> dp 1, dp 2, ...
 
-When a rank goes, the groups are closed, so that no other waits for it. What a GPU has computed from then on means
-nothing, and is not handed out (`WatchedRunner`).
+When a rank is lost, the groups are closed, so that no other rank waits for it. Results that a GPU computes from then on
+are meaningless, and are not returned (`WatchedRunner`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .mesh import Mesh
 from .plans import LeadingRunner, PlanReceiver, PlanSender, follow_plans
 from .rendezvous import RendezvousClient
 
-_PATIENCE_S = 2.0  # for the reason of a failure to arrive, behind the failure
+_PATIENCE_S = 2.0  # how long after a failure its reason may arrive
 
 logger = logging.getLogger(__name__)
 _WAVE = struct.Struct("<q")
 
 
 class RankGroup:
-    """One member's connections to its group, from start to end. For a member by itself all of this does nothing.
+    """One member's connections to its group, from start to end. For a member by itself, all methods do nothing.
 
-    `groups`, `dp_wake`, `sender` and `receiver` are the connections of this rank's part in the group; see `join`.
+    `groups`, `dp_wake`, `sender` and `receiver` are those connections that this rank's role needs; see `join`.
     """
 
     def __init__(
         self, member: Member, spread: ExpertSpread | None = None, *, timeout_s: float, peer_memory: bool = True
     ) -> None:
-        """`spread`: how experts lie on all ranks, if they do. `timeout_s` and `peer_memory`: see `connect_groups`.
+        """`spread`: how experts are spread over all ranks, if they are. For the others see `connect_groups`.
 
-        Raises `GroupFailed` where the group has no rendezvous.
+        Raises `GroupFailed` if the group has no rendezvous.
         """
         self._member = member
         self._timeout_s = timeout_s
@@ -80,7 +80,7 @@ class RankGroup:
             self.sender = PlanSender(self._member, self.rendezvous, self.groups)
 
     def lockstep(self, *, review_experts_every: int) -> Lockstep | None:
-        """Return the lockstep of this rank, which schedules, with the others; None where experts are not spread."""
+        """Return the lockstep of this rank, which schedules, with the others; None if experts are not spread."""
         dp, dp_wake = self.groups.dp, self.dp_wake
         if self.groups.spread is None:
             return None
@@ -91,19 +91,19 @@ class RankGroup:
         return lockstep
 
     def leading(self, runner: Runner) -> Runner:
-        """Return `runner` extended to the ranks that follow. Its results raise once a rank of the group has gone."""
+        """Return a runner that also runs steps on the ranks that follow. Its results raise once a rank has gone."""
         if self.sender is not None:
             runner = LeadingRunner(runner, self.sender)
         return runner if self.dp_wake is None else WatchedRunner(runner, self.dp_wake)
 
     def follow(self, runner: Runner, *, depth: int) -> None:
-        """Run the steps of the rank that schedules until it ends. Raises `GroupFailed` if it fails."""
+        """Run the steps of the rank that schedules, until it ends. Raises `GroupFailed` if it fails."""
         assert self.receiver is not None, "only a rank that does not schedule follows"
         follow_plans(runner, self.receiver, depth=depth)
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """Report a failure in the context, Ctrl-C included, to the other members; raise theirs if it came first."""
+        """Report a failure in the context, even Ctrl-C, to the other members. If theirs came first, raise that."""
         try:
             yield
         except BaseException as error:
@@ -114,9 +114,9 @@ class RankGroup:
             raise GroupFailed(cause) from error
 
     def close(self, *, well: bool = True) -> None:
-        """Close the connections, and on the rank that schedules the whole group. A second call does nothing.
+        """Close the connections; on the rank that schedules, this ends the whole group. A second call does nothing.
 
-        With `well=False` the others learn that this rank is lost, and stop waiting for it.
+        With `well=False`, the others learn that this rank is lost, and stop waiting for it.
         """
         if self.sender is not None:
             self.sender.close(well=well)
@@ -128,7 +128,7 @@ class RankGroup:
         self.sender = self.receiver = self.dp_wake = None
 
     def _report_failure(self, error: BaseException) -> str | None:
-        """Report a failure. Returns the one elsewhere that caused it; None if this one came first."""
+        """Report a failure. Returns the failure of another rank that caused it; None if this one came first."""
         if self.rendezvous is None:
             return None
         try:
@@ -139,17 +139,17 @@ class RankGroup:
             failure = self.rendezvous.failure()
             if failure is None:
                 self.rendezvous.fail(str(error) or repr(error))
-        except GroupFailed as lost:  # the rendezvous has gone, and its owner with it
+        except GroupFailed as lost:  # the rendezvous has gone, with the process that served it
             return str(lost)
         return failure
 
 
 def _wake_nobody(wave: int) -> None:
-    """Do nothing: there is one data-parallel rank."""
+    """Do nothing: there is only one data-parallel rank."""
 
 
 class DPWake:
-    """One rank's end. `wake_others` is for one thread; wakes arrive on a thread of its own."""
+    """One rank's end. One thread may call `wake_others`; wake-ups arrive on a thread of this object."""
 
     def __init__(self, member: Member, rendezvous: RendezvousClient, groups: ParallelGroups) -> None:
         """Connect to all other ranks. Raises `GroupFailed`."""
@@ -163,7 +163,7 @@ class DPWake:
         self._thread.start()
 
     def wake_others(self, wave: int) -> None:
-        """Send a wake and return at once. Raises `GroupFailed` if a rank has gone."""
+        """Send a wake-up and return at once. Raises `GroupFailed` if a rank has gone."""
         self._mesh.send(_WAVE.pack(wave))
 
     def check(self) -> None:
@@ -171,7 +171,7 @@ class DPWake:
         self._mesh.check()
 
     def close(self, *, well: bool = True) -> None:
-        """Tell the other ranks that this one ends; not after a failure: they notice that. Later calls do nothing."""
+        """Close the connections; see `Mesh.close`. Later calls do nothing."""
         self._mesh.close(well=well, receiver=self._thread)
 
     def _run(self, on_wake: Callable[[int], None]) -> None:
@@ -180,13 +180,13 @@ class DPWake:
                 if len(message) == _WAVE.size:
                     on_wake(*_WAVE.unpack(message))
                 else:
-                    logger.warning("%d bytes that are no wave were dropped", len(message))
+                    logger.warning("a wake-up of %d bytes, which is not a wave's number, was dropped", len(message))
 
 
 class WatchedRunner:
     """A runner whose results raise once another data-parallel rank has gone. Implements `core.step.Runner`.
 
-    Closing the groups ends a step that waited for that rank, but its result means nothing.
+    When the groups are closed, a step that waited for the lost rank ends, but its result is meaningless.
     """
 
     def __init__(self, runner: Runner, dp_wake: DPWake) -> None:
@@ -203,7 +203,7 @@ class _WatchedStep:
         self._dp_wake = dp_wake
 
     def result(self) -> StepResult:
-        """Return the step's result. Raises `GroupFailed` if a rank went during the step."""
+        """Return the step's result. Raises `GroupFailed` if a rank has gone meanwhile."""
         result = self._step.result()
         self._dp_wake.check()
         return result

@@ -1,7 +1,7 @@
-"""The rendezvous of a group: members exchange addresses there, and the reason why one of them failed.
+"""The rendezvous of a group: a store in which members exchange addresses, and the reason if one of them fails.
 
-Addresses are exchanged under names; a failure is written down for the others, who see it while they wait. What is kept
-here is neither encrypted nor guarded: it belongs on a network that the cluster has to itself, as do the collectives.
+Addresses are stored under names. A failure is stored for the other members, who check for it while they wait. The store
+is neither encrypted nor protected: like the collectives, it must be on a network that only the cluster uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Rendezvous:
-    """The server side, kept open by one process of the group, or by the process that starts it."""
+    """The server, run by one process of the group, or by the process that starts the group."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         """Listen on a free port of `host`."""
@@ -35,7 +35,7 @@ class Rendezvous:
         self.address = endpoint(host, self._store.port)
 
     def fail(self, rank: int, reason: str) -> None:
-        """Tell waiting members that member `rank` does not come."""
+        """Tell waiting members that member `rank` will not come."""
         _write_failure(self._store, rank, reason)
 
 
@@ -46,14 +46,14 @@ class RendezvousClient:
     """
 
     def __init__(self, address: str, rank: int, *, timeout_s: float) -> None:
-        """Connect. `timeout_s` is for values that others put; the rendezvous itself answers at once, or is lost."""
+        """Connect. `timeout_s` limits the wait for other members' values; the rendezvous itself must answer at once."""
         try:
             host, port = split_endpoint(address)
         except ValueError as error:
             raise GroupFailed(f"rendezvous: {error}") from None
         self.rank = rank
         self._timeout_s = timeout_s
-        self._silent = ""  # the reason why it is no longer asked
+        self._silent = ""  # why the rendezvous is no longer asked
         patience_s = min(timeout_s, ANSWER_S)
 
         def connect() -> dist.TCPStore:
@@ -71,7 +71,7 @@ class RendezvousClient:
         self._ask(lambda: self._store.set(name, value))
 
     def get(self, name: str) -> str:
-        """Wait for a value that a member puts there. Raises `GroupFailed` where a member fails, or none puts it."""
+        """Wait for a value that a member puts there. Raises `GroupFailed` if a member fails, or none puts it."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             self.check()
@@ -82,9 +82,9 @@ class RendezvousClient:
             time.sleep(_POLL_S)
 
     def run_watched(self, work: Callable[[], T]) -> T:
-        """Run `work`, which waits for other members inside torch, and give it up if one of them fails.
+        """Run `work`, which waits for other members within torch, and abandon it if one of them fails.
 
-        It runs on another thread. Raises `GroupFailed`, and any error of `work`.
+        `work` runs on another thread. Raises `GroupFailed`, and any error of `work`.
         """
         given = _begun(work)
         while not wait([given], _LOOK_S).done:
@@ -96,7 +96,7 @@ class RendezvousClient:
         self._ask(lambda: _write_failure(self._store, self.rank, reason))
 
     def failure(self, patience_s: float | None = None) -> str | None:
-        """Return the first failed member with its reason, or None. `patience_s` is `ANSWER_S` by default."""
+        """Return the first member that failed, with its reason, or None. `patience_s`: by default `ANSWER_S`."""
         return self._ask(lambda: self._read(_FAILURE), patience_s)
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class RendezvousClient:
         return self._store.get(name).decode() if self._store.check([name]) else None
 
     def _ask(self, question: Callable[[], T], patience_s: float | None = None) -> T:
-        """Return the answer in time: torch itself would wait for as long as the connection seems to stand."""
+        """Return the answer, or raise in time: torch would wait as long as the connection seems to exist."""
         patience_s = patience_s or ANSWER_S
         if self._silent:
             raise GroupFailed(self._silent)
@@ -122,7 +122,7 @@ class RendezvousClient:
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:
-    """Start `work` on a thread of its own, which is abandoned if it never returns."""
+    """Start `work` on its own thread, which is abandoned if it never returns."""
     given: Future[T] = Future()
 
     def run() -> None:

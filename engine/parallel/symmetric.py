@@ -1,4 +1,4 @@
-"""Collectives by writing into each other's memory, in a group of GPUs of one machine."""
+"""Collectives through peer memory, in a group of GPUs of one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SymmetricGroup(Group):
-    """A group that uses peer memory where that is faster (see `kernels.p2p`), and its own collectives elsewhere."""
+    """A group that uses peer memory where that is faster (see `kernels.p2p`), and its own collectives otherwise."""
 
     def __init__(self, group: Group, memory: PeerMemory) -> None:
         self.rank, self.size = group.rank, group.size
@@ -50,7 +50,7 @@ class SymmetricGroup(Group):
         p2p.warm_up(self.memory, dtype)
 
     def stub(self, rank: int) -> Group:
-        """Return a stub whose peer-memory kernels are launched, and so recorded with those of the layers."""
+        """Return a stub that launches the peer-memory kernels, so that they are recorded with those of the layers."""
         memory = PeerMemory.without_peers(rank, self.size, self.memory.ended.device)
         return SymmetricGroup(self._group.stub(rank), memory)
 
@@ -63,9 +63,9 @@ class SymmetricGroup(Group):
 
 
 def with_peer_memory(name: str, group: Group, rendezvous: RendezvousClient, device: torch.device) -> Group:
-    """Return `group` with peer memory, or `group` itself, with a line in the log, where members cannot reach it.
+    """Return `group` with peer memory; or, if members cannot access it, log that and return `group` itself.
 
-    All members call it. Raises `GroupFailed` if one of them does not.
+    All members must call it. Raises `GroupFailed` if one of them does not.
     """
     exchanges = 0
 
@@ -79,6 +79,6 @@ def with_peer_memory(name: str, group: Group, rendezvous: RendezvousClient, devi
         memory = PeerMemory.share(group.rank, group.size, device, exchange)
     except PeerAccessError as reason:
         log = logger.warning if group.rank == 0 else logger.debug
-        log("what group %s sums and exchanges goes over NCCL, and takes longer where it is small: %s", name, reason)
+        log("group %s uses NCCL instead of peer memory, which takes longer for small tensors: %s", name, reason)
         return group
     return SymmetricGroup(group, memory)

@@ -1,4 +1,4 @@
-"""Liveness of other ranks: by a socket that is connected to each, and between machines by heartbeats."""
+"""Liveness of other ranks: a socket is connected to each; heartbeats detect lost machines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .groups import CollectiveFailed, GroupFailed
 
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 _LOOK_MS = 50
-_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # the connecting end tries once
+_ENDS = (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED)  # a retry means failure: the connecting end tries once
 
 
 class Watch:
     """Reports, once, that the other end of one of several sockets has gone.
 
-    Only sockets that connect can be watched: of a bound socket, libzmq does not report which connection has ended, and
+    Only sockets that connect can be watched. For a bound socket, libzmq does not report which connection has ended, and
     any process may connect to it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], on_loss: Callable[[str], None]) -> None:
-        """Watch no socket yet. `on_loss` is called on a thread of this watch, with the name of the lost end."""
+        """Watch no socket yet. `on_loss` is called with the name of the lost end, on this watch's thread."""
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._on_loss = on_loss
         self._bell, self._ringer = inproc_pair(context)
@@ -40,7 +40,7 @@ class Watch:
     def wait_connected(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait for all connections, before `start`. `check` raises if waiting is pointless. Raises `GroupFailed`.
 
-        A rank that does not answer may have failed itself, and be about to report the reason.
+        `CollectiveFailed` means that another rank may report the reason: one that does not answer may have failed.
         """
         deadline = time.monotonic() + timeout_s
         missing = dict(self._monitors)
@@ -61,7 +61,7 @@ class Watch:
 
     def close(self) -> None:
         """End the thread. The sockets' context closes them afterwards."""
-        with contextlib.suppress(zmq.Again):  # no receiver: the thread has ended, or never began
+        with contextlib.suppress(zmq.Again):  # no receiver: the thread has ended, or was never started
             self._ringer.send(b"", zmq.NOBLOCK)
         if self._thread.is_alive():
             self._thread.join()
@@ -95,13 +95,13 @@ def _no_member(name: str, address: str) -> CollectiveFailed:
 
 
 def beat(socket: zmq.Socket[Any]) -> None:
-    """Send heartbeats: a machine that is lost closes no connection."""
+    """Send heartbeats, because a lost machine closes no connection."""
     socket.heartbeat_ivl = _HEARTBEAT_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
 def inproc_pair(context: zmq.Context[Any]) -> Sequence[zmq.Socket[bytes]]:
-    """Return two connected sockets, the second of which may be used by another thread."""
+    """Return two connected sockets. The second one may be used by another thread."""
     ends = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     address = f"inproc://{id(ends[0])}"
     ends[0].bind(address)

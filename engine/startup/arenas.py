@@ -1,17 +1,17 @@
 """The sizes of arenas: how the memory for blocks is divided between cache groups. No torch.
 
-    full load     max_num_seqs sequences of full length, one of which is being read
+    full load     max_num_seqs sequences of full length, one of which is in prefill
 
     group         blocks at full load
     full, latent  all blocks of every sequence
-    window        all blocks of the one that is read, of the others those that a window can span
-    state         slots of every sequence: two while it runs, and checkpoints, one for each CHECKPOINT_SPACING tokens
+    window        all blocks of the sequence in prefill; of the others, those that a window can span
+    state         slots for every sequence: two while it runs, and checkpoints, one for each CHECKPOINT_SPACING tokens
 
-Each arena holds one sequence of full length at least. What is left is divided without knowing how long sequences will
-be: those of 1000 tokens fill windows, those of 100 000 fill full layers. So each group gets memory in the proportion of
-the most that it would hold if all sequences were of one length, the length that suits it best, and as many of them as
-fit. Whatever length they have, as many run at once as in the best division for that length, times the share that all
-groups' most are of the memory.
+Each arena holds at least one sequence of full length. The rest is divided without knowing the lengths of sequences:
+those of 1000 tokens fill windows, those of 100 000 fill full layers. A group's *maximum* is the most memory that it
+would hold if all sequences had the same length, the one for which it needs most, and as many ran as fit. Each group
+gets memory in proportion to its maximum. Then for any length, the number of sequences that run at once is at least that
+of the best division for this length, times memory / sum of all maxima.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout, draft
 from ..core.speculation.config import SpeculativeConfig
 from ..hf_config.model_config import ModelConfig
 
-CHECKPOINT_SPACING = 4096  # tokens: states are large, and what comes behind the last of few is soon computed again
+CHECKPOINT_SPACING = 4096  # tokens: states are large, and tokens after the last checkpoint are soon computed again
 LEAST_SLOTS = 3  # of states: one that is read, one that is written, one that a step in flight still uses
-_SPARE_BLOCKS = 3  # of each sequence, beside whole blocks of its window: begun at either end, and given back in a step
+_SPARE_BLOCKS = 3  # of each sequence, beside the whole blocks in its window: partial ones at its ends, one not yet back
 _RUNNING_SLOTS = 2  # of each sequence: the one that it writes, and one that a step in flight still reads
 
 
@@ -39,27 +39,27 @@ class ArenaNeeds(abc.ABC):
 
     @abc.abstractmethod
     def least(self, num_tokens: int) -> int:
-        """Return the fewest blocks with which a sequence of so many tokens can be read."""
+        """Return the fewest blocks with which a sequence of `num_tokens` can be read."""
 
     @abc.abstractmethod
     def while_running(self, num_tokens: int) -> int:
-        """Return how many blocks a request of so many tokens holds, or may keep, once its prompt has been read."""
+        """Return how many blocks a request of `num_tokens` holds, or may keep, once its prompt has been read."""
 
     @abc.abstractmethod
     def at_full_load(self, max_num_seqs: int, max_model_len: int) -> int:
-        """Return how many blocks the group can hold at most, and use."""
+        """Return the most blocks that the group can use."""
 
     @abc.abstractmethod
     def longest_sequence(self, num_blocks: int) -> float:
-        """Return the tokens of the longest sequence that so many blocks hold."""
+        """Return the tokens of the longest sequence that `num_blocks` hold."""
 
     @abc.abstractmethod
     def requests_at_once(self, num_blocks: int, num_tokens: int) -> int:
-        """Return how many requests of `num_tokens` each can run at once with so many blocks, one of them being read."""
+        """Return how many requests of `num_tokens` each can run at once with `num_blocks`, one of them in prefill."""
 
 
 class BlockNeeds(ArenaNeeds):
-    """Blocks of all tokens, or of those in a window once the prompt has been read."""
+    """Blocks of all tokens; or, with a window, of the tokens in it once the prompt has been read."""
 
     def __init__(self, group: GroupLayout) -> None:
         super().__init__(group)
@@ -88,7 +88,7 @@ class BlockNeeds(ArenaNeeds):
 
 
 class StateNeeds(ArenaNeeds):
-    """Slots of states, as many for one token as for all of them, and checkpoints."""
+    """Slots of states: a fixed number for each sequence, and checkpoints."""
 
     def least(self, num_tokens: int) -> int:
         return LEAST_SLOTS
@@ -111,7 +111,7 @@ def needs_of(group: GroupLayout) -> ArenaNeeds:
 
 
 def arenas_of(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
-    """Return `num_blocks` for each group, and for one that keeps less no more than full load needs."""
+    """Return `num_blocks` for each group that keeps all tokens, and for others no more than full load needs."""
     return [
         num_blocks
         if isinstance(needs, BlockNeeds) and needs.keeps_all
@@ -124,12 +124,12 @@ class EngineCaches(NamedTuple):
     """The cache groups of a model and of its draft model, in one engine."""
 
     layout: CacheLayout
-    of_model: tuple[int, ...]  # its groups, in its own order
+    of_model: tuple[int, ...]  # numbers of the model's groups, in its own order
     of_draft_model: tuple[int, ...]
 
 
 def engine_caches(model: ModelConfig) -> EngineCaches:
-    """Return all that an engine keeps of a sequence: the model's groups, and its draft model's beside their like."""
+    """Return the cache groups of an engine: the model's and its draft model's, ordered by kind."""
     own = model.caches.groups
     groups = own if model.draft_model is None else (*own, *model.draft_model.caches.groups)
     order = sorted(range(len(groups)), key=lambda number: groups[number].rank)
@@ -141,26 +141,26 @@ def engine_caches(model: ModelConfig) -> EngineCaches:
 def draft_bytes(
     model: ModelConfig, speculation: SpeculativeConfig | None, max_num_seqs: int, tensor_parallel_size: int
 ) -> int:
-    """Return the bytes in which a rank keeps what its layers with states read of drafts; 0 without such layers."""
+    """Return the bytes in which a rank keeps its state layers' inputs of drafts; 0 without such layers."""
     places = max_num_seqs * draft_places(0 if speculation is None else speculation.num_speculative_tokens)
     return sum(places * layout.of_rank(0, tensor_parallel_size).block_bytes for layout in model.draft_inputs.values())
 
 
 def longest_sequence(caches: CacheLayout, arenas: Sequence[int]) -> int:
-    """Return the tokens of the longest sequence that all arenas hold; 0 where one of them holds none."""
+    """Return the tokens of the longest sequence that all arenas hold; 0 if one of them holds none."""
     pairs = zip(caches.groups, arenas, strict=True)
     return int(min(needs_of(group).longest_sequence(num_blocks) for group, num_blocks in pairs))
 
 
 def least_bytes(caches: CacheLayout, num_tokens: int) -> int:
-    """Return the bytes of arenas that hold one sequence of so many tokens."""
+    """Return the bytes of arenas that hold one sequence of `num_tokens`."""
     return sum(needs.least(num_tokens) * needs.block_bytes for needs in map(needs_of, caches.groups))
 
 
 def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
-    """Return the blocks of each group's arena that fit into `num_bytes` together, as many as full load needs at most.
+    """Return the blocks of each group's arena: as many as fit into `num_bytes` together, at most those of full load.
 
-    Where they do not hold one sequence of `max_model_len`, all arenas hold the same shorter one.
+    If the memory cannot hold one sequence of `max_model_len`, all arenas hold the same shorter one.
     """
     groups = [needs_of(group) for group in caches.groups]
     left = num_bytes - least_bytes(caches, max_model_len)
@@ -178,7 +178,7 @@ def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_mo
 
 
 def _most_bytes(groups: Sequence[ArenaNeeds], num_bytes: int, max_num_seqs: int, max_model_len: int) -> list[int]:
-    """Return the most that each group would hold, of any length of sequences, of which as many run as fit."""
+    """Return each group's maximum (see the module), over all lengths of sequences, with as many as fit."""
     most = [0] * len(groups)
     lengths = [1 << bits for bits in range(BLOCK_SIZE.bit_length() - 1, max_model_len.bit_length())]
     for length in (*lengths, max_model_len):
@@ -189,7 +189,7 @@ def _most_bytes(groups: Sequence[ArenaNeeds], num_bytes: int, max_num_seqs: int,
 
 
 def _divide(num_bytes: int, limits: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """Return shares of `num_bytes` in the proportion of the weights, none above its limit."""
+    """Return shares of `num_bytes` in proportion to the weights, none above its limit."""
     shares = list(limits)
     open_to_more = set(range(len(limits)))
     while open_to_more:

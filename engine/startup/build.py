@@ -45,7 +45,7 @@ class Engine:
     num_blocks: int
     startup_s: dict[str, float]  # seconds by phase, in order
     grammars: XGrammarBackend | None  # None: the engine has no tokenizer
-    close: Callable[[], None]  # leaves the group and ends the grammar compiler
+    close: Callable[[], None]  # leaves the group, and ends the process that compiles grammars
 
 
 def build_engine(
@@ -55,15 +55,15 @@ def build_engine(
     *,
     open_tiers: Callable[[CacheRegion], KVTiers] | None = None,
 ) -> Engine:
-    """Load the model, allocate its KV blocks and run every kind of step once, so that no request is the first.
+    """Load the model, allocate its KV blocks and run every kind of step once, so that no request has to wait for that.
 
     `connect` and `open_tiers` are called on this thread, before the first step, with the memory of the KV blocks. The
-    first returns what transfers blocks between engines: without it, blocks are neither offered nor received. The second
-    returns what stores evicted blocks: without it, they are forgotten. Of a tensor-parallel group, `member` is the rank
-    that schedules; the other ranks run `follow`.
+    first returns the connector that transfers blocks between engines: without it, blocks are neither offered nor
+    received. The second returns the tiers that store copies of blocks: without it, evicted blocks are lost. In a
+    tensor-parallel group, `member` is the rank that schedules; the other ranks run `follow`.
 
-    Raises `InvalidEngineConfig` where the machine cannot serve the arguments, `ModelError` for a checkpoint that this
-    version cannot load, `GroupFailed` where another member of the group does not come or fails.
+    Raises `InvalidEngineConfig` if the machine cannot serve the arguments, `ModelError` for a checkpoint that this
+    version cannot load, `GroupFailed` if another member of the group does not arrive, or fails.
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
     phases = Phases()
@@ -85,7 +85,7 @@ def build_engine(
             grammars=grammars,
             drafting=make_drafting(loaded.core_config.speculation, loaded.device_type),
         )
-    ends = ExitStack()  # in the opposite order
+    ends = ExitStack()  # runs in the opposite order
     if grammars is not None:
         ends.callback(grammars.close)
     ends.callback(loaded.close)
@@ -108,8 +108,8 @@ def build_engine(
 def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion], object] | None = None) -> None:
     """Run the steps that the scheduling rank of a tensor-parallel group sends, until the group ends.
 
-    `connect` gets the memory of this rank's part of the KV blocks; what it returns is kept alive meanwhile. Raises what
-    `build_engine` raises, and `GroupFailed` where the group ends before its time.
+    `connect` gets the memory of this rank's part of the KV blocks; its result is kept alive until then. Raises what
+    `build_engine` raises, and `GroupFailed` if the group ends too early.
     """
     assert member.tp_rank > 0, "the rank that schedules is built"
     phases = Phases()
@@ -126,7 +126,7 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion]
 
 
 def _grammars(config: EngineConfig, core_config: EngineCoreConfig) -> XGrammarBackend | None:
-    """Return the compiler of structured outputs; None without a tokenizer, since grammars are about text."""
+    """Return the compiler of structured outputs; None without a tokenizer, since grammars describe text."""
     if config.skip_tokenizer_init:
         return None
     folder = config.tokenizer or config.model
@@ -153,10 +153,10 @@ def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
 
 @contextmanager
 def _start_up_frozen() -> Iterator[None]:
-    """Keep the garbage collector away from what exists when an engine is ready.
+    """Exempt the objects that exist when an engine is ready from garbage collection, within the context.
 
-    That is some 300 000 objects, of libraries mostly: a full collection takes 0.15 s to look through them, while steps
-    wait. Where a process has frozen objects already, nothing is done.
+    There are about 300 000, mostly of libraries: a full collection would take 0.15 s to look through them, while steps
+    wait. Does nothing if the process has frozen objects already.
     """
     if gc.get_freeze_count():
         yield
@@ -171,7 +171,7 @@ def _start_up_frozen() -> Iterator[None]:
 
 @contextmanager
 def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Iterator[LoadedMember]:
-    """Load this rank's part of the model. A failure in here or in the `with` block is reported to the other ranks.
+    """Load this rank's part of the model. A failure here or in the `with` block is reported to the other ranks.
 
     Raises what `build_engine` raises.
     """
@@ -180,7 +180,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
         model_config = read_model_config(config)
     with _kernel_compiler(config, member, phases) as compiler:
         with phases("imports"):
-            # Here rather than at the top: torch loads with it, and a process that only names `Engine` needs no torch.
+            # Not at the top, because these load torch, and a process that only names `Engine` needs no torch.
             from ..parallel.rank_group import RankGroup
             from .device import DeviceContext, device_for
             from .load import load_member
@@ -212,8 +212,8 @@ def _require_group_size(config: EngineConfig, member: Member) -> None:
 
 @contextmanager
 def _kernel_compiler(config: EngineConfig, member: Member, phases: Phases) -> Iterator[Compiler | None]:
-    """Start processes that compile GPU kernels; they import torch while this one does. None on a CPU, and on all ranks
-    of a machine but its first, which compiles for all.
+    """Start processes that compile GPU kernels; they import torch while this one does. Yields None on a CPU, and on all
+    ranks of a machine but the first, which compiles for all.
     """
     with phases("imports"):
         compiler = None if config.device == "cpu" or member.local_rank > 0 else start_compiler()

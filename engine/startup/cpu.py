@@ -49,7 +49,7 @@ class CpuStartup:
         try:
             native.prepare()
         except native.NativeBuildError as error:
-            logger.warning("no compiled kernels, so an engine many times slower: %s", error)
+            logger.warning("the CPU kernels cannot be compiled, so the engine is many times slower: %s", error)
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
         model, self._draft_model = load_models(model_config, self._context.device, self._context.groups)
@@ -81,7 +81,7 @@ class CpuStartup:
             drafts=allocate_drafts(self.allocate, model_config, limits, member.tp_rank, member.tensor_parallel_size),
             draft_model=self._draft_model,
         )
-        if self._context.groups == ALL_ALONE:  # ranks that wait for each other within a step are not recorded
+        if self._context.groups == ALL_ALONE:  # no recording if ranks wait for each other within a step
             runner.capture()
         warm_up(runner, limits, min(group.num_blocks for group in core_config.groups), len(arenas))
         return runner

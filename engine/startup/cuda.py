@@ -35,7 +35,7 @@ from .kv_cache import allocate_arenas, allocate_drafts, gpu_budget, size_kv_cach
 from .phases import Phases
 from .step_sizes import StepSizes
 
-_HOST_THREADS = 4  # of a CPU op: these ops are small, and more threads would only wait for each other
+_HOST_THREADS = 4  # for an op on the CPU: such ops are small here, and more threads would only wait for each other
 
 
 class CudaStartup:
@@ -49,7 +49,7 @@ class CudaStartup:
         phases: Phases,
         compiler: Compiler | None,
     ) -> None:
-        """`compiler` compiles kernels ahead of their first launch; it is closed when it has."""
+        """`compiler` compiles kernels before they are launched; it is closed when it has compiled all."""
         self._config = config
         self._steps = steps
         self._context = context
@@ -62,7 +62,7 @@ class CudaStartup:
         self._late_before = 0
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
-        """Set the number of CPU threads, and record the kernels of every step, which other processes compile while the
+        """Set the number of CPU threads, and record the kernels of every step. Other processes compile these while the
         weights load. Compilations are counted from here on.
         """
         self._context.share_cores(most=_HOST_THREADS)
@@ -84,12 +84,12 @@ class CudaStartup:
     def size_kv_cache(
         self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
     ) -> tuple[int, Sequence[int]]:
-        """Run every size of step, so that all kernels have been launched and the memory of the largest is known."""
+        """Run every size of step, so that all kernels have been launched, and the memory of the largest is known."""
         if self._compiler is not None:
             with self._phases("compiling"):
                 self._compiler.wait()
                 self._compiler.close()
-        self._groups.widest.agree([0])  # the kernels that one rank compiles for all are there
+        self._groups.widest.agree([0])  # wait until the kernels exist that one rank compiles for all
         with self._phases("profile"), model.shortened():
             memory = self._profile(model, self._draft_model, self._groups, model_config, caches)
         torch.cuda.empty_cache()
@@ -98,7 +98,7 @@ class CudaStartup:
         return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, lambda: budget)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return zeros: a block that was never written may be read beside one that was, and must not hold NaN."""
+        """Return zeros: a block that was never written may be read beside one that was, so it must not hold NaN."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._stream.device)
 
     def make_runner(
@@ -109,7 +109,7 @@ class CudaStartup:
         if not self._config.enforce_eager:
             with self._phases("capture"):
                 runner.capture()
-        self._late_before = jit.compilations_after_ready()  # those of engines that this process had before
+        self._late_before = jit.compilations_after_ready()  # of earlier engines in this process
         jit.mark_ready()
         return runner
 
@@ -130,7 +130,7 @@ class CudaStartup:
         model_config: ModelConfig,
         caches: CacheLayout,
     ) -> StepMemory:
-        """Run all that will be launched, over a single block of each cache group."""
+        """Run everything that will be launched, with a single block in each cache group."""
         with self._stream.current():
             warm_up_collectives(model, groups, getattr(torch, model_config.dtype))
         self._stream.synchronize()

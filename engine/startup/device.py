@@ -36,8 +36,9 @@ class DeviceContext:
     groups: ParallelGroups = ALL_ALONE
 
     def share_cores(self, most: int | None = None) -> None:
-        """Set how many threads a CPU op uses: this rank's share of the cores that the process may run on, at most
-        `most`. OMP_NUM_THREADS takes precedence.
+        """Set the number of threads of a CPU op to this rank's share of the process's cores, at most `most`.
+
+        OMP_NUM_THREADS takes precedence.
         """
         if "OMP_NUM_THREADS" not in os.environ:
             share = max(1, len(os.sched_getaffinity(0)) // self.member.num_local)
@@ -62,7 +63,7 @@ class DeviceStartup(Protocol):
     device_type: str  # "cpu" or "cuda"
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
-        """Do what can be done before the weights are loaded. `caches` is this rank's part of them."""
+        """Prepare what does not need the weights. `caches` is this rank's part of the cache layout."""
         ...
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM: ...
@@ -74,35 +75,35 @@ class DeviceStartup(Protocol):
         ...
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return memory for arenas: [num_bytes] of uint8."""
+        """Return memory for arenas: uint8 [num_bytes]."""
         ...
 
     def make_runner(
         self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
     ) -> Runner:
-        """Return a runner that has warmed up: no request compiles anything or touches memory first.
+        """Return a runner that is warmed up: no request has to wait for compilation or for first use of memory.
 
         `arenas`: the blocks of each cache group.
         """
         ...
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Within, work goes to the device between the steps launched before and after."""
+        """Return a context in which work goes to the device in the order of the steps launched before and after it."""
         ...
 
     def late_compilations(self) -> int:
-        """Count the kernels that were compiled after the runner was ready."""
+        """Return the number of kernels that were compiled after the runner was ready."""
         ...
 
     def release(self) -> None:
-        """Release captured graphs; no step is launched any more."""
+        """Release captured graphs. No step may be launched afterwards."""
         ...
 
 
 def load_models(
     model_config: ModelConfig, device: torch.device, groups: ParallelGroups
 ) -> tuple[CausalLM, DraftModel | None]:
-    """Load the model of a config, and its draft model or head where it has one, and show how far that is."""
+    """Load the model of a config, and its draft model or head if it has one. Shows the progress."""
     with loading_bar() as progress:
         model = load_model(model_config, device=device, progress=progress, groups=groups)
         return model, load_draft_model(model_config, model, progress=progress, groups=groups)
@@ -111,7 +112,7 @@ def load_models(
 def load_draft_model(
     model_config: ModelConfig, model: CausalLM, *, progress: Progress, groups: ParallelGroups
 ) -> DraftModel | None:
-    """Load the draft model or the head of a config, on the device of its `model`; None where there is none."""
+    """Load the draft model or head of a config, on the device of its `model`; None if it has none."""
     device, groups = model.device, groups.of_draft_model
     return _draft_model(
         model_config,
@@ -121,7 +122,7 @@ def load_draft_model(
 
 
 def stub_draft_model(model_config: ModelConfig, model: CausalLM, groups: ParallelGroups) -> DraftModel | None:
-    """Return what launches the same kernels as that of `load_draft_model`, for a stub of the model."""
+    """Return a stub that launches the same kernels as the result of `load_draft_model`, for a stub of the model."""
     device, groups = model.device, groups.of_draft_model
     return _draft_model(
         model_config,

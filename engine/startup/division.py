@@ -1,4 +1,4 @@
-"""Checks that a model can be divided as the arguments ask, by its config alone, before anything starts."""
+"""Checks whether a model can be divided over ranks as the arguments ask, from its config alone, before any start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..hf_config.model_config import ModelConfig
 
 
 def check_division(model: ModelConfig, config: EngineConfig) -> None:
-    """Raise `InvalidEngineConfig`, naming the argument, where something does not divide over the ranks."""
+    """Raise `InvalidEngineConfig`, naming the argument, if something cannot be divided over the ranks."""
     ranks = config.tensor_parallel_size
     if model.has_states and config.disable_hybrid_kv_cache_manager:
         raise InvalidEngineConfig(
@@ -32,7 +32,7 @@ def check_division(model: ModelConfig, config: EngineConfig) -> None:
     try:
         model.caches.of_rank(0, ranks)
     except UnevenHeads as error:
-        # One head of latents divides by any number.
+        # The single head of latents cannot cause this: ranks that share a head are allowed.
         raise InvalidEngineConfig("tensor_parallel_size", f"is {ranks}: {error}") from None
     if config.enable_expert_parallel:
         _check_experts(model, config)

@@ -1,11 +1,11 @@
-"""Memory of the KV blocks: how many of them fit, and their allocation on a CPU.
+"""The memory of the KV blocks: how many fit, and their allocation on a CPU.
 
 On a GPU, blocks get
 
     gpu_memory_utilization x total
       - memory in use: weights, the driver, other processes
       - the peak of the largest step, tables and inputs included        measured by the profile run
-      - the memory that captured graphs hold                            measured on the largest
+      - the memory that captured graphs hold                            measured with the largest one
       - a margin for fragmentation of the allocator
 """
 
@@ -28,7 +28,7 @@ from .arenas import arenas_of, divide_memory, engine_caches, least_bytes, longes
 
 logger = logging.getLogger(__name__)
 
-# Of a CPU engine by default: other engines, their weights and the page cache are on the same machine.
+# Default of a CPU engine: other engines, their weights and the page cache share the machine's memory.
 _SHARE_OF_FREE_MEMORY = 0.25
 _MOST_BYTES = 4 << 30
 
@@ -48,13 +48,13 @@ def size_kv_cache(
     caches: CacheLayout,
     default_budget: Callable[[], KVBudget],
 ) -> tuple[int, Sequence[int]]:
-    """Return the longest sequence in tokens (at most `context_len`) and the number of blocks of each cache group.
+    """Return the longest sequence in tokens (at most `context_len`), and the number of blocks of each cache group.
 
-    The number is `num_gpu_blocks_override`, or what fits into the memory (`kv_cache_memory_bytes`, else the default
-    budget), but no more than `max_num_seqs` sequences of full length could fill; see `arenas.py`. Without
-    `max_model_len`, too few blocks shorten the sequences.
+    The number is `num_gpu_blocks_override`, or what fits into the memory (`kv_cache_memory_bytes`, or the default
+    budget), but no more than `max_num_seqs` sequences of full length could fill; see `arenas.py`. If `max_model_len` is
+    not given, too few blocks reduce the longest sequence.
 
-    Raises `InvalidEngineConfig` where the blocks do not hold one sequence of the `max_model_len` that was given.
+    Raises `InvalidEngineConfig` if the blocks cannot hold one sequence of the `max_model_len` that was given.
     """
     blocks_per_seq = -(-context_len // BLOCK_SIZE)
     if config.num_gpu_blocks_override is not None:
@@ -77,7 +77,7 @@ def size_kv_cache(
             f"give at least {enough} or lower max_model_len",
         )
     logger.warning(
-        "max_model_len is %d, not the checkpoint's %d: %s leaves %s for KV, and the whole of it needs %s",
+        "max_model_len is %d, not the checkpoint's %d: %s leaves %s for KV, but the full length needs %s",
         fitting,
         context_len,
         setting,
@@ -90,10 +90,10 @@ def size_kv_cache(
 def allocate_arenas(
     allocate: Callable[[int], torch.Tensor], caches: CacheLayout, sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return the blocks of each cache group, in one range of memory, so that transfers can register it as a whole.
+    """Return the blocks of each cache group, all in one range of memory, so that transfers can register it as a whole.
 
-    `allocate` returns as many bytes as it is asked for; `caches` is this rank's part. Blocks of tokens have the shape
-    of their layout, slots of states are bytes [num_slots, block_bytes].
+    `allocate` returns the number of bytes that it is asked for; `caches` is this rank's part. Blocks of tokens have the
+    shape of their layout; slots of states are bytes [num_slots, block_bytes].
     """
     starts = [0]
     for group, size in zip(caches.groups, sizes, strict=True):
@@ -105,10 +105,10 @@ def allocate_arenas(
 def allocate_drafts(
     allocate: Callable[[int], torch.Tensor], model: ModelConfig, limits: StepLimits, rank: int, size: int
 ) -> dict[int, torch.Tensor]:
-    """Return the places, bytes [places of all rows, place_bytes], for what each of the engine's groups with states
-    reads of drafts.
+    """Return, for each of the engine's groups of states, memory for its inputs of drafts: bytes [places of all rows,
+    place_bytes].
 
-    `rank` of `size` tensor-parallel ranks. Empty where there are no drafts.
+    It is for `rank` of `size` tensor-parallel ranks. Empty without drafts.
     """
     num_places, groups = limits.max_num_seqs * draft_places(limits.max_drafts), engine_caches(model).of_model
     layouts = {number: layout.of_rank(rank, size) for number, layout in model.draft_inputs.items() if num_places}
@@ -126,8 +126,8 @@ def _view(memory: torch.Tensor, num_blocks: int, group: GroupLayout) -> torch.Te
 
 
 def allocate_on_cpu(num_bytes: int) -> torch.Tensor:
-    """Return page-aligned bytes; no page of them has been touched yet."""
-    # Private: the system gives no huge pages to anonymous memory that is shared, which is Python's default.
+    """Return page-aligned bytes. None of their pages has been touched yet."""
+    # Private, because the system gives no huge pages to shared anonymous memory, which is Python's default.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # one block spans many small pages, and attention jumps from block to block
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -135,9 +135,9 @@ def allocate_on_cpu(num_bytes: int) -> torch.Tensor:
 
 
 def region_of(arenas: Sequence[torch.Tensor], caches: CacheLayout, rank: int = 0, size: int = 1) -> CacheRegion:
-    """Describe the memory of the arenas to transfers. Valid as long as they live.
+    """Describe the memory of the arenas, for transfers. Valid as long as the arenas live.
 
-    `caches` is the whole model's, of which the arenas hold the part of one of `size` tensor-parallel ranks.
+    `caches` is the whole model's; the arenas hold the part of `rank` of `size` tensor-parallel ranks.
     """
     regions = []
     for arena, group in zip(arenas, caches.groups, strict=True):
@@ -149,9 +149,10 @@ def region_of(arenas: Sequence[torch.Tensor], caches: CacheLayout, rank: int = 0
 
 
 def cpu_budget(num_members: int = 1, beside_bytes: int = 0) -> KVBudget:
-    """Return the default budget of each of `num_members` ranks on a machine, for a CPU engine.
+    """Return the default budget of a CPU engine, for each of `num_members` ranks on this machine.
 
-    Together they take a bounded share of the memory that is free now, with what each keeps beside its blocks.
+    Together the ranks take a limited share of the memory that is free now, including `beside_bytes`, which each rank
+    keeps beside its blocks.
     """
     spare = min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES) // num_members
     return KVBudget(max(0, spare - beside_bytes), "kv_cache_memory_bytes")
@@ -160,14 +161,14 @@ def cpu_budget(num_members: int = 1, beside_bytes: int = 0) -> KVBudget:
 def gpu_budget(step_memory_bytes: int, *, utilization: float, free: int, total: int) -> KVBudget:
     """Return the memory left for blocks on a GPU that has `free` of `total` bytes now.
 
-    `step_memory_bytes` is what the runner takes beside weights and blocks.
+    `step_memory_bytes` is the runner's memory beside weights and blocks.
     """
     left = int(utilization * total) - (total - free) - step_memory_bytes
     return KVBudget(max(0, left), "gpu_memory_utilization")
 
 
 def available_memory_bytes() -> int:
-    """Return the bytes that this process can take without swapping: the machine's, or its control group's if fewer."""
+    """Return the bytes that this process can take without swapping: the machine's, or those of its cgroup if fewer."""
     machine = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -177,6 +178,6 @@ def available_memory_bytes() -> int:
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control groups, or version 1 of them
+    except (OSError, ValueError):  # no cgroups, or version 1
         return machine
     return machine if limit == "max" else max(0, min(machine, int(limit) - used))

@@ -1,4 +1,4 @@
-"""Kernels, weights, KV blocks, runner: the order in which a rank loads, whatever its device. Imports torch."""
+"""Kernels, weights, KV blocks, runner: the order in which a rank loads, on any device. Imports torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoadedMember:
     release: Callable[[], None]
 
     def close(self) -> None:
-        """Leave the group. Captured graphs are released in between: they refer to the group and may delay its end."""
+        """Leave the group. Captured graphs, which refer to it and may delay its end, are released in between."""
         self.membership.close()
         self.release()
         self.membership.groups.wait_closed(_CLOSE_S)
@@ -60,7 +60,7 @@ def load_member(
 ) -> LoadedMember:
     """Load this rank's part of the model and allocate its KV blocks.
 
-    All ranks of the group call it at the same time: they take the smallest number of blocks that any of them has
+    All ranks of the group call it at the same time. They agree on the smallest number of blocks that any of them has
     memory for.
     """
     caches, member, widest = engine_caches(model_config).layout, context.member, context.groups.widest
@@ -81,7 +81,7 @@ def load_member(
 
     def make_runner() -> Runner:
         runner = startup.make_runner(model, arenas, model_config, core_config)
-        widest.agree([0])  # no rank serves before all of them can
+        widest.agree([0])  # wait for all ranks: none serves before all can
         return runner if balancer is None else ReviewingRunner(runner, balancer, startup.in_order)
 
     return LoadedMember(
@@ -99,7 +99,7 @@ def load_member(
 
 
 def _step_sizes(config: EngineConfig, model_config: ModelConfig, context: DeviceContext) -> StepSizes:
-    """Return the sizes of steps on which all ranks of the group agree: the smallest of any of them."""
+    """Return the sizes of steps on which all ranks of the group agree: the smallest that any of them can have."""
     memory = None if context.device.type == "cpu" else torch.cuda.get_device_properties(context.device).total_memory
     sizes = step_sizes(config, model_config, memory)
     return StepSizes(*(-size for size in context.groups.widest.agree([-size for size in sizes])))

@@ -1,4 +1,4 @@
-"""The model that an engine's arguments name: fetched from the Hub, read, and checked before any of it is loaded."""
+"""The model that an engine's arguments name: fetched from the Hub, read, and checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .division import check_division
 
 
 def fetch_models(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
-    """Return the config with folders in place of names of the Hub, having fetched what of these is not here.
+    """Fetch models that are named by their names on the Hub, and return the config with their folders instead.
 
-    `progress` is told how far a long download is. Random weights (`load_format` "dummy") need config.json and the
-    tokenizer alone. Raises `ModelNotFetched`.
+    `progress` is told about long downloads. Random weights (`load_format` "dummy") need only config.json and the
+    tokenizer. Raises `ModelNotFetched`.
     """
     files = Files.TEXT if config.load_format == "dummy" else Files.ALL
     model = model_folder(
@@ -55,9 +55,9 @@ def fetch_models(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:
-    """Read the config of the model in the folder `config.model`, and of its draft model where it has one.
+    """Read the config of the model in the folder `config.model`, and of its draft model, if it has one.
 
-    Raises `ModelError` for a model that cannot be served, `InvalidEngineConfig` where the arguments do not fit it.
+    Raises `ModelError` for a model that cannot be served, `InvalidEngineConfig` if the arguments do not fit the model.
     """
     speculation = config.speculative_config
     model = load_config(
@@ -107,8 +107,9 @@ def _read_draft_model(model: ModelConfig, config: EngineConfig, speculation: Spe
 
 
 def _check_draft_model(model: ModelConfig, draft_model: ModelConfig) -> None:
-    """Raise `InvalidEngineConfig` where one model's tokens say nothing to the other, or it keeps what it cannot take
-    back.
+    """Raise `InvalidEngineConfig` if the two models' tokens differ, or if the draft model has recurrent states.
+
+    Such states cannot be taken back when a draft is rejected.
     """
     reason = None
     if draft_model.has_states:
@@ -122,7 +123,7 @@ def _check_draft_model(model: ModelConfig, draft_model: ModelConfig) -> None:
 
 
 def _have_same_tokens(model: ModelConfig, draft_model: ModelConfig) -> bool:
-    """Return whether two models give their tokens the same numbers, as far as their folders tell."""
+    """Return whether two models give the same numbers to their tokens, as far as their folders tell."""
     texts = [folder / "tokenizer.json" for folder in (model.folder, draft_model.folder)]
     if not all(text.exists() for text in texts):
         return True
@@ -131,6 +132,6 @@ def _have_same_tokens(model: ModelConfig, draft_model: ModelConfig) -> bool:
 
 
 def _tokens(text: bytes) -> object:
-    """Return the tokens of a tokenizer.json with their numbers; the pieces of a Unigram model are numbered in order."""
+    """Return the tokens of a tokenizer.json with their numbers; the pieces of a Unigram model are in order instead."""
     tokenizer = json.loads(text)
     return tokenizer.get("model", {}).get("vocab")

@@ -1,4 +1,4 @@
-"""Time of each phase of a start-up. It is logged, so that a phase that became slower is seen.
+"""The time of each phase of a start-up. It is logged, so that a slower phase is noticed.
 
     phases = Phases()
     with phases("kv_cache"):
@@ -24,7 +24,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time within as `name`, except that of nested phases. A phase that is entered again adds up."""
+        """Count the time in the context as `name`, without nested phases. A phase that is entered again adds up."""
         self._count()
         self._open.append(name)
         self.seconds.setdefault(name, 0.0)
@@ -42,7 +42,7 @@ class Phases:
         return ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
 
     def _count(self) -> None:
-        """Add the time since the last change of phase to the phase that it was spent in."""
+        """Add the time since the last change of phase to the phase that was open meanwhile."""
         now = self._clock()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

@@ -1,8 +1,8 @@
 """The sizes of steps: requests, tokens, and the largest mix of chunks that is captured.
 
-They are the arguments', where these give them. Else a GPU's follow from its memory, by which it is known how fast it
-is, and from the model. A step with prompts holds up the next token of every running answer, so it has as many tokens as
-take some `PROMPT_STEP_S`; and a mix is captured where the CPU would take longer to launch it than the GPU to run it.
+Arguments take precedence. Otherwise, on a GPU, sizes follow from the model and from the GPU's memory, which indicates
+how fast it is. A step with prompts delays the next token of every running answer, so it has as many tokens as take
+about `PROMPT_STEP_S`. A mix is captured if the CPU would take longer to launch it than the GPU to run it.
 Figures: docs/benchmarks/log.md, "Sizes of steps".
 """
 
@@ -16,13 +16,13 @@ from ..hf_config.model_config import ModelConfig
 from .weight_counts import active_weights
 
 PROMPT_STEP_S = 0.1
-LAUNCH_S = 0.02  # in which the CPU launches the kernels of a step that is not captured
-MIN_TOKENS, MAX_TOKENS = 2048, 16384  # of a step; fewer leave a GPU idle, more help no model
+LAUNCH_S = 0.02  # the CPU's time to launch the kernels of a step that is not captured
+MIN_TOKENS, MAX_TOKENS = 2048, 16384  # in a step: with fewer a GPU idles, and more help no model
 MIN_CAPTURED, MAX_CAPTURED = 1024, 4096
 
 
 class StepSizes(NamedTuple):
-    """Bounds of every step of an engine's rank."""
+    """Bounds of every step of a rank."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -34,7 +34,7 @@ class _Class(NamedTuple):
 
     min_memory_bytes: int
     max_num_seqs: int
-    flop_per_s: float  # of bfloat16 products within a model
+    flop_per_s: float  # for bfloat16 products within a model
 
 
 _CPU = StepSizes(64, 2048, 0)
@@ -46,7 +46,7 @@ _GPUS = (
 
 
 def step_sizes(config: EngineConfig, model: ModelConfig, gpu_memory_bytes: int | None) -> StepSizes:
-    """Return the sizes of an engine whose every rank has a GPU of so much memory; None: it runs on a CPU."""
+    """Return the step sizes of an engine with a GPU of `gpu_memory_bytes` for each rank; None: on a CPU."""
     chosen = _CPU if gpu_memory_bytes is None else _of_gpu(model, config.tensor_parallel_size, gpu_memory_bytes)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if tokens is None:
@@ -70,5 +70,5 @@ def _of_gpu(model: ModelConfig, tensor_parallel_size: int, memory_bytes: int) ->
 
 
 def _power_of_two(value: float) -> int:
-    """Return the power of two that is nearest in ratio."""
+    """Return the power of two that is nearest by ratio."""
     return 1 << max(0, round(math.log2(value)))

@@ -1,7 +1,7 @@
 """Counts of weights, from a model's config.json.
 
-They are counted as they are divided (docs/concepts/parallel.md): over tensor-parallel ranks, and experts over all
-ranks where they are spread. No torch.
+They follow the division of weights (docs/concepts/parallel.md): over tensor-parallel ranks, and for experts that are
+spread, over all ranks. No torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..hf_config.model_config import Eagle3Shape, ModelConfig
 
 @dataclass(frozen=True)
 class Weights:
-    """Counts of one rank's weights, by the type that they have in memory."""
+    """Counts of one rank's weights, by their type in memory."""
 
-    plain: float  # in the model's dtype in any case
-    narrow: float  # in 8 bits, on a GPU that has FP8 tensor cores
+    plain: float  # always in the model's dtype
+    narrow: float  # in 8 bits on a GPU with FP8 tensor cores
     wide: float = 0.0  # in float32
 
     def num_bytes(self, model: ModelConfig, *, has_fp8: bool) -> int:
-        """Return the bytes on a device; weights of 8 bits are multiplied out where it has no FP8 tensor cores."""
+        """Return the bytes on a device. Without FP8 tensor cores, weights of 8 bits become the model's dtype."""
         wide = DTYPE_BYTES[model.dtype]
         narrow = model.quantization.weight_bytes if has_fp8 and model.quantization is not None else wide
         return int(self.plain * wide + self.narrow * narrow + self.wide * DTYPE_BYTES["float32"])
 
 
 def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_fp8: bool) -> int:
-    """Return the bytes of one rank's weights, those of its draft model among them. `has_fp8`: see `Weights`."""
+    """Return the bytes of one rank's weights, including its draft model's. `has_fp8`: the GPU has FP8 tensor cores."""
     num_bytes = weights_of_rank(model, config).num_bytes(model, has_fp8=has_fp8)
     if (draft_model := model.draft_model) is not None:
         divided = config.model_copy(update={"enable_expert_parallel": False})
@@ -42,13 +42,13 @@ def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_fp8: b
 
 
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
-    """Count the weights of one rank; all ranks have as many."""
+    """Count the weights of one rank, the same number on all ranks."""
     ranks = config.tensor_parallel_size
     if model.eagle3 is not None:
         return Weights(_eagle3(model, model.eagle3, ranks), 0)
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
-    # Draft layers are counted with the others; a projection, of two, and three norms are their own.
+    # Draft layers are counted with the others. Each also has a projection of twice the width, and three norms.
     norms += model.drafts * (2 * model.hidden_size + 3) * model.hidden_size
     plain, narrow, wide = embeddings + norms + _other_weights(model, ranks), 0.0, 0.0
     if model.layer_inputs is not None:
@@ -80,9 +80,9 @@ def _eagle3(model: ModelConfig, shape: Eagle3Shape, ranks: int) -> float:
 
 
 def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
-    """Count the weights of all layers of one rank that a token is multiplied with: of the experts, those of its choice.
+    """Count the weights of all layers on one rank that a token is multiplied with; of experts, those chosen for it.
 
-    With experts spread over data-parallel ranks it is the average: tokens of other ranks come for those that go.
+    If experts are spread over data-parallel ranks, it is the average: each rank gets as many tokens as it sends.
     """
     ranks = tensor_parallel_size
     weights = _other_weights(model, ranks) + sum(matrix.size for matrix in _matrices(model, ranks))
@@ -94,12 +94,12 @@ def active_weights(model: ModelConfig, tensor_parallel_size: int) -> float:
 
 
 class _Part(NamedTuple):
-    """The rows that one of the merged layers of a matrix has, or the columns of the matrix."""
+    """The rows of a matrix that come from one of its merged layers, or the columns of the matrix."""
 
     names: tuple[str, ...]  # of the layer in checkpoints: one for each way to store it
     whole: int
-    share: float  # a rank's
-    stretches: tuple[float, ...] = ()  # widths of which it is put together: blocks must not be cut by them
+    share: float  # on one rank
+    stretches: tuple[float, ...] = ()  # widths of the pieces that it consists of: no scale block may span two pieces
 
     @classmethod
     def all(cls, whole: int, *names: str) -> _Part:
@@ -108,7 +108,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix of a layer, as one rank has it."""
+    """A matrix of a layer, as it is on one rank."""
 
     path: str
     rows: tuple[_Part, ...]
@@ -119,7 +119,7 @@ class _Matrix:
         return sum(part.share for part in self.rows) * self.columns.share
 
     def stays_narrow(self, model: ModelConfig) -> bool:
-        """Return whether it is in 8 bits on a GPU: `Fp8Linear.fits`, of layers that the checkpoint has quantized."""
+        """Return whether it stays in 8 bits on a GPU: `Fp8Linear.fits`, if the checkpoint has its layers quantized."""
         quantization = model.quantization
         if quantization is None:
             return False
@@ -132,7 +132,7 @@ class _Matrix:
 
 
 def _matrices(model: ModelConfig, ranks: int) -> Iterator[_Matrix]:
-    """Yield the matrices of all layers on a rank, but for those of experts and of what no token goes through alone."""
+    """Yield the matrices of all layers on a rank, except experts and the matrices counted by `_other_weights`."""
     for layer in range(model.num_run_layers):
         path = _path_of(model, layer)
         if _has_recurrence(model, layer):
@@ -154,7 +154,7 @@ def _matrices(model: ModelConfig, ranks: int) -> Iterator[_Matrix]:
 
 
 def _path_of(model: ModelConfig, layer: int) -> str:
-    """Return the path of a layer in checkpoints."""
+    """Return the path of a layer's weights in checkpoints."""
     if layer >= model.num_layers and model.rules.draft is not None:
         path = model.rules.draft.path(model, layer - model.num_layers)
         return ".".join(filter(None, (path, model.rules.draft.layer)))
@@ -197,7 +197,7 @@ def _attention(model: ModelConfig, layer: int, path: str, ranks: int) -> Iterato
 
 
 def _latent_attention(model: ModelConfig, shape: LatentShape, path: str, ranks: int) -> Iterator[_Matrix]:
-    """Yield the matrices of latent attention, but for the up-projection of keys and values."""
+    """Yield the matrices of latent attention, except the up-projection of keys and values."""
     hidden, path = _Part.all(model.hidden_size), f"{path}.self_attn"
     queries = model.num_heads * shape.head_dim
     down = _Part.all(shape.rank + shape.rope_dim, "kv_a_proj_with_mqa")
@@ -230,7 +230,7 @@ def _mamba(model: ModelConfig, shape: MambaShape, path: str, ranks: int) -> Iter
 
 
 def _mamba_groups(shape: MambaShape, ranks: int) -> int:
-    """Return the width of B on a rank, and of C."""
+    """Return the width of B on a rank, which is also that of C."""
     return max(1, shape.num_groups // ranks) * shape.state_dim
 
 
@@ -259,7 +259,7 @@ def _kimi_delta(
 
 
 def _mlp(model: ModelConfig, path: str, places: tuple[str, ...], width: int, ranks: int) -> Iterator[_Matrix]:
-    """Yield the matrices of an MLP, which checkpoints have at one of these places below the layer's path."""
+    """Yield the matrices of an MLP, which checkpoints store at one of these places below the layer's path."""
     uppers = ("gate_proj", "up_proj")[-(_matrices_of_mlp(model) - 1) :]
     rows = tuple(_divided(width, ranks, *(f"{place}.{name}" for place in places)) for name in uppers)
     yield _Matrix(path, rows, _Part.all(model.hidden_size))
@@ -268,7 +268,7 @@ def _mlp(model: ModelConfig, path: str, places: tuple[str, ...], width: int, ran
 
 
 def _beside_experts(model: ModelConfig, path: str, ranks: int) -> Iterator[_Matrix]:
-    """Yield the matrices of a mixture's shared experts, and those to latents and back, which every rank has."""
+    """Yield the matrices of a mixture's shared experts, and its latent projections, which every rank has in full."""
     assert model.moe is not None, "only mixtures have experts"
     if model.moe.shared_intermediate_size:
         places = ("mlp.shared_expert", "mlp.shared_experts", "block_sparse_moe.shared_experts", "mixer.shared_experts")
@@ -283,8 +283,8 @@ def _divided(whole: int, ranks: int, *names: str) -> _Part:
 
 
 def _other_weights(model: ModelConfig, ranks: int) -> float:
-    """Count the weights of layers on a rank that are in no linear layer: convolutions, norms of Mamba-2, and what
-    keys and values come from in latent attention.
+    """Count the weights of layers on a rank outside linear layers: convolutions, Mamba-2's norms, and, of latent
+    attention, the up-projection of keys and values.
     """
     layers = range(model.num_run_layers)
     attention = sum(_has_attention(model, layer) for layer in layers)
@@ -302,14 +302,14 @@ def _other_weights(model: ModelConfig, ranks: int) -> float:
 
 
 def _norms_of_layers(model: ModelConfig) -> int:
-    """Count the norms of hidden states: one before the mixers of a layer, one before its MLP."""
+    """Count the norms of hidden states: in each layer one before the mixer, and one before the MLP."""
     if model.mamba is None:
         return 2 * model.num_run_layers
     return sum(min(2, len(blocks)) for blocks in model.mamba.blocks)
 
 
 def _matrices_of_mlp(model: ModelConfig) -> int:
-    """Return the number of matrices of an MLP and of an expert: without gates they have no third one."""
+    """Return the number of matrices of an MLP or an expert: those without gates lack the third one."""
     return 2 if model.rules.activation == "relu2" else 3
 
 
@@ -319,7 +319,7 @@ def _mixtures(model: ModelConfig) -> list[int]:
 
 
 def _mixture(model: ModelConfig, config: EngineConfig) -> tuple[float, float]:
-    """Count the weights of one mixture layer: the router, the routed experts."""
+    """Count the weights of one mixture layer on a rank: of the router, and of the routed experts."""
     experts = model.moe
     assert experts is not None, "only mixtures have experts"
     one = _matrices_of_mlp(model) * (experts.latent_size or model.hidden_size) * experts.intermediate_size

@@ -1,4 +1,4 @@
-"""The runner: one step of a plan on one device. It obeys plans and decides nothing.
+"""The runner: executes one step of a plan on one device. It decides nothing itself.
 
 runner.py      the order of a step, the same on every device
 tables.py      the state of each request on the device, one row each, from its first plan to its last
@@ -7,12 +7,12 @@ inputs.py      the inputs of one step
 shapes.py      the captured sizes of steps, and the choice of one for a step
 sampling.py    logits processors and log probabilities
 outputs.py     sampled tokens on their way to the scheduler
-warmup.py      steps that are run before the engine is ready
+warmup.py      steps that run before the engine is ready
 backends/      what differs between kinds of devices: memory, order of work, captured steps, draws
 
 StepPlan ─> RowTables         changes to rows, and the batch of the step
          ─> StepShape         the captured size that serves it, if any
          ─> StepInputs        token ids, positions, slots, lengths: filled from the tables
-         ─> model ─> draws    logits only where something is drawn or scored
+         ─> model ─> draws    logits only where a token is drawn or scored
          ─> StepOutputs        tokens and log probabilities ─> StepResult
 """

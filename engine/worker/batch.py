@@ -1,4 +1,4 @@
-"""The chunks of one step as columns of numbers, on the CPU: what the inputs of a step are made from on any device."""
+"""The chunks of one step as columns of numbers, on the CPU. Every device's inputs of the step are made from them."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from .tables import RowTables, Table, TableWrites
 
 
 class Guesses(NamedTuple):
-    """Guesses of the tokens of one chunk's row, of which some are the chunk's drafts."""
+    """Guesses of tokens in one chunk's row, some of which are the chunk's drafts."""
 
     chunk: int
-    first: int  # the index in the row of the first
-    token_ids: Sequence[int]  # (): those that the row keeps
+    first: int  # index in the row of the first guess
+    token_ids: Sequence[int]  # (): the row has them on the device
     num_drafts: int
 
 
 class Draws(NamedTuple):
-    """The tokens that a step draws, one entry each."""
+    """The tokens that a step draws, one entry for each."""
 
     chunks: list[int]
-    entries: list[int]  # in a page of the outputs, where each chunk has one for each draw, and one if it has none
+    entries: list[int]  # entry in a page of the outputs; a chunk has one for each of its draws, but at least one
     rows: list[int]
-    positions: list[int]  # tokens of the row that precede it
+    positions: list[int]  # tokens of the row before the drawn one
 
     def pick(self, numbers: Sequence[int]) -> Draws:
-        """Return some of them."""
+        """Return the draws with these numbers."""
         return Draws(*([column[number] for number in numbers] for column in self))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The chunks of one step as columns, one entry a chunk."""
+    """The chunks of one step as columns, with one entry for each chunk."""
 
     rows: list[int]
-    starts: list[int]  # tokens of the row whose KV exists before the step; the most it may be where that is not known
+    starts: list[int]  # tokens of the row whose KV exists before the step; an upper bound if that is not known
     lens: list[int]  # tokens of the row that the step runs
     ends: list[int]  # `starts` + `lens`
-    samples: list[bool]  # a token is drawn behind the chunk, and behind the token before each draft
+    samples: list[bool]  # a token is drawn after the chunk, and in the place of each draft
     scored: list[int]  # indices of the chunks whose tokens get prompt logprobs
-    guesses: list[Guesses]  # of the chunks that end in drafts
+    guesses: list[Guesses]  # for the chunks that end in drafts
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], starts: list[int] | None = None) -> Batch:
-        """Make the batch of a plan. `starts`, if they are known better than the plan knew them."""
+        """Return the batch of a plan's chunks. `starts`: the exact ones, if they are known."""
         starts = [chunk.start for chunk in chunks] if starts is None else starts
         lens = [chunk.num_tokens for chunk in chunks]
         return cls(
@@ -68,7 +68,7 @@ class Batch:
 
     @cached_property
     def num_draws(self) -> list[int]:
-        """Tokens that are drawn for each chunk."""
+        """The number of tokens drawn for each chunk."""
         counts = [int(samples) for samples in self.samples]
         for guesses in self.guesses:
             counts[guesses.chunk] += guesses.num_drafts
@@ -76,7 +76,7 @@ class Batch:
 
     @cached_property
     def num_wanted(self) -> list[int]:
-        """Tokens of each chunk whose hidden states are needed: those that are scored, else those drawn from."""
+        """The number of tokens of each chunk whose hidden states are needed: to score all, or to draw."""
         if not self.scored:
             return self.num_draws
         counts = list(self.num_draws)
@@ -107,7 +107,7 @@ class Batch:
 
     @cached_property
     def size(self) -> StepSize:
-        """The size of the step, as `StepPlan.size` gives it; `PADDING` where there are no chunks."""
+        """The size of the step, equal to `StepPlan.size`; `PADDING` without chunks."""
         if not self.rows:
             return PADDING
         num_wanted, drafts = sum(self.num_wanted), [guesses.num_drafts for guesses in self.guesses]
@@ -122,22 +122,22 @@ class Batch:
 
     @cached_property
     def num_decoding(self) -> int:
-        """The number of leading chunks that have one token, and drafts behind it or none."""
+        """The number of leading chunks with one token, with or without drafts."""
         drafted = {guesses.chunk for guesses in self.guesses}
         return next((i for i, length in enumerate(self.lens) if length != 1 and i not in drafted), len(self.lens))
 
     @property
     def has_prompts(self) -> bool:
-        """True where a chunk is more than a decode and its drafts."""
+        """True if a chunk is more than a decode and its drafts."""
         return sum(self.lens) > len(self.lens) + sum(guesses.num_drafts for guesses in self.guesses)
 
     @property
     def alone(self) -> int:
-        """The length of the step's only sequence; 0 where there are several."""
+        """The length of the step's only sequence; 0 if there are several."""
         return self.ends[0] if len(self.ends) == 1 else 0
 
     def exact_shape(self, num_wanted: int) -> StepShape:
-        """Return the shape of the step without padding, in which so many tokens are wanted."""
+        """Return the shape of the step without padding, with `num_wanted` wanted tokens."""
         num_seqs, size = len(self.lens), self.size
         num_tokens = size.num_tokens
         num_decodes = num_seqs
@@ -157,12 +157,12 @@ class Batch:
 
 
 class CurrentBatch:
-    """The batch that the device's tables hold, so that only differences are written.
+    """The batch in the device's tables. Only differences to the last one are written.
 
-    Where a row begins is the device's own knowledge. So a step of decodes of the same rows as before needs nothing
-    written: the steady state of decoding.
+    Only the device knows where each row begins. So a step of decodes of the same rows as before needs no writes at all:
+    that is the steady state of decoding.
 
-    Behind the last sequence all rows are -1, whatever size the step is padded to.
+    After the last sequence, all rows are -1, whatever size the step is padded to.
     """
 
     def __init__(self, tables: RowTables, writes: TableWrites) -> None:
@@ -171,7 +171,7 @@ class CurrentBatch:
         self.batch = Batch.of([])
 
     def set(self, batch: Batch, shape: StepShape) -> None:
-        """Write the next step's batch, which is padded to `shape`."""
+        """Write the batch of the next step, which is padded to `shape`."""
         last = self.batch
         if batch.rows != last.rows or batch.samples != last.samples:
             tables, add = self._tables, self._writes.add
@@ -185,6 +185,6 @@ class CurrentBatch:
         self.batch = batch
 
     def _write_starts(self, table: Table, lens: Sequence[int], num_seqs: int) -> None:
-        """Write where each part of these lengths begins, and the end for padding behind them."""
+        """Write the start of each part, given their lengths, and the end for the padding after them."""
         starts = list(accumulate(lens, initial=0))
         self._writes.add(table.address(0), starts + starts[-1:] * (num_seqs - len(lens)))

@@ -1,7 +1,7 @@
-"""Moves experts between ranks while serving, to where the tokens of the last steps would have been shared out evenly.
+"""Moves experts between ranks while the engine serves, so that the tokens of the last steps would have been balanced.
 
 All ranks do this before the same step (`GroupStep.reviews_experts`), with the same numbers, so that each computes
-the same moves. Weights are overwritten in place: captured steps use the new ones.
+the same moves. Weights are overwritten in place, so captured steps use the new ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..layers.base import Layer
     from ..layers.moe import SpreadExperts
 
-WORTH_MOVING = 0.95  # of the imbalance before, and below: less of a gain is not worth the bytes
+WORTH_MOVING = 0.95  # new imbalance over the old one, at most: a smaller gain is not worth the bytes
 
 
 class ExpertBalancer:
-    """Adds up loads, and moves experts where it may."""
+    """Adds up the loads of experts, and moves experts if that is allowed."""
 
     @classmethod
     def of(cls, model: Layer, groups: ParallelGroups, *, moves: bool) -> ExpertBalancer | None:
@@ -40,13 +40,13 @@ class ExpertBalancer:
         self._moves = moves
 
     def forget(self) -> None:
-        """Forget the counts so far: they are of no request."""
+        """Drop the counts so far, which do not come from requests."""
         for layer in self._layers:
             layer.table.loads.zero_()
 
     @torch.inference_mode()
     def review(self) -> None:
-        """Review the counts since the last time. Every rank of the group calls it before the same step."""
+        """Review the counts since the last review. Every rank of the group calls it before the same step."""
         loads = self._take_loads()
         before = [layer.placement.imbalance(counts) for layer, counts in zip(self._layers, loads, strict=True)]
         num_moves = self.last.num_moves
@@ -58,14 +58,14 @@ class ExpertBalancer:
         self.last = ExpertReview(imbalance=sum(before) / len(before), num_moves=num_moves)
 
     def _take_loads(self) -> list[list[int]]:
-        """Return the tokens of each expert of each layer, from all ranks, and reset the counts."""
+        """Return the tokens of each expert of each layer, summed over all ranks, and reset the counts."""
         loads = torch.stack([layer.table.loads for layer in self._layers])
         self.forget()
-        counts: list[list[int]] = self._groups.dp.all_reduce(loads).tolist()  # of a column all have counted the same
+        counts: list[list[int]] = self._groups.dp.all_reduce(loads).tolist()  # within a TP group, all counted the same
         return counts
 
     def _move(self, layer: SpreadExperts, target: ExpertPlacement) -> int:
-        """Copy experts to their new places. Returns how many the group has copied."""
+        """Copy experts to their new places. Returns how many the whole group has copied."""
         ep, slots = self._groups.ep, target.slots
         moves = layer.placement.moves_to(target)
         going = [move for move in moves if move.source // slots == ep.rank]
@@ -79,7 +79,7 @@ class ExpertBalancer:
             received[move.source // slots] += 1
         for _, parameter in layer.experts.parameters():
             weights = parameter.data
-            if weights.itemsize == 1:  # not every library knows every type of 8 bits
+            if weights.itemsize == 1:  # not every library supports every 8-bit type
                 weights = weights.view(torch.uint8)
             source = torch.tensor([move.source % slots for move in going], dtype=torch.int64, device=weights.device)
             into = torch.tensor([move.target % slots for move in coming], dtype=torch.int64, device=weights.device)
@@ -94,7 +94,7 @@ class ReviewingRunner:
     def __init__(
         self, runner: Runner, balancer: ExpertBalancer, in_order: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        """Within `in_order()`, work goes to the device in the order of the steps. `runner` has warmed up."""
+        """`in_order()` is a context in which work goes to the device in the order of steps. `runner` is warmed up."""
         self._runner = runner
         self._balancer = balancer
         self._in_order = in_order
@@ -109,7 +109,7 @@ class ReviewingRunner:
 
 
 def spread_experts(layer: Layer) -> list[SpreadExperts]:
-    """Balance the experts of all layers that have some on other ranks."""
+    """Return the experts of all layers that are spread over ranks."""
     from ..layers.base import layers_of
     from ..layers.moe import MoE
 

@@ -1,10 +1,10 @@
-"""The inputs of one step, described once for all devices; each backend fills the tensors in its way.
+"""The inputs of one step, described once for all devices; each backend fills the tensors in its own way.
 
     plan.chunks ─> Batch          columns of numbers, on the CPU (`batch`)
                 ─> StepShape      the size that the step is padded to
                 ─> StepInputs     tensors at fixed addresses, filled from the row tables
 
-Tensors stay at their addresses for the life of a runner, so that a captured step finds them.
+Tensors keep their addresses as long as the runner lives, so that captured steps find them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class StepInputs:
     """The tensors that the model reads in a step of one shape, padding included."""
 
     token_ids: Tensor  # [num_tokens] int32
-    caches: tuple[GroupCache | StateCache, ...]  # one a cache group
-    wanted: Tensor | None  # [num_wanted] int64: tokens that go through all of the last layer; None: all
+    caches: tuple[GroupCache | StateCache, ...]  # one for each cache group
+    wanted: Tensor | None  # [num_wanted] int64: tokens that go through the whole last layer; None: all
 
 
 class StateInputs:
-    """The slots in which the sequences of a step find their states, and leave them, in one cache group.
+    """The slots from which a step's sequences read their states, and to which they write them, in one cache group.
 
         source   slot of the last token before the step       entry (start - 1) // checkpoint_tokens of the row
         target   slot of the last token of the step           entry (end - 1) // checkpoint_tokens
-        cuts     where other entries end                      their slots, if they are to be kept
+        cuts     the ends of other entries within the step    their slots, if checkpoints are kept there
 
-    A step of chunks is cut on the CPU, and one of decodes filled on the device; both at fixed addresses.
+    For a step of chunks the CPU computes these, for one of decodes the device; both at fixed addresses.
 
-    Where there are drafts, the device finds the slots of decodes in every step: what is applied to a row's state, and
-    what was accepted behind it, is its own knowledge.
+    With drafts, the device finds the slots of decodes in every step, because only the device knows which tokens have
+    been applied to a row's state, and which were accepted after them.
     """
 
     def __init__(self, tables: RowTables, group: int, limits: StepLimits, checkpoint_tokens: int) -> None:
@@ -62,7 +62,7 @@ class StateInputs:
         self._replays = torch.zeros(3, max_num_seqs, dtype=torch.int32, device=device)
 
     def set(self, batch: Batch, shape: StepShape) -> None:
-        """Write the slots and cuts of a step of chunks, padded to `shape`."""
+        """Write the slots and cuts of a step of chunks, which is padded to `shape`."""
         if shape.is_decode:
             return
         slots = self._tables.state_slots[self._group]
@@ -79,7 +79,7 @@ class StateInputs:
         self._tables.set_states(self._group, sources + more, targets + more, padded)
 
     def fill(self, shape: StepShape) -> None:
-        """Find the slots of decodes of the batch in the tables, in the order of the device, and what is replayed."""
+        """Have the device look up the slots of decodes in the tables, and the tokens to replay."""
         tables, rows = self._tables, self._tables.rows.tensor[0, : shape.num_seqs]
         table, states = tables.blocks[self._group], self.of(shape)
         if states.replay is not None:
@@ -90,7 +90,7 @@ class StateInputs:
             decode_states(table, tables.step.computed, batch, self._entry_tokens, states.sources, states.targets)
 
     def of(self, shape: StepShape) -> StateBatch:
-        """Return the sequences of a step of this shape, which `set` and `fill` fill."""
+        """Return the state batch of a step of this shape, which `set` and `fill` fill."""
         seqs = shape.num_seqs
         sources, targets = self._own.sources.tensor[0, :seqs], self._own.targets.tensor[0, :seqs]
         replay = None
@@ -123,7 +123,7 @@ class StateInputs:
             checkpoints=self._own.checkpoints.tensor[0, :chunks],
             seq_chunks=self._own.seq_chunks.tensor[0, : seqs + 1],
             least_decodes=shape.num_decodes,
-            # A captured mix has any number of them; decodes with drafts lie behind those of one token.
+            # A captured mixed step has any number of decodes; decodes with drafts follow those of one token.
             most_decodes=seqs if shape.max_drafts else shape.num_decodes or seqs,
             replay=replay,
         )
@@ -135,9 +135,9 @@ class StateInputs:
         return most_chunks(shape.num_seqs - decodes, shape.num_tokens - decodes, self._entry_tokens)
 
     def _checkpoints(self, table: Sequence[int], seq: int, start: int, end: int) -> list[StateCheckpoint]:
-        """Return the checkpoints within the tokens from `start` to `end` of a sequence.
+        """Return the checkpoints to keep within tokens `start` to `end` of a sequence.
 
-        A slot that was moved on to a later entry (`core.kv.cache_groups`) still stands in the one before.
+        An entry whose slot has moved to a later entry (`core.kv.cache_groups`) still names that slot.
         """
         size = self._entry_tokens
         cuts = range((start // size + 1) * size, end, size)
@@ -158,8 +158,8 @@ class InputBuffers:
         drafts: Mapping[int, Tensor],
         groups: Sequence[int] | None = None,
     ) -> None:
-        """`arenas`: the blocks of each cache group, the slots of each that keeps states; `drafts`: the places of each
-        of these, where there are drafts. `groups`: those of the model, in its order; None: all.
+        """`arenas`: the blocks, or slots of states, of each cache group. `drafts`: for groups of states, the inputs of
+        drafts, if there are any. `groups`: the model's cache groups, in its order; None: all.
         """
         self._tables = tables
         self._arenas = arenas
@@ -184,12 +184,12 @@ class InputBuffers:
         )
 
     def places(self, num_draws: int) -> DrawPlaces:
-        """Return where the draws of a step with drafts go, which the device fills."""
+        """Return the places for the draws of a step with drafts, which the device fills."""
         places = self._places
         return DrawPlaces(places.rows[:num_draws], places.positions[:num_draws], places.tokens[:num_draws])
 
     def set(self, batch: Batch, shape: StepShape) -> None:
-        """Write what the CPU alone knows of a step beside the batch: how chunks of states are cut, and guesses."""
+        """Write what only the CPU knows of a step, beside the batch: how chunks of states are cut, and guesses."""
         for states in self.states.values():
             states.set(batch, shape)
         for guesses in batch.guesses:
@@ -197,12 +197,12 @@ class InputBuffers:
                 self._tables.guess(batch.rows[guesses.chunk], guesses.first, guesses.token_ids)
 
     def fill_states(self, shape: StepShape) -> None:
-        """Find the slots of the states of decodes. To be called behind what fills the step's other inputs."""
+        """Have the device look up the slots of states of decodes. Call it after the step's other inputs are filled."""
         for states in self.states.values():
             states.fill(shape)
 
     def of(self, shape: StepShape) -> StepInputs:
-        """Return what the model reads in a step of this shape. It means nothing before the backend has filled it."""
+        """Return the model's inputs in a step of this shape. They are not valid until the backend has filled them."""
         wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
         return StepInputs(self.token_ids[: shape.num_tokens], self.caches(shape, self._groups), wanted)
 
@@ -212,7 +212,7 @@ class InputBuffers:
         groups: Sequence[int],
         batch_of: Callable[[StepShape, int], AttentionBatch] | None = None,
     ) -> tuple[GroupCache | StateCache, ...]:
-        """Return some cache groups: as the step of `shape` has them, or, but for states, as `batch_of` a group says."""
+        """Return the caches of some groups: as in the step of `shape`, or, except for states, as `batch_of` says."""
         batch_of = batch_of or self._batch
         return tuple(
             StateCache(self.states[group].of(shape), self._arenas[group], self._drafts.get(group))
@@ -222,7 +222,7 @@ class InputBuffers:
         )
 
     def _batch(self, shape: StepShape, group: int) -> AttentionBatch:
-        """Return the sequences of a step, placed as the tables of one cache group say."""
+        """Return the sequences of a step, with the block table and slots of one cache group."""
         seqs, tokens = shape.num_seqs, shape.num_tokens
         query_start = self._one_each if shape.is_decode else self._tables.query_start.tensor[0]
         return AttentionBatch(

@@ -1,8 +1,8 @@
 """Sampled tokens and log probabilities on their way to the scheduler.
 
-    a step ──writes──> page of the ring, in host memory        an event behind the step says when it can be read
+    a step ──writes──> page of the ring, in host memory        an event after the step says when it can be read
 
-The backend writes a step's tokens to a page of pinned memory as well as to their rows, so that nothing is copied. Pages
+The backend writes a step's tokens both to their rows and to a page of pinned memory, so that nothing is copied. Pages
 are used in turn.
 """
 
@@ -24,22 +24,22 @@ from ..core.step import ChunkResult, StepResult
 
 # Float32 logits are computed in pieces: those of a long prompt over a large vocabulary would take gigabytes at once.
 PIECE_BYTES = 32 << 20
-_PIECE_ROWS = 16  # a piece is a multiple: every one begins on a cache line, as kernels like it
+_PIECE_ROWS = 16  # rows of a piece are a multiple of this, so that it begins on a cache line, as kernels prefer
 
 
 class Event(Protocol):
     """A point in a device's work."""
 
     def record(self) -> None:
-        """Move it behind everything that was launched so far."""
+        """Move the event behind everything that was launched so far."""
         ...
 
     def query(self) -> bool:
-        """Return True if the device is past it, or if it was never recorded."""
+        """Return True if the device has passed the event, or if it was never recorded."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device is past it."""
+        """Wait until the device has passed the event."""
         ...
 
 
@@ -55,7 +55,7 @@ class LogprobColumns:
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobColumns:
-        """Compute those of `token_ids` `[R]` int64 and of the `num_top` likeliest tokens, from `logits` `[R, V]`."""
+        """Compute those of `token_ids` `[R]` int64 and of the `num_top` most likely tokens, from `logits` `[R, V]`."""
         return cls(token_ids, *token_logprobs(logits, token_ids, num_top))
 
     @classmethod
@@ -67,7 +67,7 @@ class LogprobColumns:
         to_logits: Callable[[Tensor], Tensor],
         vocab_size: int,
     ) -> LogprobColumns:
-        """Compute what `of` does from hidden states `[R, hidden_size]`, without the logits of all of them at once."""
+        """Compute the same as `of` from hidden states `[R, hidden_size]`, without all their logits at once."""
         rows = max(1, PIECE_BYTES // (4 * vocab_size * _PIECE_ROWS)) * _PIECE_ROWS
         pieces = [
             cls.of(to_logits(piece), targets, num_top)
@@ -83,7 +83,7 @@ class LogprobColumns:
         return LogprobColumns(*(change(column) for column in self.columns()))
 
     def pack(self) -> Logprobs:
-        """Return them with no object for each. Reads the columns, which must be on the CPU."""
+        """Return the columns packed, without an object for each value. The columns must be on the CPU."""
         token_ids = torch.cat((self.token_ids[:, None], self.top_ids), dim=1).int()
         logprobs = torch.cat((self.logprobs[:, None], self.top_logprobs), dim=1)
         columns = (token_ids, logprobs, self.ranks.int())
@@ -92,10 +92,10 @@ class LogprobColumns:
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """The log probabilities that requests of one step asked for, in host memory; the step fills them."""
+    """The log probabilities that requests of one step asked for, in host memory, where the step writes them."""
 
-    sampled: LogprobColumns | None  # one position for each of `counts`
-    counts: dict[int, int]  # index of the chunk -> alternatives asked for
+    sampled: LogprobColumns | None  # a position for each draw of the chunks in `counts`
+    counts: dict[int, int]  # by index of the chunk: how many alternatives it asked for
     prompts: dict[int, LogprobColumns]  # by index of the chunk
 
 
@@ -104,7 +104,7 @@ NO_LOGPROBS = StepLogprobs(None, {}, {})
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """The result of a plan that ran nothing."""
+    """The result of a plan that had nothing to run."""
 
     finished: StepResult
 
@@ -113,10 +113,10 @@ class FinishedStep:
 
 
 class LaunchedStep:
-    """A step that the device works on. Implements `engine.core.step.PendingStep`."""
+    """A step that runs on the device. Implements `engine.core.step.PendingStep`."""
 
     def __init__(self, step: int, page: _Page, num_draws: Sequence[int], logprobs: StepLogprobs) -> None:
-        """`num_draws` of each chunk, which has so many entries in the page, and one where it draws nothing."""
+        """`num_draws` of each chunk: its number of entries in the page, except that a chunk without draws has one."""
         self._step = step
         self._page = page
         self._num_draws = num_draws
@@ -124,7 +124,7 @@ class LaunchedStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Wait for this step and no later one; its KV is in its blocks then. Raises the device's error."""
+        """Wait for this step, but for no later one; its KV is in its blocks then. Raises the device's error."""
         if self._result is None:
             self._page.filled.synchronize()
             self._result = StepResult(self._step, self._read())
@@ -140,7 +140,7 @@ class LaunchedStep:
         return [ChunkResult(tokens, sampled.get(i), prompts.get(i)) for i, tokens in enumerate(drawn)]
 
     def _drawn(self) -> list[list[int]]:
-        """Return the tokens of each chunk: its draws up to the first that is not what was guessed."""
+        """Return the tokens of each chunk: its draws up to the first one that differs from its draft."""
         num_draws = self._num_draws
         most = max(num_draws, default=0)
         if most <= 1:
@@ -152,7 +152,7 @@ class LaunchedStep:
         return [[token for token in chunk if token != REJECTED] for chunk in chunks]
 
     def _sampled_logprobs(self, drawn: Sequence[Sequence[int]]) -> dict[int, Logprobs]:
-        """Return those of sampled tokens by chunk. One kernel gave all as many alternatives as any chunk asked for."""
+        """Return those of sampled tokens by chunk, cut to what each asked for: the kernel computed the most for all."""
         if self._logprobs.sampled is None:
             return {}
         packed, row, found = self._logprobs.sampled.pack(), 0, {}
@@ -163,7 +163,7 @@ class LaunchedStep:
 
 
 class StepOutputs:
-    """Pages of tokens, used in turn. Before a page is used again, its step is waited for and read."""
+    """Pages of tokens, used in turn. Before a page is used again, its earlier step is waited for and read."""
 
     NUM_PAGES = 4  # twice the steps in flight
 
@@ -179,15 +179,15 @@ class StepOutputs:
         return self._pages[self._turn].tokens
 
     def make_room(self) -> None:
-        """Free the next page. Called before a step that stores tokens is launched."""
+        """Free the next page. Call it before launching a step that stores tokens."""
         reader = self._pages[self._turn].reader
         if reader is not None:
             reader.result()
 
     def send(self, step: int, num_draws: Sequence[int], logprobs: StepLogprobs) -> LaunchedStep:
-        """Return the step that was launched since `make_room`, with so many draws of each chunk.
+        """Return the step that was launched since `make_room`, with `num_draws` of each chunk.
 
-        Nothing is added to it any more.
+        Nothing may be added to the step afterwards.
         """
         page = self._pages[self._turn]
         page.filled.record()

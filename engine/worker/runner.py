@@ -1,4 +1,4 @@
-"""One step of a plan, in the same order on every device."""
+"""One step of a plan, run in the same order on every device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .tables import RowTables
 class ModelRunner:
     """Runs one model on one device. Implements `engine.core.step.Runner`.
 
-    `arenas` are the blocks of each cache group, of the shape that its layout gives; bytes [slots, slot_bytes] where it
-    keeps states. Nothing else writes blocks that a step names; transfers fill others.
+    `arenas` are the blocks of each cache group, in the shape of its layout; for groups of states, bytes [slots,
+    slot_bytes]. Nothing else may write blocks that a step uses; transfers fill others.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class ModelRunner:
         groups: Sequence[int] | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`drafts`: of each group with states, bytes for what these read of drafts; see `allocate_drafts`. `groups`:
-        the arenas of the model, in the order of its cache groups, where a draft model has others.
+        """`drafts`: for each group of states, the bytes for its inputs of drafts; see `allocate_drafts`. `groups`: the
+        numbers of the model's arenas, in the order of its cache groups; a draft model may have others.
         """
         self.model = model
         self.arenas = arenas
@@ -71,18 +71,18 @@ class ModelRunner:
             )
         )
         self.captured = CapturedSteps(self.step, backend.shapes)
-        backend.synchronize()  # the tables were filled out of order
+        backend.synchronize()  # the tables were filled outside the order of the steps
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size of step, and the kernels that change tables. Called before the first plan."""
+        """Capture every size of step, and the kernels that change tables. Call it before the first plan."""
         with self.backend.in_order():
             self.captured.capture_all()
             self.writes.capture()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Apply the plan's changes and launch its chunks. On a GPU, return before they have run."""
+        """Apply the plan's changes and launch its chunks. On a GPU, it returns before they have run."""
         with self.backend.in_order():
             self._update_rows(plan)
             if not plan.chunks and plan.group is None:
@@ -111,9 +111,9 @@ class ModelRunner:
         self.tables.append_blocks(plan.chunks)
 
     def _shape(self, batch: Batch, group: GroupStep | None) -> tuple[StepShape, RankRows | None]:
-        """Return the smallest captured shape that serves this step on all ranks that run it, else the step's own.
+        """Return the smallest captured shape that serves this step on all ranks that run it, or the step's own.
 
-        In the second case each rank runs eagerly, and gets the numbers of rows of the others.
+        In the second case each rank runs eagerly, and needs the numbers of rows of the other ranks.
         """
         sizes = [batch.size] if group is None else group.sizes
         shape = self.captured.fitting(sizes, alone=batch.alone)

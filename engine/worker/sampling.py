@@ -1,4 +1,4 @@
-"""Logits processors and log probabilities: options of rows beyond temperature, top-k, top-p and min-p."""
+"""Logits processors and log probabilities: the sampling options beyond temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .tables import RowTables
 
 
 class StepLogits(Protocol):
-    """The logits of the current step, and where they are."""
+    """Access to the logits of the current step, wherever they are."""
 
     def logits_of(self, numbers: list[int]) -> Tensor:
-        """Return the logits `[len(numbers), vocab_size]` of some of the step's draws, given by number."""
+        """Return the logits `[len(numbers), vocab_size]` of the step's draws with these numbers."""
         ...
 
     def drawn(self, numbers: list[int]) -> Tensor:
-        """Return the tokens `[len(numbers)]` int64 that were drawn; of draws behind a wrong draft any token."""
+        """Return the tokens `[len(numbers)]` int64 that were drawn; after a wrong draft they are arbitrary."""
         ...
 
     def to_logits(self, hidden: Tensor) -> Tensor:
@@ -38,12 +38,12 @@ class StepLogits(Protocol):
         ...
 
     def to_host(self, column: Tensor) -> Tensor:
-        """Return a copy in host memory that may be read when the step has finished."""
+        """Return a copy in host memory, which may be read when the step has finished."""
         ...
 
 
 class LogitsProcessors:
-    """Keeps the options of requests by row. Steps without such options cost nothing."""
+    """Keeps the options of requests, by row. Steps without such options cost nothing."""
 
     def __init__(self, tables: RowTables, limits: StepLimits, vocab_size: int) -> None:
         self._tokens = tables.tokens.tensor
@@ -54,7 +54,7 @@ class LogitsProcessors:
         self._prompt_lens: dict[int, int] = {}  # of the rows with prompt logprobs
 
     def start(self, start: RowStart) -> None:
-        """Keep the options of a request that takes a row."""
+        """Keep the options of a request that starts in a row."""
         row, params = start.row, start.sampling
         self._sampling.start(
             row, params, seed=start.seed, prompt_len=len(start.prompt_token_ids), stop_token_ids=start.stop_token_ids
@@ -66,7 +66,7 @@ class LogitsProcessors:
             self._prompt_lens[row] = len(start.prompt_token_ids)
 
     def free(self, row: int) -> None:
-        """Forget the options of a row whose request is over."""
+        """Forget the options of a row whose request has left it."""
         self._sampling.free(row)
         for asked in (self._num_logprobs, self._num_prompt_logprobs, self._prompt_lens):
             asked.pop(row, None)
@@ -81,17 +81,17 @@ class LogitsProcessors:
         )
 
     def edited(self, draws: Draws) -> list[int]:
-        """Return the numbers of the draws whose logits are edited before: by penalties, biases, masks."""
+        """Return the numbers of the draws whose logits must be edited first: by penalties, biases, masks."""
         return self._sampling.edited(draws.rows, draws.positions)
 
     def of_draws(self, draws: Draws) -> SamplingBatch:
-        """Return all that draws depend on beside the logits."""
+        """Return all that these draws depend on beside the logits."""
         return self._sampling.batch(draws.rows, draws.positions)
 
     def logprobs(self, batch: Batch, logits: StepLogits, hidden: Tensor | None) -> StepLogprobs:
-        """Compute the log probabilities that this step's requests ask for, of sampled tokens and of prompts.
+        """Compute the log probabilities that this step's requests asked for, of sampled tokens and of prompts.
 
-        Hidden states are those of the wanted tokens, in order; None where no prompt is scored.
+        `hidden`: the hidden states of the wanted tokens, in order; None if no prompt is scored.
         """
         if not self._num_logprobs and not batch.scored:
             return NO_LOGPROBS
@@ -103,13 +103,13 @@ class LogitsProcessors:
         return StepLogprobs(sampled, counts, prompts)
 
     def _of_sampled(self, draws: Draws, logits: StepLogits, counts: dict[int, int]) -> LogprobColumns:
-        """Compute those of all draws of the chunks in `counts`; of a rejected draw they mean nothing."""
+        """Compute those of all draws of the chunks in `counts`. Those of rejected draws are meaningless."""
         numbers = [number for number, chunk in enumerate(draws.chunks) if chunk in counts]
         columns = LogprobColumns.of(logits.logits_of(numbers), logits.drawn(numbers), max(counts.values()))
         return columns.map(logits.to_host)
 
     def _of_prompts(self, batch: Batch, logits: StepLogits, hidden: Tensor) -> dict[int, LogprobColumns]:
-        """Compute by chunk those of the prompt tokens that follow each of its tokens."""
+        """Compute, for each scored chunk, those of the prompt tokens that follow its tokens."""
         found = {}
         all_hidden = len(hidden) == batch.size.num_tokens
         first = 0

@@ -1,6 +1,6 @@
-"""Sizes of steps: which of them are captured, and which captured size serves a step.
+"""Sizes of steps: which are captured, and which captured size serves a step.
 
-A captured step has a fixed number of sequences and tokens. A smaller step is padded to the next size.
+A captured step has fixed numbers of sequences and tokens. A smaller step is padded to the next size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from baton.kernels.attention import SHORT_CONTEXTS
 from ..core.speculation.config import MAX_DRAFTED_TOKENS
 from ..core.step import StepSize
 
-# Numbers of decodes at which torch's matrix products take longer than at the next larger size.
+# Numbers of decodes for which torch's matrix products take longer than for the next larger number.
 _SLOW_DECODES = frozenset({192, 224, 240})
-# Between 128 and 256 tokens, the size that suits matrix products best.
+# Between 128 and 256 tokens, only the size that suits matrix products best.
 _CHUNK_TOKENS = (16, 32, 64, 128, 208, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-_CHUNK_SEQS = (1, 8, 64, 256)  # a single prompt is the most frequent mix of a lightly loaded engine
-_DRAFTED_CHUNK_SEQS = (8, 64)  # of mixes with drafts, beside as many as there may be
+_CHUNK_SEQS = (1, 8, 64, 256)  # with 1, because a single prompt is the most frequent mix in a lightly loaded engine
+_DRAFTED_CHUNK_SEQS = (8, 64)  # of mixes with drafts, beside the largest possible number
 _CPU_CHUNK_TOKENS = (64, 128, 256, 512)
 
 
@@ -33,21 +33,21 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     max_drafts: int = 0  # of one request in a step
-    guesses_on_device: bool = False  # whether the model's draft head makes them
+    guesses_on_device: bool = False  # the model's draft head, or a draft model, makes the guesses
 
     @property
     def max_num_draws(self) -> int:
-        """The most tokens that a step draws, where a chunk that draws none counts as one."""
+        """The most tokens that a step can draw, where a chunk without draws counts as one."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), MAX_DRAFTED_TOKENS))
 
     @property
     def max_guesses_on_device(self) -> int:
-        """The most guesses of a request that the model's draft head makes in a step."""
+        """The most guesses for a request that are made on the device in a step."""
         return self.max_drafts if self.guesses_on_device else 0
 
     @property
     def max_guesses(self) -> int:
-        """Guesses that a row keeps: for its drafts, and for the tokens that the step before may draw."""
+        """The guesses that a row keeps: for its drafts, and for the tokens that the step before may draw."""
         return 2 * (1 + self.max_drafts) if self.max_drafts else 0
 
 
@@ -57,13 +57,13 @@ class StepShape:
 
     num_seqs: int
     num_tokens: int
-    num_decodes: int  # the first so many sequences have one token each and are served by the decode kernels
+    num_decodes: int  # leading sequences of one token each, which the decode kernels serve
     max_query_len: int
     max_seq_len: int
-    num_kv_tokens: int | None = None  # of all sequences behind the decodes; None: a captured step serves any number
-    num_wanted: int | None = None  # tokens that go through all of the last layer; None: all of them
+    num_kv_tokens: int | None = None  # of all sequences behind the decodes; None: any number (captured steps)
+    num_wanted: int | None = None  # tokens that go through the whole last layer; None: all of them
     max_drafts: int = 0  # of one sequence
-    num_draws: int | None = None  # with drafts: tokens behind which one is drawn, one at least of each sequence
+    num_draws: int | None = None  # with drafts: the number of draws, at least one for each sequence
 
     @property
     def is_decode(self) -> bool:
@@ -71,12 +71,12 @@ class StepShape:
 
     @property
     def is_drafted(self) -> bool:
-        """True of decodes with drafts, beside which no prompt is read."""
+        """True for a step of decodes with drafts, in which no prompt is read."""
         return self.max_drafts > 0 and self.num_draws == self.num_tokens
 
     @property
     def wanted_rows(self) -> int:
-        """The number of tokens that go through all of the last layer."""
+        """The number of tokens that go through the whole last layer."""
         return self.num_tokens if self.num_wanted is None else self.num_wanted
 
 
@@ -109,28 +109,28 @@ class Shapes(Protocol):
         ...
 
     def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
-        """Return the smallest size that serves steps of all these sizes; None if none does.
+        """Return the smallest size that serves steps of all these sizes; None if there is none.
 
-        `alone`: the length of this rank's sequence if it has only one, else 0. It changes nothing that the ranks of a
-        group must agree about.
+        `alone`: the length of this rank's sequence, if it has only one, else 0. It must not affect anything on which
+        the ranks of a group have to agree.
         """
         ...
 
     def num_wanted(self, size: StepSize) -> int:
-        """Return how many tokens go through all of the last layer in a step of this size that is not captured."""
+        """Return how many tokens go through the whole last layer in a step of this size that is not captured."""
         ...
 
 
 class CudaShapes:
-    """Decodes of one token each, decodes with drafts, and mixes of chunks of any length, with drafts or without.
+    """Decodes of one token each, decodes with drafts, and mixes of chunks of any length, with or without drafts.
 
-    In a captured mix the chunk kernels serve every sequence, single tokens included: the number of decodes is not part
-    of its size. The last token of every sequence is wanted, whether or not the sequence samples, and with drafts so is
-    the token before each of them.
+    In a captured mix the chunk kernels serve every sequence, also single tokens, so the number of decodes is not part
+    of its size. The last token of every sequence is wanted, whether or not the sequence samples; with drafts, so is
+    the token before each draft.
     """
 
     def __init__(self, limits: StepLimits, *, max_tokens: int) -> None:
-        """Mixes are captured up to `max_tokens` tokens a step."""
+        """Mixes are captured up to `max_tokens` tokens in a step."""
         self._max_model_len = limits.max_model_len
         self._decodes = decode_sizes(limits.max_num_seqs)
         self._contexts = [context for context in SHORT_CONTEXTS if context < limits.max_model_len]
@@ -146,7 +146,7 @@ class CudaShapes:
         return self._decode(1)
 
     def in_capture_order(self) -> Iterator[StepShape]:
-        """Yield mixes, then decodes, the largest first: all share one pool of memory."""
+        """Yield mixes, then decodes, the largest first, because all share one pool of memory."""
         plain = {(min(seqs, tokens), tokens) for tokens in self._tokens for seqs in self._seqs}
         mixes = [self._mix(*size) for size in plain] + [self._mix_with_drafts(size) for size in self._drafted_mixes]
         yield from sorted(mixes, key=lambda mix: (mix.num_tokens, mix.wanted_rows, mix.num_seqs), reverse=True)
@@ -185,7 +185,7 @@ class CudaShapes:
         return self._decode(size) if context is None else self._one_decode(context)
 
     def drafted(self, num_seqs: int, num_tokens: int, *, alone: int, longest: int) -> StepShape | None:
-        """Return the size for decodes with drafts; None if nothing so large is captured. See `fitting`."""
+        """Return the size for decodes with drafts; None if no captured size is large enough. `alone`: see `fitting`."""
         wanted = (num_seqs, num_tokens, longest)
         size = next((size for size in self._drafted if all(map(operator.ge, size, wanted))), None)
         if size is None:
@@ -194,25 +194,25 @@ class CudaShapes:
         return self._with_drafts(size, context)
 
     def chunks(self, num_seqs: int, num_tokens: int) -> StepShape | None:
-        """Return the size for any chunks; None if nothing so large is captured."""
+        """Return the size for any chunks; None if no captured size is large enough."""
         tokens, seqs = at_least(self._tokens, num_tokens), at_least(self._seqs, num_seqs)
         return None if tokens is None or seqs is None else self._mix(min(seqs, tokens), tokens)
 
     def drafted_chunks(self, num_seqs: int, num_tokens: int, num_draws: int) -> StepShape | None:
-        """Return the size for any chunks beside decodes with drafts; None if nothing so large is captured."""
+        """Return the size for any chunks beside decodes with drafts; None if no captured size is large enough."""
         wanted = DraftedMix(num_tokens, num_draws, num_seqs)
         size = next((size for size in self._drafted_mixes if all(map(operator.ge, size, wanted))), None)
         return None if size is None else self._mix_with_drafts(size)
 
     def _one_decode(self, context: int) -> StepShape:
-        """Return the size for one short sequence. It is frequent, and has an attention kernel of its own."""
+        """Return the size for one short sequence. This is frequent, and has its own attention kernel."""
         return StepShape(1, 1, 1, 1, context)
 
     def _decode(self, num_seqs: int) -> StepShape:
         return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
 
     def _with_drafts(self, size: DraftedSize, context: int | None = None) -> StepShape:
-        """Return the size for drafted sequences; where it is one short sequence, for at most `context` tokens."""
+        """Return the size for drafted sequences. For a single short one, `context` is the most tokens it may have."""
         num_seqs, num_tokens, longest = size
         context = context or self._max_model_len
         shape = StepShape(num_seqs, num_tokens, 0, longest, context)
@@ -230,8 +230,8 @@ class CudaShapes:
 class CpuShapes:
     """Decodes of one token each, decodes with drafts, and mixes of chunks of up to 512 tokens.
 
-    With more tokens the native calls take so long that the Python between them does not matter. Only tokens that are
-    sampled from or scored are wanted; of decodes with drafts, all are.
+    With more tokens, the native calls take so long that the Python between them does not matter. Only tokens that are
+    sampled from or scored are wanted; in a step of decodes with drafts, all are.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -248,14 +248,14 @@ class CpuShapes:
         return self._decode(1)
 
     def in_capture_order(self) -> Iterator[StepShape]:
-        """Yield decodes, then mixes, the smallest first: a model may be recordable up to some size only."""
+        """Yield decodes, then mixes, the smallest first, as a model may be recordable only up to some size."""
         yield from map(self._decode, self._decodes)
         yield from map(self._with_drafts, self._drafted)
         yield from map(self._mix, self._tokens)
 
     def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
         if len(sizes) > 1:
-            return None  # ranks that wait for each other within a step capture nothing
+            return None  # ranks that wait for each other within a step do not capture
         (size,) = sizes
         if size.num_wanted == size.num_tokens:
             if size.num_seqs == size.num_tokens:
@@ -277,7 +277,7 @@ class CpuShapes:
         return StepShape(min(self._max_num_seqs, num_tokens), num_tokens, 0, num_tokens, self._max_model_len)
 
     def _mix(self, num_tokens: int) -> StepShape:
-        # Fewer wanted tokens than tokens: a recorded call tells the two by their number.
+        # Fewer wanted tokens than tokens: a recorded call tells the two numbers apart by their values.
         num_wanted = min(self._max_num_seqs, num_tokens - 1)
         return StepShape(self._max_num_seqs, num_tokens, 0, num_tokens, self._max_model_len, num_wanted=num_wanted)
 
@@ -295,8 +295,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def drafted_sizes(decodes: Sequence[int], limits: StepLimits) -> list[DraftedSize]:
     """Return the captured sizes of decodes with drafts, ascending.
 
-    Each sequence has at most 2 tokens, or 4, which attention serves as it does decodes; or as many as it may have, but
-    4 on average, or without a bound.
+    Each sequence has at most 2 or 4 tokens, for which attention treats it like a decode; or as many as it may have,
+    with an average of at most 4 or with no such limit.
     """
     most = 1 + limits.max_drafts
     each = {(count, count) for count in (2, 4, most) if count <= most} | {(4, most) for _ in range(most > 4)}
@@ -309,10 +309,10 @@ def drafted_sizes(decodes: Sequence[int], limits: StepLimits) -> list[DraftedSiz
 
 
 def drafted_mixes(tokens: Sequence[int], limits: StepLimits) -> list[DraftedMix]:
-    """Return the captured sizes of mixes with drafts, of these numbers of tokens, ascending.
+    """Return the captured sizes of mixes with drafts, with these numbers of tokens, ascending.
 
-    Every sequence may have as many drafts as a request gets at most. One token at least is no draft's, nor the one
-    before a draft: else no prompt is read.
+    Every sequence may have the most drafts that a request gets. At least one token is neither a draft nor the token
+    before a draft; otherwise no prompt is read.
     """
     if not limits.max_drafts:
         return []

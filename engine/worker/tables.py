@@ -1,11 +1,11 @@
-"""State of the rows of a runner, on its device, and how the plan's changes get there.
+"""The state of a runner's rows on its device, and the way of a plan's changes into it.
 
     memory [N] int32    tokens | blocks | sampling | computed | rows ... draw_start   | states | guesses ... read
                         one row a running request             | the batch of the step          | one row each
-                                 one table of blocks for each cache group     cuts of those with states
+                                 one table of blocks for each cache group     cuts of groups of states
 
-All tables lie in one tensor, so that a change is an address and some values, whichever table it goes to. What applies
-changes is the backend's `TableWrites`.
+All tables are in one tensor, so a change is an address with some values, whichever table it belongs to. The backend's
+`TableWrites` applies the changes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS
 from ..core.step import Chunk, RowStart
 from .shapes import StepLimits
 
-_ALIGNMENT = 64  # elements: every table begins on a cache line, as kernels like it
+_ALIGNMENT = 64  # elements: every table begins on a cache line, as kernels prefer
 Values = Sequence[int] | NDArray[np.int32]
 
 
 class TableWrites(Protocol):
-    """Changes to the tables on their way to the device. Those of one step do not overlap."""
+    """Changes to the tables on their way to the device. Changes of one step must not overlap."""
 
     num_flushes: int  # launches so far
 
@@ -44,16 +44,16 @@ class TableWrites(Protocol):
         ...
 
     def flush(self) -> None:
-        """Apply the added changes, before the work that is launched next."""
+        """Apply the added changes before work that is launched later."""
         ...
 
     def capture(self) -> None:
-        """Record the kernel of `flush`. Called before the first request's step."""
+        """Record the kernel of `flush`. Call it before the first request's step."""
         ...
 
 
 class Table:
-    """A table `[num_rows, width]` of int32 in the memory of all tables."""
+    """A table `[num_rows, width]` of int32, in the memory shared by all tables."""
 
     def __init__(self, memory: Tensor, address: int, num_rows: int, width: int) -> None:
         self.tensor = memory[address : address + num_rows * width].view(num_rows, width)
@@ -65,7 +65,7 @@ class Table:
 
 
 class StateTables(NamedTuple):
-    """The slots of a step's states in one cache group, and how it is cut into chunks: see `StateBatch`."""
+    """The slots of a step's states in one cache group, and how the step is cut into chunks: see `StateBatch`."""
 
     sources: Table
     targets: Table
@@ -79,17 +79,18 @@ class StateTables(NamedTuple):
 class RowTables:
     """State that a request keeps on the device from its first step to its last, and the batch of the current step.
 
-    The first entries of `tokens[row]` are the prompt, then outputs; a step writes what it samples there at once, and
-    the next step may read it. `computed[row]` is the number of tokens whose KV exists: a step begins behind them, and
-    moves the number on by itself.
+    `tokens[row]` has the prompt, then the output. A step writes the tokens that it samples there itself, so the next
+    step may read them. `computed[row]` is the number of tokens whose KV exists: a step begins after them, and updates
+    the number itself.
 
-    In cache group g, tokens 16 i ... 16 i + 15 lie in block `blocks[g, row, i]`; of layers with states, slot
-    `blocks[g, row, i]` holds that behind the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
-    that the plans name are leftovers that nothing reads. Where there are drafts, states are behind the first
-    `applied[g][row]` tokens: fewer than are computed where drafts were accepted (`kernels.state_batch.Replay`). Where
-    guesses are made on the device, `room[row]` is the number of tokens that the row's blocks hold, and `read[row]` of
-    those that a draft model has read. `guesses[row]` are of the row's tokens from index `first_guess[row]` on, made by
-    the host or by the device.
+    In cache group g, tokens 16 i ... 16 i + 15 are in block `blocks[g, row, i]`. In a group of states, slot
+    `blocks[g, row, i]` has the state after the last computed one of tokens 512 i ... 512 i + 511. Entries behind those
+    that plans have named are leftovers, which nothing reads.
+
+    With drafts, a state is that after the first `applied[g][row]` tokens: fewer than are computed if drafts were
+    accepted (`kernels.state_batch.Replay`). `guesses[row]`, made by the host or the device, are those of the row's
+    tokens from index `first_guess[row]` on. If the device makes guesses, `room[row]` is the number of tokens that the
+    row's blocks hold, and `read[row]` the number of tokens that a draft model has read.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class RowTables:
         """`memory` has `num_values(limits, num_groups, len(state_groups), checkpoint_tokens)` zeros; `writes` applies
         changes to it.
 
-        `state_groups`: the cache groups whose entries are slots of states. Their tables are kept on the CPU, too: a
-        step of chunks is cut where their entries end.
+        `state_groups`: the cache groups whose entries are slots of states. The CPU keeps their tables, too, because a
+        step of chunks is cut at the ends of their entries.
         """
         self.memory = memory
         self._writes = writes
@@ -127,7 +128,7 @@ class RowTables:
         self.step = StepTables(self.tokens.tensor, self.blocks, self.computed.tensor[0], BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
         self._tells_room = limits.guesses_on_device
-        self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # in the block tables of each row
+        self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # length of each row's block tables
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
     @staticmethod
@@ -139,7 +140,7 @@ class RowTables:
         return sum(_table_size(*shape) for shape in shapes)
 
     def guess(self, row: int, first: int, token_ids: Sequence[int]) -> None:
-        """Write guesses of a row's tokens from index `first` on: the last of them, as many as there is room for."""
+        """Write guesses of a row's tokens from index `first` on; if there is not room for all, the last of them."""
         width = self.guesses.tensor.shape[1]
         first += max(0, len(token_ids) - width)
         self._writes.add(self.guesses.address(row), token_ids[-width:])
@@ -155,7 +156,7 @@ class RowTables:
         )
 
     def start(self, start: RowStart) -> None:
-        """Write a request's data into its row."""
+        """Write a request's data to its row."""
         row, prompt_len, add = start.row, len(start.prompt_token_ids), self._writes.add
         add(self.tokens.address(row), start.prompt_token_ids)
         add(self.tokens.address(row, prompt_len), start.output_token_ids)
@@ -173,7 +174,7 @@ class RowTables:
             add(self.read.address(0, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
-        """Append the new blocks of each chunk to its row's block tables. Most rows grow by one: those go together."""
+        """Append the new blocks of each chunk to its row's block tables. Single blocks are written in one call."""
         addresses, blocks = [], []
         for chunk in chunks:
             if not chunk.new_block_ids:
@@ -196,12 +197,12 @@ class RowTables:
             self._writes.add_singles(addresses, blocks)
 
     def _room_of(self, row: int) -> int:
-        """Return how many tokens a row's blocks hold, in each group that keeps something of each token."""
+        """Return how many tokens a row's blocks can hold in every group of token blocks."""
         kept = (counts[row] for group, counts in enumerate(self._num_blocks) if group not in self.state_slots)
         return BLOCK_SIZE * min(kept)
 
     def set_states(self, group: int, sources: Sequence[int], targets: Sequence[int], cuts: Cuts) -> None:
-        """Write the slots of a step of chunks, and how it is cut."""
+        """Write the slots of a step of chunks, and how the step is cut."""
         columns = cuts.columns(sources, targets)
         for name, table in self.states[group]._asdict().items():
             self._writes.add(table.address(0), columns[name])
@@ -219,7 +220,7 @@ def _table_shapes(
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
     on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2
-    lines = seqs + limits.guesses_on_device  # padding of a step that guesses has the last one
+    lines = seqs + limits.guesses_on_device  # steps that guess use the last line for their padding
     drafts = [(lines, limits.max_guesses), (1, lines), (num_state_groups, seqs), *on_device]
     return [*by_row, *[(1, seqs)] * 3, *[(1, seqs + 1)] * 2, *states * num_state_groups, *drafts]
 

@@ -1,7 +1,7 @@
-"""Steps run before the engine is ready: kernels are compiled, memory is touched, and the largest step is measured.
+"""Steps that run before the engine is ready: they compile kernels, touch memory, and measure the largest step.
 
 warm_up        a CPU: one prompt and one decode with every kind of sampling
-ProfileRun     a GPU: every size of step; its peak of memory decides how many KV blocks there are
+ProfileRun     a GPU: every size of step; the peak of memory determines the number of KV blocks
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ EVERY_KIND = SamplingParams(  # every kind of sampling in one request
     allowed_token_ids=[0],  # runs the kernels that masks of grammars run
 )
 EVERYTHING = msgspec.structs.replace(EVERY_KIND, min_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
-MAX_SCORED_ROWS = 256  # hidden states of one product with the head: with more, kernels do not depend on their number
+MAX_SCORED_ROWS = 256  # rows of one product with the head: beyond that, the choice of kernels no longer changes
 
 _GRAPH_BYTES = 4 << 20  # of one captured step, beside the memory that all of them share
 _SPARE_BYTES = 256 << 20
-_FRAGMENTATION = 0.05  # of the peak
+_FRAGMENTATION = 0.05  # as a share of the peak
 
 
 def warm_up(runner: Runner, limits: StepLimits, num_blocks: int, num_groups: int = 1) -> None:
-    """Run a prompt and a decode step with every kind of sampling, in blocks that hold nothing yet.
+    """Run a prompt and a decode step with every kind of sampling, in blocks without content.
 
-    Each of the `num_groups` arenas has `num_blocks` at least.
+    Each of the `num_groups` arenas has at least `num_blocks`.
     """
     room = min(limits.max_num_batched_tokens, limits.max_model_len - 2, num_blocks * BLOCK_SIZE - 1)
     prompt_len = max(1, min(_PROMPT_LEN, room))
@@ -76,7 +76,7 @@ def warm_up(runner: Runner, limits: StepLimits, num_blocks: int, num_groups: int
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory that a runner takes beside weights and blocks."""
+    """The memory that a runner takes beside weights and blocks."""
 
     step_bytes: int  # at the peak of the largest step
     captured_bytes: int  # of the largest captured step
@@ -89,7 +89,7 @@ class StepMemory:
 
 
 class ProfileRun:
-    """Runs every size of step once, in runners that are dropped afterwards."""
+    """Runs every size of step once, in runners that are discarded afterwards."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class ProfileRun:
         *,
         eager_decodes: Sequence[StepShape] = (),
     ) -> None:
-        """`captured`: the sizes that will be captured, largest first; `eager_decodes`: the sizes of decodes, with
-        drafts and without, by which kernels are chosen where nothing is captured. `peak_bytes(work)` does work and
-        returns the memory it took.
+        """`captured`: the sizes that will be captured, largest first. `eager_decodes`: if nothing is captured, the
+        sizes of decodes, with drafts and without, by which kernels are chosen. `peak_bytes(work)` does the work and
+        returns the memory that it took.
         """
         self._make_runner = make_runner
         self._captured = captured
@@ -111,7 +111,7 @@ class ProfileRun:
         self._limits = limits
 
     def run(self) -> StepMemory:
-        """Return the memory that steps take at most. The largest come first: their kernels take longest to compile."""
+        """Return the most memory that steps take. The largest run first: their kernels take longest to compile."""
         limits = self._limits
         largest_captured = max((shape.num_tokens for shape in self._captured), default=0)
         eager = list(eager_shapes(limits, largest_captured))
@@ -130,14 +130,14 @@ class ProfileRun:
 
 @torch.inference_mode()
 def warm_up_collectives(model: Layer, groups: ParallelGroups, dtype: torch.dtype) -> None:
-    """Launch every kernel of the collectives that a step of any size may use. All ranks call it at the same time."""
+    """Launch every kernel of collectives that a step of any size may use. All ranks call it at the same time."""
     groups.warm_up(dtype)
     for spread in spread_experts(model):
         spread.warm_up(dtype)
 
 
 def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShape]:
-    """Yield sizes that are not captured: from the largest, which takes most memory, each half of the one before.
+    """Yield sizes that are not captured: the largest, which takes most memory, then each half of the one before.
 
     Each is one decode and one chunk. The largest comes twice: with as many keys as kernels expand latents for, and with
     more.
@@ -160,9 +160,9 @@ def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShap
 
 
 def drafted_mix(limits: StepLimits, largest_captured: int) -> list[StepShape]:
-    """Return the largest step of a prompt beside decodes with drafts, where there are drafts and it is not captured.
+    """Return the largest step of a prompt beside decodes with drafts, unless it is captured or there are no drafts.
 
-    Its numbers of tokens and of draws have the kernels of other sizes that are run.
+    It uses the same kernels as other sizes that are run, so it is not needed for compilation.
     """
     largest = limits.max_num_batched_tokens
     if not limits.max_drafts or largest <= max(largest_captured, 2):
@@ -176,7 +176,7 @@ def drafted_mix(limits: StepLimits, largest_captured: int) -> list[StepShape]:
 
 @torch.inference_mode()
 def padding_steps(runner: ModelRunner, shapes: Sequence[StepShape]) -> None:
-    """Run an eager step of each shape that holds nothing but padding, in a runner that has never had a plan."""
+    """Run an eager step of nothing but padding for each shape, in a runner that has never had a plan."""
     with runner.backend.in_order():
         for shape in shapes:
             runner.step.run(shape)
@@ -186,9 +186,9 @@ def padding_steps(runner: ModelRunner, shapes: Sequence[StepShape]) -> None:
 
 
 def scored_steps(runner: ModelRunner, limits: StepLimits, up_to: int) -> None:
-    """Run steps with a prompt whose tokens are all scored, by itself and behind a decode. They are never captured.
+    """Run steps with a prompt whose tokens are all scored, alone and after a decode. Such steps are never captured.
 
-    Kernels are chosen by powers of two of tokens.
+    Sizes are powers of two, by which kernels are chosen, and the largest.
     """
     largest = min(up_to, limits.max_num_batched_tokens)
     freed: list[int] = []
@@ -202,7 +202,7 @@ def scored_steps(runner: ModelRunner, limits: StepLimits, up_to: int) -> None:
 
 
 def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
-    """Run as many rows as there are, with as many tokens as fit and every kind of sampling. All share block 0."""
+    """Run a step with all rows, as many tokens as fit, and every kind of sampling. All rows share block 0."""
     rows = range(limits.max_num_seqs)
     length = min(limits.max_num_batched_tokens // limits.max_num_seqs, limits.max_model_len - 1)
     starts = [_start(row, length, len(runner.arenas)) for row in rows]
@@ -213,7 +213,7 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
 
 
 def edited_drafts(runner: ModelRunner) -> None:
-    """Run a decode with a draft, behind both tokens of which a token is drawn from edited logits, as with a grammar."""
+    """Run a decode with a draft, and draw after both of its tokens from edited logits, as with a grammar."""
     start = _start(row=0, length=1, num_groups=len(runner.arenas))
     drafted = Chunk(0, 1, 2, True, [], num_drafts=1, drafts=(0,))
     runner.launch(StepPlan(0, [], [start], [Chunk(0, 0, 1, True, [])])).result()
@@ -222,7 +222,7 @@ def edited_drafts(runner: ModelRunner) -> None:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of `work` on a GPU, less what it keeps: libraries never free some."""
+    """Return the peak memory of `work` on a GPU, without what it keeps, as libraries never free some memory."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()

@@ -1,17 +1,17 @@
-"""Blocks of all cache groups as transfers know them: one sequence of numbers, and the order of a hand-off.
+"""Numbers of blocks across all cache groups, as transfers use them, and the order of the blocks of a hand-off.
 
-    arenas      [ full: 0 ... 99 ][ window: 100 ... 139 ][ state: 140 ... 147 ]        a number each, arena by arena
+    arenas      [ full: 0 ... 99 ][ window: 100 ... 139 ][ state: 140 ... 147 ]        numbered through, arena by arena
 
     hand-off of 40 tokens, blocks of 16, window of 20
 
         full      b0  b1  b2
         window        w1  w2          what the next token reads
-        state               s         the state behind token 39
+        state               s         the state after token 39
 
         order     b0  b1  w1  b2  w2  s
 
-The order is that in which entries are complete: so a reader that has the first tokens of the sequence lacks the last
-blocks of the list, of a prompt that is being read a leading part is written, and states come last.
+Blocks are in the order in which prefill completes them. So a reader with a prefix hit lacks only the last blocks of the
+list, the blocks written so far of a growing offer are the first ones, and states come last.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from .cache_groups import CacheGroup, StateGroup
 
 
 class _Entry(NamedTuple):
-    end: int  # tokens behind which it is complete
+    end: int  # the entry is complete when this many tokens are computed
     group: int
-    place: int  # in the group's table
+    place: int  # index in the group's table
 
 
 class BlockNumbers:
-    """Numbers of blocks, and references to them, across all arenas. With one arena numbers are its block ids."""
+    """Numbers of blocks, and references to blocks, across all arenas. With a single arena, a number is a block id."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
         self._firsts = first_blocks([group.pool.num_blocks for group in groups])
-        self.num_states = sum(isinstance(group, StateGroup) for group in groups)  # last entries of every hand-off
+        self.num_states = sum(isinstance(group, StateGroup) for group in groups)  # the last entries of every hand-off
 
     def num_complete(self, num_tokens: int, num_computed: int) -> int:
-        """Return how many leading entries of a hand-off of `num_tokens` the first `num_computed` tokens complete."""
+        """Return how many leading entries of a hand-off of `num_tokens` are complete after `num_computed` tokens."""
         computed = min(num_tokens, num_computed)
         if computed == num_tokens:
             return sum(self._num_entries(group, num_tokens) for group in self._groups)
         return sum(max(0, computed // group.entry_tokens - group.first_visible(num_tokens)) for group in self._groups)
 
     def handed_over(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-        """Return the blocks that the token at index `num_tokens` reads, in the order of a hand-off.
+        """Return the numbers of the blocks that the token at index `num_tokens` reads, in the order of a hand-off.
 
-        A state that has not been computed yet is named by the slot in which the sequence is now.
+        For a state that is not computed yet, the number is that of the slot which has the sequence's state now.
         """
         if len(self._groups) == 1:
             group, table = self._groups[0], tables[0]
@@ -61,7 +61,7 @@ class BlockNumbers:
         ]
 
     def states(self, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Return the slots of a computed sequence: the last blocks of its hand-off."""
+        """Return the numbers of the state slots of a computed sequence: the last blocks of its hand-off."""
         return [
             first + table[-1]
             for first, group, table in zip(self._firsts, self._groups, tables, strict=True)
@@ -72,7 +72,7 @@ class BlockNumbers:
         return self._firsts[group] + block
 
     def of_groups(self, blocks: Sequence[Sequence[int]]) -> list[int]:
-        """Return the numbers of some blocks of each group."""
+        """Return the numbers of blocks that are given by group."""
         if len(self._groups) == 1:
             return list(blocks[0]) if blocks else []
         return [first + block for first, some in zip(self._firsts, blocks, strict=False) for block in some]

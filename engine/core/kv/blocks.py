@@ -8,8 +8,8 @@
 A cached block is a block with a hash. It keeps the hash while it is free, so "cached" and "free" are the same memory: a
 prefix hit takes it out of the middle of the list, an allocation takes the head and forgets its hash.
 
-Only full blocks get a hash, and a block with a hash is never written before it is forgotten (`forget`); so a block in
-several tables never is.
+Only full blocks get a hash, and a block with a hash is never written until `forget` drops the hash. So no block that is
+in several tables is ever written.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NO_BLOCK = -2  # not adjacent to any block
 
 
 class BlockPoolCorrupted(Exception):
-    """The pool's state is inconsistent: a bug of Baton's, found by a self-check."""
+    """The pool's state is inconsistent: a bug in Baton, found by a self-check."""
 
 
 class BlockWatcher(Protocol):
-    """Called with the blocks that enter and leave the prefix cache."""
+    """Called for each block that enters or leaves the prefix cache."""
 
     def stored(self, block_hash: BlockHash) -> None: ...
     def evicted(self, block_hash: BlockHash) -> None: ...
@@ -44,9 +44,9 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._watchers: list[BlockWatcher] = []
-        self.num_registered = 0  # blocks that became findable, ever; each has its number
-        self._new_blocks: dict[int, tuple[int, BlockHash]] | None = None  # not taken yet: number and hash of each
-        # The list's links are inside the pool's own arrays. Entry `num_blocks` is both ends.
+        self.num_registered = 0  # blocks that were ever added to the prefix cache: the number of the next one
+        self._new_blocks: dict[int, tuple[int, BlockHash]] | None = None  # number and hash of each block not taken yet
+        # The list's links are in the pool's own arrays. Entry `num_blocks` is both ends.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
@@ -66,12 +66,12 @@ class BlockPool:
         return self._block_of.get(block_hash, default)
 
     def fits(self, prefix: Sequence[int], num_blocks: int) -> bool:
-        """Return whether a table of `num_blocks` that begins with the cached blocks `prefix` can be had now."""
+        """Return whether a table of `num_blocks` blocks that begins with the cached `prefix` can be allocated now."""
         free_in_prefix = sum(self._refs[block] == 0 for block in prefix)
         return num_blocks - len(prefix) <= self.num_free - free_in_prefix
 
     def take(self, prefix: Sequence[int], num_blocks: int) -> list[int]:
-        """Reference the cached blocks `prefix`, and allocate new ones up to a table of `num_blocks`; see `fits`."""
+        """Reference the cached blocks `prefix`, and allocate the rest of a table of `num_blocks`; see `fits`."""
         for block in prefix:
             self.reference(block)
         return [*prefix, *self.allocate(num_blocks - len(prefix), after=prefix[-1] if prefix else NO_BLOCK)]
@@ -79,7 +79,8 @@ class BlockPool:
     def allocate(self, count: int, after: int = NO_BLOCK) -> list[int]:
         """Allocate `count` blocks with one reference each, in long ascending runs, if possible right behind `after`.
 
-        Adjacent ids travel as one transfer. Runs grow over worthless blocks only; cached ones go in eviction order.
+        Blocks with adjacent ids are transferred as one. Runs extend only over worthless blocks; cached ones are taken
+        in the order of eviction.
         """
         if count > self.num_free:
             raise BlockPoolCorrupted(f"{count} blocks were asked for and {self.num_free} are free: callers look first")
@@ -95,7 +96,7 @@ class BlockPool:
         return sorted(taken)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block, the last block first: the beginnings of prefixes survive longest."""
+        """Drop one reference to each block, the last block first: so the beginnings of prefixes survive longest."""
         refs, hashes = self._refs, self._hashes
         for block in reversed(blocks):
             if refs[block] < 1:
@@ -105,7 +106,7 @@ class BlockPool:
                 self._link(block, before=self._next[self._end] if hashes[block] is None else self._end)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Add a full block to the prefix cache, unless another block with the same content is there."""
+        """Add a full block to the prefix cache, unless that has another block with the same content."""
         if block_hash not in self._block_of and self._hashes[block] is None:
             self._block_of[block_hash] = block
             self._hashes[block] = block_hash
@@ -116,14 +117,14 @@ class BlockPool:
             self.num_registered += 1
 
     def forget(self, block: int) -> None:
-        """Take a block out of the prefix cache, whose only owner is about to write it."""
+        """Take a block out of the prefix cache, because its only owner is about to write it."""
         if self._refs[block] != 1:
             raise BlockPoolCorrupted(f"block {block} has {self._refs[block]} owners, and one of them would write it")
         self._forget(block)
 
     @property
     def has_worthless(self) -> bool:
-        """Return whether a free block holds nothing that a lookup finds."""
+        """Return whether some free block holds nothing that a lookup could find."""
         return self._is_worthless(self._next[self._end])
 
     def track_new_blocks(self) -> None:
@@ -142,13 +143,13 @@ class BlockPool:
         return block, block_hash
 
     def reference(self, block: int) -> None:
-        """Add a reference to a cached block or one in use: its content stays until that is released."""
+        """Add a reference to a block that is cached or in use: its content stays until the reference is released."""
         if self._refs[block] == 0:
             self._unlink(block)
         self._refs[block] += 1
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Call `watcher` with every change of the prefix cache from now on."""
+        """Call `watcher` for every change of the prefix cache from now on."""
         self._watchers.append(watcher)
 
     def has(self, block_hash: BlockHash) -> bool:
@@ -164,7 +165,7 @@ class BlockPool:
         return self._block_of.keys()
 
     def record_lookup(self, num_tokens: int, num_hits: int) -> None:
-        """Count one request's prefix lookup, in tokens."""
+        """Count the prefix lookup of one request, in tokens."""
         self.prefix_queries += num_tokens
         self.prefix_hits += num_hits
 
@@ -174,7 +175,7 @@ class BlockPool:
     def check(self) -> None:
         """Check the invariants: free + referenced == total, the list holds the free blocks, hashes map one to one.
 
-        Walks everything; for tests and post-mortems. Raises `BlockPoolCorrupted`.
+        It walks all blocks: for tests and post-mortems. Raises `BlockPoolCorrupted`.
         """
         free = self._walk()
         referenced = sum(count > 0 for count in self._refs)

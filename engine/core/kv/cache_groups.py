@@ -1,19 +1,19 @@
-"""Groups of layers that keep the same of a sequence: an arena of blocks for each, and the rules of its kind.
+"""Cache groups: layers that keep the same part of a sequence. Each has an arena of blocks, and the rules of its kind.
 
     table of a request in a group     [ b0  b1  b2  b3  b4 ]        entry i holds tokens 16 i ... 16 i + 15
 
-    FullGroup      (full, latent)     every token is read until the request is over: all entries are its own
+    FullGroup      (full, latent)     every token is read until the end: the request owns all entries
     WindowGroup    (window)           [ --  --  b2  b3  b4 ]        entries behind the window are given back, and are 0
-    StateGroup     (state)            [ --  s1 ]                    entry i: the state behind the last of tokens
-                                                                    512 i ... 512 i + 511 that has been computed
+    StateGroup     (state)            [ --  s1 ]                    entry i: the state after the last computed one of
+                                                                    tokens 512 i ... 512 i + 511
 
-A request has one table in each group. What differs is how many tokens an entry stands for, from which entry on the
+A request has one table in each group. The kinds differ in how many tokens an entry stands for, from which entry on the
 request owns the blocks (`first_visible`), and which blocks a prefix hit needs (`deepest`).
 
-An entry of a StateGroup is a slot that is read and written anew in every step, until its last token has been computed.
-From then on it is a checkpoint, which has the hash of the block that ends there: the next entry's first step reads it
-and writes to a slot of its own. A hit does the same with somebody else's checkpoint, so that nothing is ever copied.
-Checkpoints are a cache and no necessity: where no slot is free, the next entry goes on in the slot of the one before.
+Every step reads and writes the slot of a StateGroup's last entry, until the entry's last token has been computed. Then
+the slot is a checkpoint, with the hash of the block that ends there: the first step of the next entry reads it and
+writes to a slot of its own. A prefix hit reads another request's checkpoint in the same way, so nothing is ever copied.
+Checkpoints are only a cache: if no slot is free, the next entry continues in the slot of the entry before.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..tiers import KVTiers
 from .blocks import BlockPool
 
 NOT_CACHED = NOT_KEPT
-IN_TIERS = NOT_CACHED - 1  # not in the pool, and can be restored
-FIRST_CHECKPOINT_TOKENS = 8  # a step keeps no state behind fewer of a chunk's tokens (`kernels.state_batch`)
+IN_TIERS = NOT_CACHED - 1  # not in the pool, but a tier can restore it
+FIRST_CHECKPOINT_TOKENS = 8  # a step keeps no state after fewer tokens of a chunk than this (`kernels.state_batch`)
 
 
 class CacheGroup(abc.ABC):
@@ -41,12 +41,12 @@ class CacheGroup(abc.ABC):
 
     @abc.abstractmethod
     def find(self, hashes: Sequence[BlockHash]) -> Sequence[int]:
-        """Return the cached blocks of a chain of hashes that a hit may use, one an entry, `NOT_CACHED` in between."""
+        """Return, for each entry, the cached block that a hit may use, or `NOT_CACHED`, given a chain of hashes."""
 
     def find_in_tiers(
         self, found: Sequence[int], hashes: Sequence[BlockHash], tiers: KVTiers, number: int
     ) -> Sequence[int]:
-        """Return what `find` has found, with `IN_TIERS` for what the tiers of this group, `number`, have beyond it."""
+        """Return what `find` has `found`, with `IN_TIERS` for entries that only tiers have. `number` is the group's."""
         return [
             IN_TIERS
             if block == NOT_CACHED and tiers.tier_of(hashes[self.last_block(entry)], number) is not None
@@ -56,7 +56,7 @@ class CacheGroup(abc.ABC):
 
     @abc.abstractmethod
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
-        """Return the most blocks, at most `num_blocks`, behind which a request may go on with what `find` found."""
+        """Return the longest prefix hit that the `found` entries allow: in blocks, at most `num_blocks`."""
 
     @abc.abstractmethod
     def first_visible(self, num_tokens: int) -> int:
@@ -67,20 +67,20 @@ class CacheGroup(abc.ABC):
         return num_blocks
 
     def last_block(self, entry: int) -> int:
-        """Return the block of a sequence with which an entry ends: it has that block's hash."""
+        """Return the index in the sequence of the last block of an entry: the entry has that block's hash."""
         return entry
 
     def entries_at_start(self, num_blocks: int, num_hits: int) -> int:
-        """Return how many entries a request for `num_blocks` blocks starts with, the first `num_hits` of them computed.
+        """Return how many entries a request for `num_blocks` blocks starts with, if the first `num_hits` are computed.
 
-        Those behind are allocated before its first chunk.
+        Entries after the hits are allocated before the first chunk.
         """
         return num_blocks
 
     def register(self, table: Sequence[int], first_kept: int, hashes: Sequence[BlockHash], blocks: range) -> None:
-        """Add the entries that are full with these blocks of a sequence to the prefix cache.
+        """Add entries to the prefix cache that become full with these `blocks` of a sequence.
 
-        The table has nothing before entry `first_kept`.
+        The table's entries before `first_kept` are empty.
         """
         for index in range(max(blocks.start, first_kept), blocks.stop):
             self.pool.register(table[index], hashes[index])
@@ -110,7 +110,7 @@ class FullGroup(CacheGroup):
 
 
 class WindowGroup(CacheGroup):
-    """Layers that read the last `window` tokens only, the reading token itself included."""
+    """Layers that read only the last `window` tokens, the reading token included."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -120,9 +120,9 @@ class WindowGroup(CacheGroup):
         return [self.pool.find_block(block_hash, NOT_CACHED) for block_hash in hashes]
 
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
-        """Return the last place before which all blocks are cached that the next token sees.
+        """Return the longest prefix whose next token finds all blocks that it sees cached.
 
-        Each block is looked at once: a gap rules out every place from which it can be seen.
+        Each block is looked at once: a missing block rules out every prefix that would have to see it.
         """
         depth = min(num_blocks, len(found))
         block = depth - 1
@@ -137,7 +137,7 @@ class WindowGroup(CacheGroup):
 
 
 class StateGroup(CacheGroup):
-    """Layers with a recurrent state, which is kept every `checkpoint_tokens` tokens."""
+    """Layers with a recurrent state. A checkpoint of it is kept every `checkpoint_tokens` tokens."""
 
     def __init__(self, num_slots: int, block_size: int, checkpoint_tokens: int) -> None:
         super().__init__(num_slots, block_size)
@@ -176,23 +176,22 @@ class StateGroup(CacheGroup):
         return num_hits // self._span + 1
 
     def may_extend(self, table: Sequence[int], end: int) -> bool:
-        """Return whether `extend` can be called now: it could not where its only slot is read by others."""
+        """Return whether `extend` can be called now. It cannot if no slot is free and others read the last one."""
         needs_one = len(table) * self._entry_tokens < end
         return not needs_one or self.pool.num_free > 0 or self.pool.references(table[-1]) == 1
 
     def extend(self, table: list[int], start: int, end: int, *, keeps: bool, wanted: int) -> Sequence[int]:
-        """Return the entries to append so that tokens `start` to `end` can be computed in one step.
+        """Return the entries to append to `table` so that one step can compute tokens `start` to `end`.
 
-        `table` is the request's. Its last slot stays there as a checkpoint, or is moved on to the last entry and
-        leaves NOT_CACHED. Where `keeps` allows any, checkpoints are kept at the ends of entries: at the last one and
-        before entry `wanted` if a slot can be had, elsewhere in slots that hold nothing, so that a long prompt takes
-        little from others.
+        The table's last slot either stays as a checkpoint, or moves to the last entry and leaves NOT_CACHED. If `keeps`
+        is set, states are also kept at the ends of entries: at the last end, and before entry `wanted`, wherever a slot
+        can be had; at other ends only in slots without content, so that a long prompt evicts few checkpoints of others.
         """
         current, last = len(table) - 1, (end - 1) // self._entry_tokens
         if last == current:
             return ()
         slots = dict[int, int]()
-        if self.pool.references(table[current]) > 1:  # others read it: it stays, whatever else does
+        if self.pool.references(table[current]) > 1:  # others read this slot: it must stay as it is
             slots[current] = self.pool.allocate(1)[0]
         ends = sorted(range(current, last), key=lambda entry: (entry != last - 1, entry + 1 != wanted))
         for entry in ends if keeps else ():
@@ -208,7 +207,7 @@ class StateGroup(CacheGroup):
         return [*(slots.get(entry, NOT_CACHED) for entry in range(current + 1, last)), final]
 
     def _can_be_kept(self, entry: int, start: int) -> bool:
-        """Return whether a step from token `start` on can keep the state at the end of an entry, or has it already."""
+        """Return whether a step that starts at token `start` can keep the state at the end of an entry, or has it."""
         missing = (entry + 1) * self._entry_tokens - start
         return missing == 0 or missing >= FIRST_CHECKPOINT_TOKENS
 

@@ -1,4 +1,4 @@
-"""Blocks that no request owns any more, because a transfer or a copy still reads them or may write to them."""
+"""Blocks that no request owns any more, but a transfer or a tier copy still reads, or may still write to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..connector import TransferId
 
 
 class Releases(Protocol):
-    """A pool, or all of them (`BlockNumbers`)."""
+    """One pool, or all of them (`BlockNumbers`)."""
 
     def release(self, blocks: Sequence[int], /) -> None: ...
 
@@ -22,12 +22,12 @@ class _Held(NamedTuple):
 
 
 class HeldBlocks:
-    """Blocks on offer, kept for their readers."""
+    """Blocks on offer, held for the engines that read them."""
 
     def __init__(self, pool: Releases) -> None:
         self._pool = pool
         self._offers: dict[TransferId, _Held] = {}
-        self._holders: Counter[int] = Counter()  # prefixes are shared, so a block may be held for several readers
+        self._holders: Counter[int] = Counter()  # offers of each block: several, if requests share a prefix
 
     @property
     def num_blocks(self) -> int:
@@ -59,7 +59,7 @@ class HeldBlocks:
         return True
 
     def offers_of(self, request_id: str, newest: float) -> list[TransferId]:
-        """Return the request's offers of generations up to `newest`."""
+        """Return the request's offers, of generations up to `newest`."""
         return [
             transfer
             for transfer, held in self._offers.items()
@@ -68,7 +68,7 @@ class HeldBlocks:
 
 
 class Quarantine:
-    """Blocks that a transfer or a copy given up may still write to."""
+    """Blocks to which a cancelled transfer or copy may still write."""
 
     def __init__(self, pool: Releases) -> None:
         self._pool = pool
@@ -79,7 +79,7 @@ class Quarantine:
         return writer in self._blocks
 
     def owned_blocks(self) -> list[list[int]]:
-        """Return the blocks of each writer."""
+        """Return the blocks of each writer, a transfer or a copy."""
         return list(self._blocks.values())
 
     def admit(self, writer: int, blocks: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of waiting prompts that no cache has: what an engine still has to compute, for load figures."""
+"""Tokens of waiting prompts that are in no cache, and so have to be computed: a figure of the engine's load."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class PromptBacklog:
     """Counts the tokens of waiting prompts that have to be computed. A `BlockWatcher` of the pool.
 
         full blocks of waiting prompts      each counts once, however many requests share it, unless it is cached
-        what is behind the last full one    counts always: no cache has it
+        tokens behind the last full block   always count: they are never cached
 
-    Requests and blocks that come and go change the sum as they do: it costs one look at each block of a prompt when the
-    prompt comes, and one when it goes, however long it waits.
+    The sum is kept up to date as requests and cached blocks come and go. The cost is one lookup for each block of a
+    prompt when the request comes and one when it goes, however long it waits.
     """
 
     def __init__(self, memory: RequestMemory, pool: BlockPool, block_size: int) -> None:
         self._memory = memory
         self._pool = pool
         self._block_size = block_size
-        self._waiting: dict[Request, tuple[int, int]] = {}  # full blocks of the request, and the tokens behind them
-        self._wanted: dict[BlockHash, int] = {}  # block -> how many waiting requests share it
+        self._waiting: dict[Request, tuple[int, int]] = {}  # full blocks of each request, and the tokens behind them
+        self._wanted: dict[BlockHash, int] = {}  # how many waiting requests share each block
         self._num_missing = 0  # wanted blocks that are not cached
         self._num_behind = 0  # tokens
         pool.watch(self)
@@ -33,11 +33,11 @@ class PromptBacklog:
         return self._num_missing * self._block_size + self._num_behind
 
     def num_full_blocks(self, request: Request) -> int:
-        """Return how many full blocks are counted of a waiting request: as many as it had when it was added."""
+        """Return how many full blocks `add` counted for a waiting request."""
         return self._waiting.get(request, (0, 0))[0]
 
     def add(self, request: Request) -> None:
-        """Count a request, unless another engine has its KV: it computes nothing."""
+        """Count a request, unless it loads its KV from another engine: it computes nothing."""
         if request.awaits_transfer:
             return
         hashes, wanted = self._memory.skippable_hashes(request), self._wanted

@@ -1,6 +1,6 @@
 """The blocks of requests: reserved, grown, registered in the prefix cache when full, given back behind windows.
 
-lookup ──> reserve ──> register, grow ... ──> give_back_behind ...        each in all cache groups at once
+lookup ──> reserve ──> register, grow ... ──> give_back_behind ...        each for all cache groups at once
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from ..tiers import KVTiers
 from .blocks import BlockPool
 from .cache_groups import IN_TIERS, CacheGroup, FullGroup, StateGroup
 
-MOST_KNOWN = 16  # lookups that are kept: as many requests as are looked at near the head of the queue
+MOST_KNOWN = 16  # lookups to remember: at least as many as there are requests examined near the queue's head
 
 
 class GroupHit(NamedTuple):
-    """The cached blocks in one group that a request may go on with."""
+    """The cached blocks of one group from which a request may continue."""
 
-    first: int  # the table entry of the first of them: what lies before it is not read any more
-    blocks: Sequence[int]  # in a `RestorePlan`: IN_TIERS for those to be restored
+    first: int  # the table entry of the first block; entries before it are not read any more
+    blocks: Sequence[int]  # in a `RestorePlan`: IN_TIERS for blocks to restore
 
 
 class PrefixLookup(NamedTuple):
-    """The cached prefix of one request: as deep as all groups have what the next token reads."""
+    """The cached prefix of one request: the longest whose next token finds all that it reads, in every group."""
 
-    hashes: Sequence[BlockHash]  # of all full blocks that it need not compute where they are cached
-    num_blocks: int  # of them that are hits
+    hashes: Sequence[BlockHash]  # of all full blocks that the request may skip if they are cached
+    num_blocks: int  # how many of them are hits
     hits: Sequence[GroupHit]  # in each group
-    num_seen: int  # blocks that the first group has: others have computed this much of its prompt
+    num_seen: int  # blocks that the first group has: other requests have computed this much of the prompt
 
 
 class MissingBlock(NamedTuple):
-    """A block that the tiers have and the pool has not."""
+    """A block that a tier has and the pool has not."""
 
     group: int
     entry: int  # of the group's table
@@ -43,18 +43,18 @@ class MissingBlock(NamedTuple):
 
 
 class RestorePlan(NamedTuple):
-    """A restore that adds to the prefix hits of a request."""
+    """Blocks to restore from the tiers, to lengthen a request's prefix hit."""
 
-    prefix: PrefixLookup  # as it will be: as deep as all groups have in pool and tiers what the next token reads
-    missing: Sequence[MissingBlock]  # blocks to restore, group by group, none that is not read
-    num_tokens: int  # that need not be computed then, beyond the hits in the pool
+    prefix: PrefixLookup  # the hit after the restore: the longest that pool and tiers allow in all groups
+    missing: Sequence[MissingBlock]  # blocks to restore, group by group; only blocks that will be read
+    num_tokens: int  # tokens that need not be computed then, beyond the hits in the pool
 
 
 class _TableStart(NamedTuple):
-    """The table of one group with which a request starts."""
+    """The table in one group with which a request starts."""
 
-    first: int  # the first entry that it owns
-    hits: Sequence[int]  # cached blocks, from that entry on; IN_TIERS: a new one, to be filled
+    first: int  # the first entry that the request owns
+    hits: Sequence[int]  # cached blocks, from that entry on; IN_TIERS: a new block, to be restored
     num_entries: int
 
     @property
@@ -72,7 +72,7 @@ class _CachedLookup(NamedTuple):
 class RequestMemory:
     """Reserves, grows and registers the blocks of requests. Knows nothing of the order in which they are served.
 
-    A `BlockWatcher` of all arenas, so that a request that waits is looked up once, however many steps it waits.
+    As a `BlockWatcher` of all arenas, it looks up a waiting request only once, however many steps that waits.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, enable_prefix_caching: bool) -> None:
@@ -80,23 +80,23 @@ class RequestMemory:
         self._pools = [group.pool for group in groups]
         numbered = list(enumerate(groups))
         self._given_back = [(number, group) for number, group in numbered if not isinstance(group, FullGroup)]
-        self._full = [number for number, group in numbered if isinstance(group, FullGroup)]  # a gap ends their hits
+        self._full = [number for number, group in numbered if isinstance(group, FullGroup)]  # a gap ends a hit there
         self._of_tokens = [number for number, group in numbered if not isinstance(group, StateGroup)]
         self._states = [(number, group) for number, group in numbered if isinstance(group, StateGroup)]
         self.gives_back = bool(self._given_back)  # requests may give back blocks while they run
         self.has_states = bool(self._states)
-        self.keeps_all = len(groups) == 1 and not self._given_back  # one group, whose layers read all tokens
+        self.keeps_all = len(groups) == 1 and not self._given_back  # a single group, whose layers read all tokens
         self._block_size = block_size
         self._caching = enable_prefix_caching
-        self._known: dict[Request, _CachedLookup] = {}  # of requests that have no blocks yet, the oldest lookup first
+        self._known: dict[Request, _CachedLookup] = {}  # lookups of requests without blocks, oldest first
         for pool in self._pools:
             pool.watch(self)
 
     def lookup(self, request: Request) -> PrefixLookup:
         """Find the request's longest cached prefix.
 
-        The head of the queue is asked about several times a step, and in each step while it does not fit. It is looked
-        up again only when blocks of its prefix have come or gone, or its tokens have changed.
+        The scheduler asks several times a step about the head of the queue, in every step in which it does not fit. A
+        lookup is repeated only when blocks of the prefix have come or gone, or the request's tokens have changed.
         """
         hashes = self.skippable_hashes(request)
         known = self._known.get(request)
@@ -111,7 +111,7 @@ class RequestMemory:
         return prefix
 
     def _deepest(self, hashes: Sequence[BlockHash], found: Sequence[Sequence[int]]) -> PrefixLookup:
-        """Return the deepest hit that all groups have, given what each has `found`."""
+        """Return the longest hit that all groups allow, given the entries that each has `found`."""
         num_blocks, deeper = len(hashes), -1
         while num_blocks != deeper:
             deeper = num_blocks
@@ -125,7 +125,7 @@ class RequestMemory:
         return PrefixLookup(hashes, num_blocks, hits, len(found[0]))
 
     def find_restore(self, request: Request, tiers: KVTiers) -> RestorePlan:
-        """Find what the tiers have of the request's prefix beyond its hits in the pool."""
+        """Find the blocks of the request's prefix that the tiers have, beyond its hits in the pool."""
         known = self.lookup(request)
         hashes = known.hashes
         found = [known.hits[0].blocks] if self.keeps_all else [group.find(hashes) for group in self._groups]
@@ -142,7 +142,7 @@ class RequestMemory:
         return RestorePlan(prefix, missing, (prefix.num_blocks - known.num_blocks) * self._block_size)
 
     def fits_restored(self, request: Request, plan: RestorePlan) -> bool:
-        """Return whether it could be given its blocks now, those to be restored among them."""
+        """Return whether the request's blocks can be allocated now, those to be restored included."""
         return self._fit(self._starts(request, plan.prefix))
 
     def stored(self, block_hash: BlockHash) -> None:
@@ -161,11 +161,11 @@ class RequestMemory:
         return self._blocks_for(request.num_to_hold)
 
     def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Return whether it could be given its blocks now, or once those of the requests `without` are back."""
+        """Return whether the request's blocks can be allocated now, or once the requests `without` release theirs."""
         return self._fit(self._starts(request, self.lookup(request)), [other.owned_blocks() for other in without])
 
     def _fit(self, starts: Sequence[_TableStart], owned: Sequence[Sequence[Sequence[int]]] = ()) -> bool:
-        """Return whether these tables could be had, once what others have `owned` in each group is back."""
+        """Return whether these tables can be allocated, once others have released the `owned` blocks of each group."""
         return all(
             _fits(group.pool, start, without=[blocks[number] for blocks in owned])
             for number, (group, start) in enumerate(zip(self._groups, starts, strict=True))
@@ -174,7 +174,7 @@ class RequestMemory:
     def _starts(self, request: Request, prefix: PrefixLookup) -> list[_TableStart]:
         """Return the tables with which a request starts.
 
-        KV that another engine has is loaded with the entries only that a token behind it reads.
+        For KV that another engine has, they hold only the entries that the token behind that KV reads.
         """
         source = request.message.kv_source if request.awaits_transfer else None
         num_blocks = self._blocks_for(request.num_to_hold)
@@ -193,11 +193,11 @@ class RequestMemory:
         return zip(self._groups, hits, strict=True)
 
     def reserve(self, request: Request, plan: RestorePlan | None = None) -> bool:
-        """Give a request blocks for all its tokens, leading ones from the prefix cache; False where they do not fit.
+        """Allocate blocks for all tokens of a request, leading ones from the prefix cache. Returns whether they fit.
 
-        All at once, before the first chunk: a prompt that was begun can be finished, and its blocks lie side by side.
-        With a `plan`, tables have new blocks where it restores any, and begin with what is read behind its end: until
-        that is there, what counts as computed are the hits in the pool.
+        All at once, before the first chunk: so a prompt that has begun can finish, and its blocks lie side by side.
+        With a `plan`, tables have new blocks in the places of those that it restores, and begin with the entries read
+        at its end. Only the hits in the pool count as computed, until the restore is done.
         """
         prefix = self.lookup(request)
         in_reach = prefix if plan is None else plan.prefix
@@ -222,7 +222,7 @@ class RequestMemory:
         return True
 
     def grow(self, request: Request) -> list[list[int]]:
-        """Return the new blocks of each group for the request's next token; none where one of the arenas has none."""
+        """Return the new blocks of each group for the request's next token; empty if an arena has no free block."""
         full = self._full_tables(request)
         for number in full:
             if not self._pools[number].num_free:
@@ -238,30 +238,30 @@ class RequestMemory:
         return new
 
     def dry_groups(self, request: Request) -> list[int]:
-        """Return the groups whose arenas have no free block for the request's next token."""
+        """Return the groups that need a block for the request's next token, and whose arenas have none free."""
         return [number for number in self._full_tables(request) if not self._pools[number].num_free]
 
     def _full_tables(self, request: Request) -> Sequence[int]:
-        """Return the groups of blocks whose tables have no entry for the request's next token.
+        """Return the groups of token blocks whose tables have no entry for the request's next token.
 
-        Tables of blocks are equally long. Where there are no others, one is asked for when all are full.
+        Tables of token blocks are equally long. Without state groups, this is only called when they are full.
         """
         if self._states and len(request.block_tables[0]) * self._block_size > request.num_computed:
             return ()
         return self._of_tokens
 
     def _capacity(self, tables: Sequence[Sequence[int]]) -> int:
-        """Return how many tokens tables of all groups have entries for."""
+        """Return for how many tokens the tables of all groups have entries."""
         capacity = len(tables[0]) * self._block_size
         for number, group in self._states:
             capacity = min(capacity, len(tables[number]) * group.entry_tokens)
         return capacity
 
     def extend_states(self, request: Request, end: int) -> list[list[int]]:
-        """Return the new slots of each group with which the request's tokens up to `end` can be computed in a step.
+        """Add to the request's tables the slots needed to compute its tokens up to `end` in one step.
 
-        An empty list where that has to wait: others read the slot that would be written. The request's tables have
-        the slots.
+        Returns the new slots of each group. An empty list if the step has to wait, because others read the slot that it
+        would write.
         """
         if not all(group.may_extend(request.block_tables[number], end) for number, group in self._states):
             return []
@@ -276,10 +276,10 @@ class RequestMemory:
         return new
 
     def room_for_drafts(self, request: Request) -> int:
-        """Return how many drafts a decode may have, so that none is the last token of an entry of states.
+        """Return how many drafts a decode may have so that none is the last token of an entry of states.
 
-        The state behind that token is a checkpoint, and a state is stored behind the first token of a decode: the known
-        one. `request` counts this token as computed. Where drafts are unsettled, its decode may begin earlier.
+        The state after that token is a checkpoint, but a decode with drafts stores only the state after its first,
+        known token. `request` counts that token as computed. While drafts are unsettled, the decode may begin earlier.
         """
         room = request.limit
         for _, group in self._states:
@@ -289,10 +289,10 @@ class RequestMemory:
         return max(0, room)
 
     def give_back_behind(self, request: Request) -> Sequence[tuple[int, list[int]]]:
-        """Return, by group, the blocks that no later token of the request reads: they are the caller's now.
+        """Return, by group, blocks that no later token of the request reads. The caller owns them from now on.
 
-        Steps in flight may read them. A block whose tokens are not all known stays: it is not registered yet. So does
-        the slot of a state which drafts that were accepted are still to be applied to.
+        Steps in flight may still read them. A block stays while some of its tokens are unknown, since it is not
+        registered yet; a state's slot stays while accepted drafts have not been applied to it.
         """
         given_back = []
         for number, group in self._given_back:
@@ -309,9 +309,9 @@ class RequestMemory:
     def register(self, request: Request) -> Sequence[BlockHash]:
         """Register the blocks in the prefix cache that are full of known tokens.
 
-        Returns the hashes of those that were not registered before. A planned step may still have to write them.
-        Readers come in a later step, or in the same one with more than a token: for those every layer writes the KV of
-        all chunks before it reads any.
+        Returns the hashes of those that were not registered before. A planned step may still have to write them, but
+        any reader runs in a later step, or in the same one with more than one token: there, every layer writes the KV
+        of all chunks before it reads any.
         """
         if not self._caching:
             return ()
@@ -324,10 +324,10 @@ class RequestMemory:
         return request.block_hashes[new.start : new.stop]
 
     def must_follow(self, filled: set[BlockHash], request: Request, budget: int) -> bool:
-        """Return whether it can only start in a step behind the one that fills blocks of these hashes.
+        """Return whether the request can start only in a step after the one that fills the blocks with these hashes.
 
-        It would run a single token next, after a prefix that has some of them; or its prefix ends with one of them, so
-        that the step may also write the states that it goes on from.
+        That is so if it would run a single token after a prefix that has some of the blocks, or if its prefix ends with
+        one of them: then the same step may also write the states from which the request continues.
         """
         num_known = len(request.token_ids) - 1
         may_be_one = budget == 1 or num_known % self._block_size == 0
@@ -341,9 +341,9 @@ class RequestMemory:
         return may_be_one and not filled.isdisjoint(hits)
 
     def skippable_hashes(self, request: Request) -> Sequence[BlockHash]:
-        """Return the hashes of the full blocks that it need not compute where they are cached.
+        """Return the hashes of the full blocks that the request may skip if they are cached.
 
-        Never of all its tokens: the last one has to be computed for the next to be drawn.
+        These never cover all of its tokens: the last one has to be computed, so that the next can be drawn.
         """
         if not self._caching or not request.may_skip_computed_prefix:
             return ()
@@ -365,7 +365,7 @@ class RequestMemory:
 
 
 def _fits(pool: BlockPool, start: _TableStart, without: Sequence[Sequence[int]]) -> bool:
-    """Return whether a table that starts like this can be had, once the blocks `without` are back."""
+    """Return whether a table that starts like this can be allocated, once the blocks `without` are released."""
     given_back = Counter(block for blocks in without for block in blocks)
     num_freed = sum(pool.references(block) == count for block, count in given_back.items())
     num_freed -= sum(pool.references(block) == given_back[block] for block in start.hits if block in given_back)
@@ -373,7 +373,7 @@ def _fits(pool: BlockPool, start: _TableStart, without: Sequence[Sequence[int]])
 
 
 def _take(pool: BlockPool, start: _TableStart) -> list[int]:
-    """Return the blocks with which a table starts: hits, new ones between them, and new ones behind."""
+    """Return the blocks with which a table starts: hits, new blocks in the gaps between them, and new ones behind."""
     cached = start.cached
     blocks = pool.take(cached, start.num_entries - start.first)
     if len(cached) == len(start.hits):

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from ..tiers import Restored, Tier
 
-KEPT = 0.8  # of what earlier pieces count for, with each further piece
-FORGOTTEN_S = 30.0  # a pace that was measured longer ago is none
-MIN_MEASURED_TOKENS = 128  # steps of fewer say nothing about what a prompt takes
+KEPT = 0.8  # weight that earlier measurements keep with each further one
+FORGOTTEN_S = 30.0  # a measurement older than this counts as none
+MIN_MEASURED_TOKENS = 128  # smaller steps say nothing about the time a prompt takes
 
 
 class Rate:
-    """The time per unit of work. Pieces run one after the other, however early they were requested."""
+    """The time per unit of work. Pieces of work run one after the other, however early they were requested."""
 
     def __init__(self) -> None:
         self._seconds = self._units = 0.0
         self._over_s = self._measured_s = 0.0
 
     def note(self, asked_s: float, over_s: float, num_units: float) -> None:
-        """Note the end of a piece. One of no units only bounds the start of the next."""
+        """Note the end of a piece of work. One without units only bounds the start of the next."""
         began_s, self._over_s = max(asked_s, self._over_s), over_s
         if num_units:
             self.add(over_s - began_s, num_units, over_s)
@@ -42,11 +42,11 @@ class Rate:
 class RestoreCost:
     """Measured times of computing a token and of restoring a block of each tier, by one clock of the caller's.
 
-    Blocks are of the first group, and those of others count by their size.
+    Blocks are those of the first group; blocks of others count in proportion to their size.
     """
 
     def __init__(self) -> None:
-        self._planned_s: dict[int, float] = {}  # of steps in flight
+        self._planned_s: dict[int, float] = {}  # when each step in flight was planned
         self._computing = Rate()
         self._restoring: dict[Tier, Rate] = {Tier.HOST: Rate(), Tier.DISK: Rate()}
         self._restored_until_s = 0.0
@@ -59,7 +59,7 @@ class RestoreCost:
         self._computing.note(self._planned_s.pop(step), now_s, num_measured)
 
     def restored(self, restored: Restored, since_s: float, now_s: float) -> None:
-        """Note a restore. Its time, waiting included, is divided among the tiers in the proportion of their copies."""
+        """Note a restore. Its time, waiting included, is divided among tiers by the time they spent copying."""
         took_s = now_s - max(since_s, self._restored_until_s)
         self._restored_until_s = now_s
         copies_s = sum(read.seconds for read in restored.reads)

@@ -1,16 +1,16 @@
-"""Copies of blocks in the tiers, and the requests that wait for blocks out of them.
+"""Copies of blocks in the tiers, and the requests that wait for blocks to be restored from them.
 
     down     a block is full ── its step is settled ──> stored: a reference keeps it from being overwritten ── Stored
-    up       restore ── Restored ──> the request's again, filled as far as it went
+    up       restore ── Restored ──> the request's again, filled as far as the restore got
                     └─ abort, PATIENCE_S ──> quarantined ── Restored ──> released
 
-A block goes down as soon as it is full, not when it is evicted: so eviction never has to wait for a copy, and a process
-that is killed leaves its blocks behind. Few blocks are being stored at a time (`STORING_SHARE`); one that has to wait
-for its turn may be evicted meanwhile, and is then not stored.
+A block is stored as soon as it is full, not when it is evicted: so eviction never has to wait for a copy, and a process
+that is killed leaves its blocks in the tiers. Only a few blocks are being stored at a time (`STORING_SHARE`). A block
+that is evicted before its turn is not stored.
 
-Each cache group stores what is full and registered in it. A restore brings what all groups lack up to one place. Where
-one of several groups does not get all of it, that place is worth nothing to the request: what came is left in the
-prefix cache, and the request goes back to the queue, to be looked up anew.
+Each cache group stores its full, registered blocks. A restore brings all groups to the same prefix length. If a model
+has several groups and one of them does not get all of its blocks, that length is not reached: the blocks that did
+arrive stay in the prefix cache, and the request goes back to the queue, to be looked up again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .restore_cost import RestoreCost
 
 logger = logging.getLogger(__name__)
 
-STORING_SHARE = 16  # one block in so many of an arena may be referenced by stores
-BATCH_BLOCKS = 32  # of one store, in blocks of the first group: a restore waits for no longer than that
-PATIENCE_S = 10.0  # a request computes what takes longer; nothing is asked of the tiers until they answer
+STORING_SHARE = 16  # stores reference at most 1 / STORING_SHARE of the blocks of an arena
+BATCH_BLOCKS = 32  # most blocks of one store, counted in those of the first group: a restore may have to wait for it
+PATIENCE_S = 10.0  # after this, a request is computed instead; nothing more is asked of the tiers until they answer
 
 
 class Restoration(NamedTuple):
-    """The end of a restore, which has added `num_tokens` to those that the request had in the pool.
+    """The end of a restore, which added `num_tokens` computed tokens to the request's hits in the pool.
 
-    The request has no blocks at all after one that took too long, and where one of several groups lacks some.
+    The request has lost all of its blocks if the restore took too long, or if one of several groups lacks some.
     """
 
     request: Request
@@ -53,7 +53,7 @@ class Restoration(NamedTuple):
 class _Restore(NamedTuple):
     request: Request
     plan: RestorePlan
-    sizes: dict[Tier, float]  # of what each tier has of it, in blocks of the first group
+    sizes: dict[Tier, float]  # what it reads from each tier, in blocks of the first group
     since: float
 
 
@@ -65,7 +65,7 @@ class _Lent(NamedTuple):
 
 
 class TierCopies:
-    """The copies between an engine's pools and its tiers. Without tiers nothing is stored and nothing found."""
+    """Copies between an engine's pools and its tiers. Without tiers nothing is stored and nothing found."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class TierCopies:
         self._memory = memory
         self._block_size = block_size
         self.quarantine = Quarantine(numbers)
-        # Steps, and how many blocks of each group were full when each was the newest.
+        # Each step to wait for, and how many blocks of each group were registered when it was the newest one planned.
         self._unsettled: deque[tuple[int, Sequence[int]]] = deque()
-        self._num_written: Sequence[int] = [0] * len(groups)  # blocks with lower numbers are no longer written
+        self._num_written: Sequence[int] = [0] * len(groups)  # no step writes to blocks registered with lower numbers
         self._lent: dict[CopyId, _Lent] = {}
         self._num_lent = [0] * len(groups)
         self._restores: dict[CopyId, _Restore] = {}
         self._copy_of: dict[Request, CopyId] = {}
-        self._coming: set[tuple[int, BlockHash]] = set()  # with their groups
+        self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that is being restored
         self._clock = clock
-        self._answers = True  # the tiers do, in time
+        self._answers = True  # the tiers answer in time
         self._restore_cost = RestoreCost()
         self._log: BlockLog | None = None
         self._hits = self._misses = self._given_up = 0  # blocks
@@ -106,9 +106,9 @@ class TierCopies:
         return self._tiers is not None
 
     def block_log(self) -> BlockLog:
-        """Return the log of block places, those of the first group.
+        """Return the log of the places of blocks of the first group.
 
-        It is kept from the first call on, and is always the same object.
+        The first call starts the log; later ones return the same object.
         """
         if self._log is None:
             self._log = BlockLog(self._pools[0].findable, self._tiers)
@@ -119,16 +119,16 @@ class TierCopies:
 
     @property
     def num_restoring(self) -> int:
-        """The number of requests that wait for blocks."""
+        """The number of requests that wait for a restore."""
         return len(self._copy_of)
 
     @property
     def any_referenced(self) -> bool:
-        """True while stores reference blocks, which may have no other owner."""
+        """True while stores reference blocks. Such a block may have no other owner."""
         return bool(self._lent)
 
     def lent_blocks(self, group: int) -> list[list[int]]:
-        """Return the blocks of a group that each store reads."""
+        """Return the blocks of a group that stores read: a list for each store."""
         return [lent.blocks for lent in self._lent.values() if lent.group == group]
 
     # ------------------------------------------------------------------ down
@@ -141,7 +141,7 @@ class TierCopies:
     def settled(self, step: int, newest_planned: int, num_tokens: int) -> None:
         """Note the end of a step of `num_tokens`, and store full blocks. Steps up to `newest_planned` may still write.
 
-        Called only in engines with tiers.
+        Only called in engines with tiers.
         """
         self._restore_cost.settled(step, num_tokens, self._clock())
         self._unsettled.append((newest_planned, [pool.num_registered for pool in self._pools]))
@@ -154,7 +154,7 @@ class TierCopies:
             self._store_of(number, group)
 
     def _store_of(self, number: int, group: CacheGroup) -> None:
-        """Store full blocks of a group, as many as may be on loan."""
+        """Store full blocks of a group, within the limits on blocks being stored."""
         assert self._tiers is not None
         most = max(1, group.pool.num_blocks // STORING_SHARE)
         at_once = max(1, int(BATCH_BLOCKS / self._tiers.block_sizes[number]))
@@ -166,9 +166,9 @@ class TierCopies:
             self._num_lent[number] += len(blocks)
 
     def _next_batch(self, number: int, most: int) -> list[tuple[int, BlockHash]]:
-        """Return full blocks of a group that are in no tier, each with a reference added.
+        """Return full blocks of a group that are in no tier, with a reference to each.
 
-        None of states while no slot is free: a sequence whose slot is read goes on in another one.
+        No states while no slot is free: a sequence whose slot is being read needs another one to continue in.
         """
         assert self._tiers is not None
         pool, before = self._pools[number], self._num_written[number]
@@ -185,9 +185,9 @@ class TierCopies:
     # ------------------------------------------------------------------ up
 
     def find(self, request: Request) -> RestorePlan | None:
-        """Return what is to be restored of a request's prefix; None where too little is there, or computing is sooner.
+        """Return what to restore of a request's prefix; None if that is too little, or computing it is faster.
 
-        Called only in engines with tiers.
+        Only called in engines with tiers.
         """
         assert self._tiers is not None
         if not self._answers:
@@ -195,18 +195,18 @@ class TierCopies:
         plan = self._memory.find_restore(request, self._tiers)
         if plan.num_tokens < self._tiers.min_tokens or not self._pays(plan):
             return None
-        # With a state to restore it needs a slot more than without.
+        # A restore of states needs one more slot than the request alone.
         return plan if not self._memory.has_states or self._memory.fits_restored(request, plan) else None
 
     def _pays(self, plan: RestorePlan) -> bool:
         sizes = self._sizes(plan.missing)
-        for restore in self._restores.values():  # it would wait for them
+        for restore in self._restores.values():  # a new restore would have to wait for these
             for tier, size in restore.sizes.items():
                 sizes[tier] = sizes.get(tier, 0.0) + size
         return self._restore_cost.prefer_restoring(sizes, plan.num_tokens, self._clock())
 
     def _sizes(self, missing: Iterable[MissingBlock]) -> dict[Tier, float]:
-        """Sum up blocks, which have been found just now, by tier."""
+        """Return the total size of blocks that were just found, by tier."""
         assert self._tiers is not None
         sizes = dict[Tier, float]()
         for group, _, block_hash in missing:
@@ -215,15 +215,15 @@ class TierCopies:
         return sizes
 
     def any_coming(self, plan: RestorePlan) -> bool:
-        """Return whether a restore of another request will bring blocks of this one into the pool.
+        """Return whether a restore of another request will bring blocks of this plan into the pool.
 
-        Blocks of a group come in order, so the first one of each tells.
+        Blocks of a group arrive in order, so it is enough to look at the first one of each group.
         """
         firsts = {each.group: each for each in reversed(plan.missing)} if self._coming else {}
         return any((each.group, each.block_hash) in self._coming for each in firsts.values())
 
     def restore(self, request: Request, plan: RestorePlan) -> None:
-        """Start to fill the request's blocks, which have been reserved for this plan."""
+        """Start to fill the blocks that were reserved for the request with this plan."""
         assert self._tiers is not None
         tables = request.block_tables
         hashes = [each.block_hash for each in plan.missing]
@@ -239,7 +239,7 @@ class TierCopies:
         return request in self._copy_of
 
     def cancel(self, request: Request) -> None:
-        """Separate a request from its blocks, some of which may still be written. No `Restoration` follows."""
+        """Take a request's blocks from it, some of which may still be written. No `Restoration` follows."""
         copy_id = self._copy_of.pop(request)
         _, owned = request.give_up_memory()
         written = []
@@ -249,7 +249,7 @@ class TierCopies:
         self.quarantine.admit(copy_id, self._numbers.of_groups(written))
 
     def started(self, request: Request) -> None:
-        """Count a new request's blocks that are in no tier and not in the pool, and note the use of its prefix."""
+        """Count a new request's blocks that neither pool nor tiers had, and mark its prefix as used in the tiers."""
         if self._tiers is None:
             return
         num_present = request.num_computed // self._block_size
@@ -294,7 +294,7 @@ class TierCopies:
         return Restoration(request, num_tokens)
 
     def _keep_what_came(self, request: Request, filled: Sequence[MissingBlock]) -> None:
-        """Leave blocks that were filled in the prefix cache, and take all of them from the request."""
+        """Leave the blocks that were filled in the prefix cache, and release all blocks of the request."""
         for group, entry, block_hash in filled:
             self._pools[group].register(request.block_tables[group][entry], block_hash)
         _, owned = request.give_up_memory()
@@ -305,7 +305,7 @@ class TierCopies:
         self._coming.difference_update((each.group, each.block_hash) for each in restore.plan.missing)
 
     def _give_up_overdue(self) -> list[Restoration]:
-        """Cancel restores that take too long: a disk that hangs must not delay all requests behind one."""
+        """Cancel restores that take too long: a disk that hangs must not delay all requests that wait for it."""
         if not self._copy_of:
             return []
         since_s = min(self._restores[copy_id].since for copy_id in self._copy_of.values())

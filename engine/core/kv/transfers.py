@@ -1,11 +1,11 @@
-"""Blocks that requests no longer own because a transfer does, and requests that wait for one.
+"""Blocks that belong to a transfer instead of a request, and requests that wait for a transfer.
 
     held            offer ──────────────────────────────────────── OfferEnded ──> released
-    growing         the request's and the offer's: both hold a reference, and the last one lets go
+    growing         the request and the offer each hold a reference; the block is free when both are dropped
     pulling         receive ── Received ──> the request's again
                             └─ ReceiveFailed, abort ──> quarantined ── BlocksReleased ──> released
 
-Exactly one owner at any time, so every way out releases exactly once. An event about an unknown id changes nothing.
+A reference has exactly one owner at any time, and is released exactly once. Events with unknown ids change nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class Arrival(NamedTuple):
-    """The end of a receive: the request's KV is in its blocks, or is lost for the reason in `failure`."""
+    """The end of a receive: the request's KV is in its blocks, or `failure` says why it is not."""
 
     request: Request
     failure: str | None
-    offer_ended: bool = False  # before it was claimed
+    offer_ended: bool = False  # the offer ended before it was claimed
 
 
 class GrowingOffer(NamedTuple):
-    """A prompt that is on offer while it is being read."""
+    """A prompt that is on offer while it is still being computed."""
 
     transfer_id: TransferId
     source: KVSource
@@ -55,11 +55,11 @@ class Transfers:
         self._numbers = numbers
         self.held = HeldBlocks(numbers)
         self.quarantine = Quarantine(numbers)
-        self._pulling: dict[TransferId, tuple[Request, list[int]]] = {}  # with the blocks that are to be filled
+        self._pulling: dict[TransferId, tuple[Request, list[int]]] = {}  # with the blocks to fill
         self._transfer_of: dict[Request, TransferId] = {}
         self._early = connector if isinstance(connector, GrowingConnector) and connector.offers_early else None
         self._growing: dict[Request, GrowingOffer] = {}
-        self._asked_back: set[TransferId] = set()  # growing offers that were given up and have not ended
+        self._asked_back: set[TransferId] = set()  # growing offers that were withdrawn and have not ended
 
     @property
     def exist(self) -> bool:
@@ -71,7 +71,7 @@ class Transfers:
 
     @property
     def any_asked_back(self) -> bool:
-        """True while blocks that a request gave up stay referenced by an offer, until its reader has ended."""
+        """True while withdrawn offers still hold blocks that their requests gave up: their readers have not ended."""
         return bool(self._asked_back)
 
     def pulls(self, request: Request) -> bool:
@@ -82,10 +82,10 @@ class Transfers:
         return request in self._growing
 
     def offer_early(self, request: Request) -> KVSource | None:
-        """Offer a prompt before it is computed; return None where that is not possible.
+        """Offer a prompt before it is computed. Returns None if that is not possible.
 
-        The offer holds a reference of its own to each block, so no block is reused before the reader has ended,
-        whatever becomes of the request. Slots of states are known, and held, when the prompt is computed.
+        The offer holds its own reference to each block, so no block is reused before the reader has ended, whatever
+        becomes of the request. Slots of states are added when the prompt is computed, since they are known only then.
         """
         if self._early is None or request.is_constrained or request in self._growing:
             return None
@@ -100,13 +100,13 @@ class Transfers:
         return source
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """Note that the KV of the first `num_tokens` tokens is written: the step that wrote it has given its result."""
+        """Note that the KV of the first `num_tokens` tokens is written: the step that wrote it is settled."""
         growing = self._growing.get(request)
         if growing is not None and self._early is not None:
             self._early.advance(growing.transfer_id, self._numbers.num_complete(growing.source.num_tokens, num_tokens))
 
     def give_up_early(self, request: Request) -> None:
-        """Withdraw an early offer: the request gives up its blocks before its prompt is computed."""
+        """Withdraw an early offer, because the request gives up its blocks before its prompt is computed."""
         growing = self._growing.pop(request, None)
         if growing is not None:
             assert self._connector is not None
@@ -114,7 +114,7 @@ class Transfers:
             self._connector.withdraw(growing.transfer_id)
 
     def offer(self, request: Request) -> KVSource:
-        """Move the blocks of a computed prompt to an offer, and return where a decode engine finds them."""
+        """Move the blocks of a computed prompt to an offer. Returns where a decode engine finds them."""
         assert self._connector is not None
         growing = self._growing.pop(request, None)
         if growing is not None and self._early is not None:
@@ -124,7 +124,7 @@ class Transfers:
             self._early.advance(growing.transfer_id, self._numbers.num_complete(num_tokens, num_tokens), states)
             return growing.source
         num_tokens = request.num_computed
-        blocks = self._numbers.handed_over(request.block_tables, num_tokens)  # the offer's now
+        blocks = self._numbers.handed_over(request.block_tables, num_tokens)  # these belong to the offer from here on
         owned = self._numbers.of_groups(request.give_up_blocks())
         if len(owned) > len(blocks):
             kept = set(blocks)
@@ -134,7 +134,7 @@ class Transfers:
         return KVSource(offer.ticket, num_tokens)
 
     def withdraw(self, request_id: str, newest: float) -> None:
-        """Withdraw what the request has on offer of generations up to `newest`."""
+        """Withdraw the request's offers, of generations up to `newest`."""
         for transfer_id in self.held.offers_of(request_id, newest):
             assert self._connector is not None
             self._connector.withdraw(transfer_id)
@@ -142,7 +142,7 @@ class Transfers:
     def receive(self, request: Request) -> None:
         """Start to fill the request's blocks behind its prefix hits.
 
-        A request whose whole KV is present asks for no block, so that the other engine may release them.
+        The transfer is started even if no block is missing, so that the other engine may release its blocks.
         """
         source = request.message.kv_source
         assert self._connector is not None
@@ -184,9 +184,9 @@ class Transfers:
             case ReceiveFailed() if transfer_id in self._pulling:
                 return Arrival(self._isolate(transfer_id), event.reason, event.offer_ended)
             case ReceiveFailed() if transfer_id in self.quarantine:
-                return None  # the end of a receive that was cancelled
+                return None  # the end of a cancelled receive
             case Received() | BlocksReleased() if self.quarantine.release(transfer_id):
-                return None  # a Received that crossed with the cancel: nothing can be written any more
+                return None  # a Received that crossed with the cancel: no write can be in flight any more
             case OfferEnded() if self.held.release(transfer_id):
                 self._asked_back.discard(transfer_id)
                 self._growing = {of: offer for of, offer in self._growing.items() if offer.transfer_id != transfer_id}
@@ -195,7 +195,7 @@ class Transfers:
         return None
 
     def _isolate(self, transfer_id: TransferId) -> Request:
-        """Separate a request from its blocks, and quarantine those that the transfer may still write."""
+        """Take a request's blocks from it, and quarantine those that the transfer may still write."""
         request, wanted = self._pulling.pop(transfer_id)
         del self._transfer_of[request]
         _, owned = request.give_up_memory()

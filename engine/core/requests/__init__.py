@@ -1,1 +1,1 @@
-"""One request: its states, the tokens that may be drawn, guesses of the next ones, its end, and its outputs."""
+"""One request: its states, its grammar, its drafts, its end, and its outputs."""

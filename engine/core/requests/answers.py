@@ -1,4 +1,4 @@
-"""Outputs of a request: its new tokens, its end, and the error where no token could be drawn."""
+"""Outputs of a request: new tokens, the end, and the error if no token could be drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .request import Request
 
 
 def next_tokens(request: Request, token_ids: list[int], logprobs: Logprobs | None) -> EngineOutput:
-    """Return the output of tokens that are neither the first nor the last."""
+    """Return an output with tokens that are neither the request's first nor its last."""
     return EngineOutput(
         request_id=request.request_id,
         generation=request.generation,
@@ -30,7 +30,7 @@ def first_or_last_tokens(
     reason: FinishReason | None,
     kv_source: KVSource | None,
 ) -> EngineOutput:
-    """Return the output of the first or last tokens, with the data of the prompt or of the end."""
+    """Return an output with the first or the last tokens, with data of the prompt or of the end."""
     first = not request.answered
     request.answered = True
     return EngineOutput(
@@ -49,21 +49,21 @@ def first_or_last_tokens(
 
 
 def _take_drafts(request: Request, token_ids: list[int]) -> DraftCounts:
-    """Return the drafts of the step that drew these tokens. Those accepted behind the last token count for nothing."""
+    """Return the draft counts of the step that drew these tokens. Drafts accepted after the last token do not count."""
     drafts, request.drafts = request.drafts, None
     assert drafts is not None
     return drafts.within(len(token_ids))
 
 
 def on_offer(request: Request, source: KVSource) -> EngineOutput:
-    """Return an output without a token: the prompt's KV may be fetched while it is written."""
+    """Return an output without a token: the prompt's KV may be read while it is being written."""
     return EngineOutput(request_id=request.request_id, generation=request.generation, kv_source=source)
 
 
 def final_output(
     message: EngineRequest, reason: FinishReason, error: EngineError | None = None, ages: Ages | None = None
 ) -> EngineOutput:
-    """Return the output that ends a request without a further token."""
+    """Return the output that ends a request without another token."""
     return EngineOutput(
         request_id=message.request_id,
         generation=message.generation,
@@ -74,10 +74,10 @@ def final_output(
 
 
 def nothing_drawn(request: Request, num_before: int) -> EngineError:
-    """Return the error of a request for which the newest step drew no token, but `num_before` tokens before that.
+    """Return the error of a request for which the newest step drew nothing after the first `num_before` of its tokens.
 
-    Either the request itself excludes every token, so that no engine could draw one; or the logits were not numbers, as
-    with damaged weights or KV, and another engine may succeed.
+    Either the request itself excludes every token, so that no engine could draw one. Or the logits are not numbers,
+    because weights or KV are damaged; then another engine may succeed.
     """
     if not _excludes_all(request, _candidates(request, num_before)):
         reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
@@ -91,7 +91,7 @@ def nothing_drawn(request: Request, num_before: int) -> EngineError:
 
 
 def _candidates(request: Request, number: int) -> Iterable[int] | None:
-    """Return the tokens that a list in the request limits the step's draw `number` to; None where there is no list."""
+    """Return the tokens that the request allows for draw `number` of the step; None if it has no such list."""
     if request.is_constrained:
         mask = request.drawn_from[number]
         return (token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> token_id % 8 & 1)

@@ -1,16 +1,16 @@
-"""Requests whose output must fit a grammar.
+"""Requests whose output must match a grammar.
 
     add ──> WAITING_FOR_GRAMMAR ──the first mask──> WAITING ... RUNNING
                                                                  │ ^
-                      a step that draws takes the mask, its token makes the next one
+                    a step draws a token with the mask; the token leads to the next mask
 
-Where a request gets drafts, its grammar looks ahead: with the mask of the next token it makes one behind each guess
-that may follow.
+For a request with drafts, the grammar looks ahead: besides the mask for the next token, it computes one after each
+guess that it allows.
 
 Compiling a grammar takes up to seconds, and a mask from microseconds to seconds: both happen in threads. A request
-without a mask sits steps out (`Request.horizon`), or stands aside in the queue where it was preempted, and nobody else
-waits for it longer than `PATIENCE_S`. So a token is drawn only when the one before it is known or guessed; other
-requests go on two steps at a time.
+without a mask skips steps (`Request.horizon`), or, if it was preempted, is passed over in the queue; no step waits for
+it longer than `PATIENCE_S`. So such a request draws a token only when the one before it is known or guessed, while
+other requests have two steps in flight.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 0.001  # what a step waits for masks of tokens that came since the step before
+PATIENCE_S = 0.001  # the longest that a step waits for masks after tokens that came since the step before
 OPENING_LIMIT_S = 90.0  # from a request's arrival to its first mask; compilations wait for each other
 MASK_LIMIT_S = 10.0  # from a token to the next mask
 MOST_THREADS = 4
-MOST_OPENERS = 64  # they wait for a compiler; requests beyond these wait for one of them
+MOST_OPENERS = 64  # threads, each of which waits for the compiler; further requests wait for a thread
 
 
 @dataclass(slots=True)
@@ -44,25 +44,25 @@ class _Task:
 
 
 class Constraints:
-    """The grammars of all requests that have one. Without a source, none has.
+    """The grammars of all requests that have one. Without a `source`, no request has.
 
-    `openers` compile grammars, `maskers` compute masks.
+    The threads of `openers` compile grammars, those of `maskers` compute masks.
     """
 
     def __init__(self, source: GrammarSource | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.can_open = source is not None
-        self.num_live = 0  # requests with a grammar that are not over
+        self.num_live = 0  # requests with a grammar that have not ended
         self._source = source
         self._clock = clock
-        self._tasks: dict[Request, _Task] = {}  # for each request that has no mask
+        self._tasks: dict[Request, _Task] = {}  # of each request without a mask
         threads = min(MOST_THREADS, os.cpu_count() or 1)
-        # Two, so that nothing but new grammars waits for a compiler. Their threads start when they are first needed.
+        # Two pools, so that only new grammars wait for the compiler. Threads start when they are first needed.
         self.openers: Executor = ThreadPoolExecutor(MOST_OPENERS, "baton-grammars")
         self.maskers: Executor = ThreadPoolExecutor(threads, "baton-masks")
 
     @property
     def is_busy(self) -> bool:
-        """True while a request has no mask yet."""
+        """True while some request waits for a mask."""
         return bool(self._tasks)
 
     def awaits_mask(self, request: Request) -> bool:
@@ -76,7 +76,7 @@ class Constraints:
         return GrammarStats() if self._source is None else self._source.stats()
 
     def open(self, request: Request) -> None:
-        """Start to compile a new request's grammar. Tokens that another engine drew are accepted first."""
+        """Start to compile a new request's grammar. It first accepts tokens that another engine drew."""
         request.move_to(RequestStatus.WAITING_FOR_GRAMMAR)
         self.num_live += 1
         assert self._source is not None
@@ -85,16 +85,16 @@ class Constraints:
         self._tasks[request] = _Task(work, self._clock() + OPENING_LIMIT_S, is_fresh=False)
 
     def advance(self, request: Request, token_ids: Sequence[int], guesses: Sequence[int] = (), most: int = 0) -> None:
-        """Start to compute the mask behind the next tokens of the output, and to look ahead of them.
+        """Start to compute the mask after the next tokens of the output, and to look ahead.
 
-        Up to `most` tokens may follow as drafts: `guesses`, as far as the grammar lets them.
+        Up to `most` tokens may follow as drafts: the `guesses` that the grammar allows.
         """
         assert request.grammar is not None
         work = self.maskers.submit(_advance, request.grammar, token_ids, guesses, most)
         self._tasks[request] = _Task(work, self._clock() + MASK_LIMIT_S)
 
     def collect(self) -> list[tuple[Request, EngineError | None]]:
-        """Return the requests that have their mask now, and those that never will, with the error."""
+        """Return the requests whose mask is ready, and, with the error, those that will never get one."""
         if not self._tasks:
             return []
         fresh = [task for task in self._tasks.values() if task.is_fresh]
@@ -107,11 +107,11 @@ class Constraints:
         return [(request, self._finish(request, task)) for request, task in over]
 
     def pause(self) -> None:
-        """Wait shortly for a mask, when no request can run without one."""
+        """Wait briefly for any mask. Called when no request can run without one."""
         wait([task.work for task in self._tasks.values()], PATIENCE_S, return_when="FIRST_COMPLETED")
 
     def drop(self, request: Request) -> None:
-        """Forget a request that is over, and cancel its compilation. A mask that is being computed is dropped."""
+        """Forget a request that has ended, and cancel its compilation. A mask that is being computed is discarded."""
         self.num_live -= 1
         if (task := self._tasks.pop(request, None)) is not None:
             task.work.cancel()
@@ -155,7 +155,7 @@ def _advance(
 
 def _too_slow(request: Request, *, has_begun: bool) -> EngineError:
     if request.status is RequestStatus.WAITING_FOR_GRAMMAR or not has_begun:
-        reason = "too many requests wait for their grammars to be compiled, or for what these let follow"
+        reason = "too many requests wait for their grammars to be compiled, or for the masks of their next tokens"
         return EngineError(ErrorKind.OVERLOADED, reason)
     reason = f"does not say within {MASK_LIMIT_S:g} s which tokens may follow: simplify nested repetitions"
     return EngineError(ErrorKind.INVALID, reason, f"{ASKED_BY}.{_asked_by(request).kind}")

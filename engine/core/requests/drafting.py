@@ -1,21 +1,21 @@
-"""Drafts for running requests: how many each gets in a step, what they are, and what became of them.
+"""Drafts for running requests: how many each gets in a step, which tokens, and how many were accepted.
 
     planned   begin_step, then for each decode: propose ──> guesses of its next tokens
     settled   settled for each; observe the step
 
-Tokens that steps in flight draw are not known yet, so a guess begins behind the last known token, and the drafts are
-the part of it that lies behind those on their way. The drafter is told of a request and its tokens when it is asked for
-guesses, so that steps without drafts cost nothing.
+*Guesses* are tokens that may follow the last known token. While steps are in flight, the first guesses stand for the
+tokens that these steps will draw; the rest are the *drafts* that the new step checks. The drafter hears of a request
+and its tokens only when it is asked for guesses, so steps without drafts cost nothing.
 
-A drafter on the device guesses at the end of each step, behind what it drew, and the row keeps that for the next one:
-there a draft is a number, and the plan says how many guesses are to be made for the next step.
+A drafter on the device guesses at the end of each step, after the tokens drawn, and the row keeps the guesses for the
+next step. In that case a plan has only the number of drafts, and the number of guesses to make for the next step.
 
 A request with a grammar draws nothing while a step of its own is in flight. Its guesses are made when that step is
-settled, so that its grammar, which makes the next mask in a thread, looks at them there as well.
+settled, so that the grammar's thread can check them together with its next mask.
 
-On a GPU, the host edits the logits of some requests by position (penalties, biases, stop tokens that are shut), and
-knows the position once all drafts before it are settled. Such a request sits out steps while a step of its own with
-drafts is in flight, and has drafts only where they are worth a step.
+On a GPU, the host edits the logits of some requests by position (penalties, biases, stop tokens before `min_tokens`),
+and it knows the position only when all earlier drafts are settled. So such a request misses steps while one of its own
+with drafts is in flight, and it gets drafts only if they are worth a missed step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
-    """Return the drafting of an engine with these settings on a kind of device; None: tokens are not guessed ahead."""
+    """Return the drafting of an engine with these settings on this kind of device; None without speculation."""
     if config is None:
         return None
     return Drafting(
@@ -51,14 +51,14 @@ class Drafts(NamedTuple):
     """The drafts of a request in a step."""
 
     num_drafts: int
-    guesses: Sequence[int] = ()  # of the tokens from the last known one on; () where the row keeps them
+    guesses: Sequence[int] = ()  # tokens after the last known one; empty if the row has them on the device
 
 
 NO_DRAFTS = Drafts(0)
 
 
 class Drafting:
-    """Asks one drafter for all running requests."""
+    """Asks one drafter on behalf of all running requests."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Drafting:
         edits_on_host: bool = False,
         on_device: bool = False,
     ) -> None:
-        """`most`: drafts of a request in a step; where it `adapts`, as many as are worth their time.
+        """Create the drafting of an engine, with at most `most` drafts for a request in a step.
 
-        `edits_on_host`: where logits are edited by position, the host must know it when a step is planned. `on_device`:
-        guesses are made there.
+        With `adapts`, a request gets only as many as are worth their time. `edits_on_host`: the host edits logits by
+        position, so it must know the position when it plans a step. `on_device`: the device makes the guesses.
         """
         self.most = most
         self.drafter = drafter
@@ -80,32 +80,32 @@ class Drafting:
         self._on_device = on_device
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
-        self._num_told: dict[Request, int] = {}  # tokens that the drafter knows, of requests that it knows
-        self._predicted: dict[Request, PredictedText] = {}  # of requests that the drafter knows
+        self._num_told: dict[Request, int] = {}  # how many tokens of each request the drafter knows
+        self._predicted: dict[Request, PredictedText] = {}  # for requests that the drafter knows
         self._num_accepted = 0  # in the step that is being settled
 
     @property
     def num_behind(self) -> int:
-        """The number of tokens behind those of a step whose keys and values are written in it, too."""
+        """The number of guesses whose keys and values a step may write behind its own tokens."""
         return self.most if self._on_device else 0
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
-        """Return whether any of so many decodes may have drafts in the next step, beside tokens of prompts."""
+        """Return whether any of `num_decodes` requests may have drafts in the next step, beside tokens of prompts."""
         if self._lengths is None:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
 
     def must_settle(self, request: Request) -> bool:
-        """Return whether a request's drafts must be settled before it is in a step again.
+        """Return whether the request's drafts must be settled before its next step.
 
-        One with a grammar waits for all of its tokens in any case.
+        Requests with a grammar are not meant: they wait for all of their tokens in any case.
         """
         return self._edits_on_host and not request.is_constrained and not request.message.sampling.is_plain
 
     def propose(self, request: Request, room: int, *, sits_out: bool = False) -> Drafts:
-        """Return up to `room` drafts of a request, behind its tokens that are on their way.
+        """Return up to `room` drafts for a request, which follow its tokens in flight.
 
-        `sits_out`: with drafts it misses the next step.
+        `sits_out`: if it gets drafts now, it misses the next step.
         """
         num_drafts = min(room, self.most)
         if request.is_constrained:
@@ -126,9 +126,9 @@ class Drafting:
         return Drafts(len(guesses) - num_coming, guesses) if len(guesses) > num_coming else NO_DRAFTS
 
     def plan_guesses(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> int:
-        """Return how many guesses the device makes behind each draw of a step, and note that its rows will have them.
+        """Return how many guesses the device makes after each token drawn in a step, and note them for its requests.
 
-        They are for the next step that each of these requests is in.
+        Each request uses them as drafts in its next step.
         """
         if not self._on_device:
             return 0
@@ -142,9 +142,9 @@ class Drafting:
         return num_guesses
 
     def guess_for_grammar(self, request: Request) -> tuple[int, Sequence[int]]:
-        """Return how many drafts a request may get in its next step, and guesses of them, for its grammar to look at.
+        """Return how many drafts a request may get in its next step, and guesses for its grammar to check.
 
-        It is called when all of its tokens are known; `propose` takes the drafts from what its grammar lets follow.
+        Called when all tokens of the request are known. `propose` then uses the guesses that the grammar allowed.
         """
         num_drafts = min(self.most, request.limit - 1 - len(request.token_ids))
         if self._lengths is not None:
@@ -155,7 +155,7 @@ class Drafting:
         return num_drafts, self.drafter.propose(request.request_id, num_drafts)
 
     def _tell(self, request: Request) -> None:
-        """Tell the drafter all tokens of a request."""
+        """Make the drafter know all tokens of the request."""
         known = request.token_ids
         num_told = self._num_told.get(request)
         if num_told is None:
@@ -177,7 +177,7 @@ class Drafting:
         self._num_told[request] = len(known)
 
     def settled(self, request: Request, chunk: Chunk, num_accepted: int) -> None:
-        """Take in how many of a chunk's drafts were accepted, before the request has their tokens."""
+        """Take in how many of a chunk's drafts were accepted. Call it before the tokens are added to the request."""
         num_drafts = chunk.num_drafts
         request.settle_drafts(num_drafts, num_accepted, are_predicted=self._are_predicted(request, chunk))
         self._counter.settled(num_drafts, num_accepted)
@@ -186,7 +186,7 @@ class Drafting:
             self._lengths.settled(request.request_id, num_drafts, num_accepted)
 
     def _are_predicted(self, request: Request, chunk: Chunk) -> bool:
-        """Return whether a chunk's guesses stand in the request's prediction, behind the same token of the answer."""
+        """Return whether the request's prediction has the chunk's drafts in one piece, after the same token."""
         text = self._predicted.get(request)
         if text is None:
             return False
@@ -197,9 +197,9 @@ class Drafting:
     def observe(
         self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float, num_guesses: int = 0
     ) -> None:
-        """Take in the time of a step, once its requests are settled: what decoded in it, and what else it read.
+        """Take in the time of a step, and what it computed, once its requests are settled.
 
-        The device made `num_guesses` of each request in it.
+        `num_requests` decoded in it with `num_drafts` drafts; the device made `num_guesses` for each of them.
         """
         num_accepted, self._num_accepted = self._num_accepted, 0
         if self._lengths is None:
@@ -211,7 +211,7 @@ class Drafting:
             self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted, num_guesses)
 
     def end(self, request: Request) -> None:
-        """Forget a request that is over. Its answer is an example for others."""
+        """Forget a request that has ended. The drafter may learn from its answer."""
         if self._lengths is not None:
             self._lengths.end(request.request_id)
         if request in self._num_told:
@@ -227,15 +227,15 @@ class Drafting:
 
 
 class PredictedText:
-    """The tokens of one prediction. Looking for a run of them takes a microsecond for some thousand tokens."""
+    """The tokens of one prediction. A search takes about a microsecond for a few thousand tokens."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._packed = array(_TOKEN_TYPE, token_ids).tobytes()
 
     def contains(self, token_ids: Iterable[int]) -> bool:
-        """Return whether these tokens stand in the prediction, one right behind the other."""
+        """Return whether the prediction has these tokens, one right after the other."""
         run = array(_TOKEN_TYPE, token_ids).tobytes()
         at = self._packed.find(run)
-        while at > 0 and at % _TOKEN_BYTES:  # it begins within a token
+        while at > 0 and at % _TOKEN_BYTES:  # a match that begins in the middle of a token is none
             at = self._packed.find(run, at + 1)
         return at >= 0

@@ -1,10 +1,10 @@
-"""One request as the scheduler sees it.
+"""One request, from the scheduler's point of view.
 
     0 <= num_computed < num_tokens <= limit          len(token_ids) <= num_tokens
 
-`num_tokens` counts what is known (`token_ids`) and what steps in flight will draw; `num_computed` counts the tokens
-whose KV is in the request's blocks once those steps are done. Scheduling lets the second catch up with the first. Both
-count drafts as accepted until their step is settled.
+`num_tokens` counts the known tokens (`token_ids`) and those that steps in flight will draw. `num_computed` counts the
+tokens whose KV is in the request's blocks when those steps are done. Scheduling lets the second catch up with the
+first. Both count drafts as accepted until their step is settled.
 
     add ──> WAITING ──────────────────> RUNNING ──> FINISHED_STOPPED | _LENGTH | _HANDOFF
               │   ^                      │   ^
@@ -29,15 +29,15 @@ from ..stages import Stages
 from ..step import RowStart
 
 NO_ROW = -1
-NEVER = -1  # the number of no step
+NEVER = -1  # before the first step
 
 
 class RequestStatus(enum.Enum):
-    WAITING = "waiting"  # in the queue; with its KV where a transfer or a tier has brought it, else without any block
-    WAITING_FOR_GRAMMAR = "waiting for grammar"  # in no queue: comes back to WAITING once its first mask is there
-    WAITING_FOR_KV = "waiting for KV"  # blocks are reserved, a transfer or a tier fills them
+    WAITING = "waiting"  # in the queue: without blocks, or with KV that a transfer or a tier has brought
+    WAITING_FOR_GRAMMAR = "waiting for grammar"  # in no queue: goes back to WAITING with its first mask
+    WAITING_FOR_KV = "waiting for KV"  # its blocks are reserved, and a transfer or a tier is filling them
     RUNNING = "running"  # owns a row and blocks
-    PREEMPTED = "preempted"  # gave up row and blocks; in the queue again
+    PREEMPTED = "preempted"  # has given up row and blocks, and is in the queue again
     FINISHED_STOPPED = "stopped"
     FINISHED_LENGTH = "length"
     FINISHED_HANDOFF = "handed off"  # its blocks are held for the reader
@@ -54,7 +54,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING},
     _S.WAITING_FOR_KV: _GIVEN_UP | {_S.WAITING},
     _S.RUNNING: _GIVEN_UP | _COMPLETED | {_S.PREEMPTED, _S.FINISHED_HANDOFF},
-    # A step that was in flight may still bring the last token.
+    # A step in flight may still bring the last token.
     _S.PREEMPTED: _GIVEN_UP | _COMPLETED | {_S.RUNNING, _S.WAITING_FOR_KV},
     **{status: frozenset() for status in _GIVEN_UP | _COMPLETED | {_S.FINISHED_HANDOFF}},
 }
@@ -69,13 +69,13 @@ STATUS_AFTER = {
 
 
 class IllegalTransition(Exception):
-    """The scheduler made a transition that is not in `TRANSITIONS`: a bug of Baton's."""
+    """The scheduler made a transition that is not in `TRANSITIONS`: a bug in Baton."""
 
 
 class PromptLogprobs:
-    """The log probabilities of a prompt's tokens, as chunks bring them in.
+    """The log probabilities of a prompt's tokens, collected chunk by chunk.
 
-    A prompt that is computed again after preemption brings some positions twice; the first ones stay.
+    If a prompt is computed again after a preemption, some positions come twice; the first ones are kept.
     """
 
     __slots__ = ("_num_known", "_parts")
@@ -85,7 +85,7 @@ class PromptLogprobs:
         self._num_known = 0
 
     def collect(self, start: int, logprobs: Logprobs) -> None:
-        """Add those of tokens start + 1, start + 2, ..."""
+        """Add the log probabilities of tokens start + 1, start + 2, ..."""
         known = self._num_known - start
         if known < 0:
             raise ValueError(f"prompt logprobs of positions {self._num_known + 1} to {start} are missing")
@@ -94,7 +94,7 @@ class PromptLogprobs:
         self._num_known += len(new)
 
     def joined(self) -> Logprobs:
-        """Return those of all tokens but the first, which nothing precedes. Call it when the prompt is computed."""
+        """Return those of all tokens but the first, which has none. Call it when the prompt is computed."""
         return Logprobs.join(self._parts) if self._parts else Logprobs(1)
 
 
@@ -153,39 +153,39 @@ class Request:
         self.num_prompt = len(message.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
-        self.num_guesses = 0  # of its next tokens, that its row has on the device
-        self.num_unsettled_drafts = 0  # of steps in flight: so many of its tokens may not come to be
-        self.num_accepted_drafts = 0  # of the newest settled step with drafts: a state may be so many tokens behind
+        self.num_guesses = 0  # guesses of its next tokens that its row has on the device
+        self.num_unsettled_drafts = 0  # in steps in flight: so many of its tokens may be taken back
+        self.num_accepted_drafts = 0  # in the newest settled step with drafts: its state may be so many tokens behind
         self.drafts: DraftCounts | None = None  # of the step that is being settled, until its output is made
         self.is_constrained = message.sampling.structured_outputs is not None
-        # Decodes may reach one token less. A grammar must know a token before the next is drawn; see `sit_out`, too.
+        # Decodes stay below this number of tokens. A grammar must know a token before the next is drawn; see `sit_out`.
         self.horizon = self.num_tokens if self.is_constrained else self.limit
-        self.grammar: Grammar | None = None  # has taken in all tokens of the output, once it is there
-        self.masks: list[bytes] = []  # of the next token, and behind each of `guesses`; gone with the step that draws
-        self.guesses: Sequence[int] = ()  # tokens that its grammar lets follow one after the other
-        self.drawn_from: list[bytes] = []  # the masks of the newest step's draws
+        self.grammar: Grammar | None = None  # compiled, and with all tokens of the output accepted
+        self.masks: list[bytes] = []  # for the next token, and after each of `guesses`; a step that draws takes them
+        self.guesses: Sequence[int] = ()  # tokens that its grammar allows, one after the other
+        self.drawn_from: list[bytes] = []  # the masks with which the newest step draws
         self.last_step = NEVER  # the newest step that touches its row and blocks
-        self.num_blocks_passed = 0  # given to requests that overtook it at the head of the queue
+        self.num_blocks_passed = 0  # given to requests that overtook this one at the head of the queue
 
         self.row = NO_ROW
-        self.block_tables: list[list[int]] = []  # of each cache group; empty: it has no blocks
-        self.first_kept: list[int] = []  # in each table, the first entry whose block it still owns
-        self.capacity = 0  # tokens that its blocks can hold
+        self.block_tables: list[list[int]] = []  # one for each cache group; empty: the request has no blocks
+        self.first_kept: list[int] = []  # in each table, the first entry whose block the request still owns
+        self.capacity = 0  # tokens for which its tables have entries
         self.root = prefix_root(message.cache_salt)
         self.block_hashes: list[BlockHash] = []
-        self.num_registered = 0  # leading blocks that the prefix cache knows
-        self.num_seen_blocks = 0  # leading blocks that others had computed when it started
-        self.next_registration = sys.maxsize  # number of tokens at which the next block is full
+        self.num_registered = 0  # leading blocks that are registered in the prefix cache
+        self.num_seen_blocks = 0  # leading blocks that other requests had computed when it started
+        self.next_registration = sys.maxsize  # number of tokens at which its next block is full
 
-        # Prompt logprobs go out with the very first token, from where the prompt is computed.
+        # Only the engine that computes the prompt sends prompt logprobs, with the very first token.
         elsewhere = message.output_token_ids or message.kv_source is not None
         wants_prompt = message.sampling.prompt_logprobs is not None and not elsewhere
         self.prompt_logprobs = PromptLogprobs() if wants_prompt else None
         self.num_cached_tokens = 0
         self.stages = stages
-        self.answered = False  # an output went out
-        self.has_asked = False  # another engine for its KV
-        self.awaits_token = message.awaits_first_token  # the one to go on from is not known yet
+        self.answered = False  # an output was sent
+        self.has_asked = False  # for its KV, at the other engine
+        self.awaits_token = message.awaits_first_token  # the token to continue from is not known yet
 
     def move_to(self, status: RequestStatus) -> None:
         if status not in TRANSITIONS[self.status]:
@@ -202,7 +202,7 @@ class Request:
 
     @property
     def awaits_transfer(self) -> bool:
-        """True while its KV is at another engine, which keeps it until it is fetched, once."""
+        """True while another engine keeps its KV, which has not been fetched yet. It can be fetched only once."""
         return self.message.kv_source is not None and not self.has_asked
 
     @property
@@ -211,9 +211,9 @@ class Request:
         return len(self.token_ids) + self.awaits_token
 
     def take_blocks(self, tables: list[list[int]], first_kept: list[int], capacity: int, *, num_computed: int) -> None:
-        """Own the blocks of these tables from `first_kept` on.
+        """Take over the blocks of these tables, from `first_kept` on.
 
-        They hold `capacity` tokens; the KV of the first `num_computed`, as far as it is still read, is there already.
+        They hold `capacity` tokens. The KV of the first `num_computed` tokens is present, as far as it is still read.
         """
         self.block_tables, self.first_kept = tables, first_kept
         self.capacity, self.num_computed = capacity, num_computed
@@ -224,16 +224,16 @@ class Request:
 
     @property
     def block_ids(self) -> list[int]:
-        """Its blocks in an engine with one cache group, which reads all tokens."""
+        """Its blocks, in an engine with one cache group whose layers read all tokens."""
         (blocks,) = self.block_tables
         return blocks
 
     def owned_blocks(self) -> list[list[int]]:
-        """Return the blocks that it owns in each group."""
+        """Return the blocks that the request owns in each group."""
         return [_without_gaps(table[first:]) for table, first in zip(self.block_tables, self.first_kept, strict=True)]
 
     def give_back(self, group: int, end: int) -> list[int]:
-        """Return the blocks of a group before entry `end` that it owned until now."""
+        """Give up the group's blocks before table entry `end`, and return them."""
         table, first = self.block_tables[group], self.first_kept[group]
         blocks = table[first:end]
         table[first:end] = [0] * len(blocks)
@@ -241,27 +241,27 @@ class Request:
         return _without_gaps(blocks)
 
     def loaded(self, num_computed: int) -> None:
-        """Count the KV of the first `num_computed` tokens as there: a transfer or a tier has brought it."""
+        """Count the first `num_computed` tokens as computed: a transfer or a tier has brought their KV."""
         self.num_computed = num_computed
 
     def advance(self, step: int, num_tokens: int, samples: bool) -> None:
-        """Count the next `num_tokens` as computed by step `step`, which draws one more where it `samples`."""
+        """Count the next `num_tokens` as computed by step `step`. If it `samples`, it draws one more."""
         self.num_computed += num_tokens
         self.num_tokens += samples
         self.last_step = step
 
     def advance_drafts(self, num_drafts: int) -> None:
-        """Count drafts behind the next token as computed and accepted by the step that computes this token."""
+        """Count drafts as computed and accepted in the newest step, beside the token that it computes anyway."""
         self.num_computed += num_drafts
         self.num_tokens += num_drafts
         self.num_unsettled_drafts += num_drafts
 
     def sit_out(self) -> None:
-        """Be in no step until the drafts of the newest one are settled."""
+        """Keep the request out of steps until the drafts of its newest one are settled."""
         self.horizon = 0
 
     def settle_drafts(self, num_drafts: int, num_accepted: int, *, are_predicted: bool) -> None:
-        """Take back the drafts of a step that were not accepted. Its row, if it still has one, has done so already."""
+        """Take back the rejected drafts of a step. The request's row, if it still has one, has already done so."""
         self.num_unsettled_drafts -= num_drafts
         if not self.is_constrained:
             self.horizon = self.limit
@@ -272,24 +272,24 @@ class Request:
         self.drafts = DraftCounts.of_step(num_drafts, num_accepted, are_predicted=are_predicted)
 
     def begin(self, token_id: int) -> None:
-        """Go on from the first token, which another engine has drawn."""
+        """Continue from the first token, which another engine has drawn."""
         self.awaits_token = False
         self.token_ids.append(token_id)
         self.num_tokens = len(self.token_ids)
 
     @property
     def may_skip_computed_prefix(self) -> bool:
-        """Prompt logprobs need every position of the prompt to run through the model."""
+        """False while prompt logprobs are due: they need every position of the prompt to run through the model."""
         return self.prompt_logprobs is None or self.answered
 
     @property
     def has_unplanned_tokens(self) -> bool:
-        """False once its last token is planned: its blocks are freed soon without a preemption."""
+        """False once its last token is planned: then its blocks come free soon, without a preemption."""
         return self.num_computed + 1 < self.limit
 
     @property
     def may_go_on(self) -> bool:
-        """False once its last token is planned even if all drafts turn out wrong."""
+        """False once its last token is planned even if all unsettled drafts are rejected."""
         return self.num_computed - self.num_unsettled_drafts + 1 < self.limit
 
     @property
@@ -297,25 +297,25 @@ class Request:
         return bool(self.masks) or not self.is_constrained
 
     def allow(self, mask: bytes, ahead: LookAhead = NOT_AHEAD) -> None:
-        """Set the mask of the next token, and what may come behind it: the grammar has accepted all tokens so far."""
+        """Set the mask for the next token, and the guesses after it. The grammar has accepted all tokens so far."""
         self.masks, self.guesses = [mask, *ahead.masks], ahead.guesses
         self.horizon = min(self.limit, len(self.token_ids) + 1)
 
     def take_masks(self, num_draws: int) -> list[bytes]:
-        """Return the masks for the one step that draws out of them: behind the known tokens, and behind each draft."""
+        """Return the masks for a step's draws, after the known tokens and after each draft. A mask is used once."""
         masks, self.masks, self.guesses = self.masks[:num_draws], [], ()
         assert len(masks) == num_draws, "a grammar's request was planned without a mask for each draw"
         self.drawn_from = masks
         return masks
 
     def give_up_blocks(self) -> list[list[int]]:
-        """Return the blocks of each group, which are the caller's now; of a request without blocks, no group."""
+        """Give up the request's blocks, and return those of each group; an empty list if the request has no blocks."""
         blocks = self.owned_blocks()
         self.block_tables, self.first_kept = [], []
         return blocks
 
     def give_up_memory(self) -> tuple[int, list[list[int]]]:
-        """Return row and blocks, see `give_up_blocks`. Drawn tokens are kept, computed KV is not."""
+        """Give up row and blocks, and return them. Drawn tokens are kept, computed KV is not."""
         row, blocks = self.row, self.give_up_blocks()
         self.row = NO_ROW
         self.capacity = self.num_computed = self.num_registered = self.num_guesses = 0
@@ -342,9 +342,9 @@ def _without_gaps(blocks: list[int]) -> list[int]:
 
 
 def advance_decodes(requests: Iterable[Request], step: int) -> None:
-    """Count the next token of each as computed by step `step`, which draws one more.
+    """Count the next token of each request as computed by step `step`, which draws one more.
 
-    As `Request.advance`, in one call for a whole batch: a call each would be a tenth of planning a large one.
+    It does `Request.advance` for a whole batch: single calls would take a tenth of the time to plan a large one.
     """
     for request in requests:
         request.num_computed += 1
@@ -353,9 +353,9 @@ def advance_decodes(requests: Iterable[Request], step: int) -> None:
 
 
 class FinishRule:
-    """The ways one request can end by itself.
+    """The conditions under which a request ends by itself.
 
-    A stop token counts once `min_tokens` outputs exist before it. Lengths count prompt and output together.
+    A stop token counts only after `min_tokens` tokens of output. Lengths count prompt and output together.
     """
 
     __slots__ = ("_length_limit", "_min_length", "hands_off", "limit", "stop_token_ids")
@@ -368,14 +368,14 @@ class FinishRule:
         self._length_limit = config.max_length
         if sampling.max_tokens is not None:
             self._length_limit = min(self._length_limit, num_prompt + sampling.max_tokens)
-        # Known before any token is drawn, so no step is ever planned beyond it.
+        # Known before any token is drawn, so that no step is ever planned beyond it.
         self.limit = self._length_limit
         if request.keep_kv:
             self.limit = min(self.limit, num_prompt + len(request.output_token_ids) + 1)
         self.hands_off = self.limit < self._length_limit  # after one token, unless that is a stop token
 
     def reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Return why the request is over now that `token_id` is its token `num_tokens`; None where it goes on."""
+        """Return why the request ends with `token_id` as its token number `num_tokens`; None if it goes on."""
         if num_tokens < self.limit and token_id not in self.stop_token_ids:
             return None
         if token_id in self.stop_token_ids and num_tokens > self._min_length:

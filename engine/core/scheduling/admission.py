@@ -1,7 +1,7 @@
-"""Admission of waiting requests: KV that someone has is loaded, then the request gets blocks, a row and a first chunk.
+"""Admission of waiting requests: load KV that exists elsewhere, then give the request blocks, a row and a first chunk.
 
 waiting ── its KV is at another engine, or in a tier ──> KVLoading ──> ready ──┐
-   └────── nobody has it, or computing is sooner ──────────────────────────────┴─ Admission ──> running
+   └────── it is nowhere, or computing it is faster ───────────────────────────┴─ Admission ──> running
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..stages import Stage
 from .queues import ReadyQueue, RunningRequests, WaitingQueue
 from .step_builder import StepBuilder
 
-SHORT_SHARE = 4  # of a step's budget, one part is for short prompts while longer ones are read
-SMALL = 8  # a request that needs an eighth of the head's blocks, or fewer, may overtake it
+SHORT_SHARE = 4  # while long prompts are read, a quarter of a step's budget is kept for short ones
+SMALL = 8  # a request that needs at most an eighth of the head's blocks may overtake it
 
 
 class KVLoading:
-    """Requests whose blocks are being filled: with another engine's KV, or from the tiers.
+    """Requests whose blocks are being filled: with KV from another engine, or from the tiers.
 
         waiting ── begin ──> WAITING_FOR_KV ── its KV came ──> ready ──> running
-           ^                    │      └──── a transfer failed ──> over
+           ^                    │      └──── a transfer failed ──> ended
            └────────────────────┘
-              a restore took too long, or of several groups not all came: it is looked up anew
+              a restore took too long, or did not bring the blocks of all groups: the request is looked up again
 
-    Loading needs neither row nor budget, so it runs ahead of the rows, by one batch at most.
+    Loading needs neither a row nor budget, so it may begin before a row is free: for one batch of requests at most.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVLoading:
         waiting: WaitingQueue,
         batch: int,
     ) -> None:
-        """`batch`: how many requests can run at once."""
+        """Create it for an engine that runs at most `batch` requests at once."""
         self.ready = ReadyQueue()
         self._transfers = transfers
         self._tier_copies = tier_copies
@@ -56,7 +56,7 @@ class KVLoading:
         return self._transfers.num_pulling + self._tier_copies.num_restoring
 
     def begin_transfer(self, request: Request) -> bool:
-        """Ask the other engine for the request's KV. Returns False if it has to wait for others first."""
+        """Ask the other engine for the request's KV. Returns False if the request has to wait first."""
         if not self._may_run_ahead or not self._memory.reserve(request):
             return False
         self._wait_for_kv(request)
@@ -64,15 +64,15 @@ class KVLoading:
         return True
 
     def find_restore(self, request: Request) -> RestorePlan | None:
-        """Return what of the request's prefix is to be restored from the tiers; None where computing it is better."""
+        """Return what to restore of the request's prefix from the tiers; None if computing it is better."""
         if not self._tier_copies.exists or not self._fence.has_passed(request.last_step):
             return None
         return self._tier_copies.find(request)
 
     def begin_restore(self, request: Request, plan: RestorePlan) -> bool:
-        """Ask the tiers for the request's prefix. Returns False if it has to wait for others first.
+        """Ask the tiers for the request's prefix. Returns False if the request has to wait first.
 
-        One whose blocks are being restored for another request waits to find them in the pool.
+        If its blocks are already being restored for another request, it waits until they are in the pool.
         """
         if self._tier_copies.any_coming(plan) or not self._may_run_ahead or not self._memory.reserve(request, plan):
             return False
@@ -81,7 +81,7 @@ class KVLoading:
         return True
 
     def poll(self) -> list[tuple[Request, EngineError]]:
-        """Make requests whose KV has arrived ready. Returns the requests whose KV is lost."""
+        """Make requests ready whose KV has arrived. Returns the requests whose KV is lost."""
         lost = []
         for request, failure, offer_ended in self._transfers.poll():
             if failure is None:
@@ -94,7 +94,7 @@ class KVLoading:
         return lost
 
     def remove(self, request: Request) -> None:
-        """Give up a request that is over. One that is not being loaded or ready is ignored."""
+        """Give up loading for a request that has ended. One that is neither loading nor ready is ignored."""
         if self._tier_copies.restores(request):
             self._tier_copies.cancel(request)
         elif request.status is RequestStatus.WAITING_FOR_KV:
@@ -112,7 +112,7 @@ class KVLoading:
 
     def _arrived(self, request: Request) -> None:
         assert request.message.kv_source is not None
-        # Prefix hits may reach further than the transfer: those blocks are others' too, and are never written again.
+        # Prefix hits may reach further than the transfer: these blocks are shared, and are never written again.
         self._make_ready(request, max(request.num_computed, request.message.kv_source.num_tokens))
 
     def _restored(self, restoration: Restoration) -> None:
@@ -131,14 +131,14 @@ class KVLoading:
 
 
 class Admission:
-    """Decides which waiting requests may start: ready ones first, then the queue in order.
+    """Decides which waiting requests may start: first those that are ready, then the queue in order.
 
-    A request starts when there is a row, budget in this step, and blocks for all of its tokens. Long prompts do not
-    hold up short ones without bound:
+    A request starts when there is a row, budget in this step, and blocks for all of its tokens. Long prompts delay
+    short ones only within bounds:
 
-    * While one is read over several steps, a share of each step is for prompts that fit into it whole.
-    * While the head of the queue waits for blocks, requests that need few of them may overtake it, until together they
-      were given as many as the head needs: then it is next, whatever comes.
+    * While a long prompt is read over several steps, a share of each step is kept for prompts that fit into it whole.
+    * While the head of the queue waits for blocks, requests that need few of them may overtake it, until they have been
+      given as many together as the head needs: then the head is next, whatever comes.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Admission:
         fence: Fence,
         tier_copies: TierCopies,
     ) -> None:
-        self.num_prompt_tokens = 0  # of all requests that were ever admitted with their prompts to read
+        self.num_prompt_tokens = 0  # of all requests so far that started here, rather than after a hand-off
         self._waiting = waiting
         self._loading = loading
         self._running = running
@@ -159,7 +159,7 @@ class Admission:
         self._tier_copies = tier_copies
 
     def preempt_for_head(self) -> None:
-        """Preempt running requests of lower priority where the head of the queue lacks only their blocks."""
+        """Preempt running requests of lower priority if their blocks are all that the head of the queue lacks."""
         head = self._waiting.peek()
         if head is not None:
             self._running.preempt_for(head)
@@ -170,7 +170,7 @@ class Admission:
             self._start(ready.take(), builder)
 
     def choose_short(self, prefills: Sequence[Request], builder: StepBuilder) -> list[Request]:
-        """Return waiting prompts to start in this step though those that are being read could use all of it."""
+        """Return waiting prompts to start in this step, although prompts being read could use all of it."""
         unread = sum(request.num_tokens - request.num_computed for request in prefills)
         if unread < builder.budget or not self._running.has_room or self._running.lacks_blocks:
             return []
@@ -184,7 +184,7 @@ class Admission:
         return chosen
 
     def admit_short(self, chosen: Sequence[Request], builder: StepBuilder) -> None:
-        """Start the prompts that were chosen, as far as rows and blocks go."""
+        """Start the chosen prompts, as far as rows and blocks allow."""
         for request in chosen:
             self._admit(request, builder)
 
@@ -196,10 +196,10 @@ class Admission:
                 return
 
     def _admit(self, request: Request, builder: StepBuilder) -> bool:
-        """Take a request out of the queue: into this step, or to load its KV. False where it has to wait."""
+        """Take a request out of the queue: into this step, or to load its KV. Returns False if it has to wait."""
         if request.awaits_transfer:
             return self._loading.begin_transfer(request)
-        if not self._memory.fits(request):  # neither to load nor to compute: the tiers need not be asked
+        if not self._memory.fits(request):  # there is no room for loading either, so the tiers need not be asked
             return False
         if (plan := self._loading.find_restore(request)) is not None:
             return self._loading.begin_restore(request, plan)
@@ -210,7 +210,7 @@ class Admission:
         return False
 
     def _admit_small_requests(self, head: Request, builder: StepBuilder) -> None:
-        """Let requests overtake a head that lacks blocks, each of which needs few beside it."""
+        """Let requests that need few blocks overtake a head that lacks blocks."""
         needed = self._memory.num_blocks(head)
         if head.num_blocks_passed >= needed or self._memory.fits(head):
             return
@@ -221,11 +221,11 @@ class Admission:
                 head.num_blocks_passed += num_blocks
 
     def _reserve(self, request: Request, builder: StepBuilder) -> bool:
-        """Reserve the request's blocks. False where it cannot start in this step.
+        """Reserve the request's blocks. Returns False if it cannot start in this step.
 
-        One that was preempted comes back only when all its drawn tokens are known. One that would run a single token is
-        a decode, whose old KV must be of earlier steps, and so must be states that one goes on from: it starts in the
-        next step where this one computes some of it.
+        A preempted request comes back only when all its drawn tokens are known. If it would run a single token, it is a
+        decode, which only reads KV of earlier steps; and a state to continue from must be of an earlier step, too. If
+        this step computes such KV or such a state, the request starts in the next step.
         """
         known = self._fence.has_passed(request.last_step)
         if not known or self._memory.must_follow(builder.filled_blocks, request, builder.budget):

@@ -1,16 +1,16 @@
-"""The places of a request until it is over: in the queue, ready beside it, or running.
+"""The places where a request can be before it ends: in the queue, ready beside it, or running.
 
     waiting ──────────────────────┐
        │ its KV is at another     v        start
-       │ engine or in a tier    admission ───────> running ──> over
-       └──> loading ──> ready ────^                   │ preempted, with all it has drawn and nothing it has computed
+       │ engine or in a tier    admission ───────> running ──> ended
+       └──> loading ──> ready ────^                   │ preempted: keeps its drawn tokens, loses its computed KV
     waiting <─────────────────────────────────────────┘
 
-WaitingQueue       by priority, then by arrival; requests whose grammar is still making a mask are kept aside
+WaitingQueue       by priority, then by arrival; requests whose grammar is computing a mask are kept aside
 ReadyQueue         the same order, for requests whose KV has been loaded and that need only a row
-RunningRequests    the same order; each gets its share of a step
+RunningRequests    the same order; each gets its part of a step
 
-When blocks run out, or a request of higher priority waits for them, the last running request in rank is preempted.
+When blocks run out, or a request of higher priority needs them, the last running request in this order is preempted.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from ..speculation.config import MAX_DRAFTED_TOKENS
 from ..step import Chunk
 from .step_builder import NO_BLOCKS, StepBuilder
 
-TOP = 16  # entries of the heap, of thousands: looking through all of them would cost in every step
-SPARE_ENTRIES = 256  # of requests that are over, before the heap is built anew
+TOP = 16  # entries of the heap to look at: there may be thousands, and to search all in every step would cost time
+SPARE_ENTRIES = 256  # entries of requests that have left; with more of them, the heap is built anew
 
 _rank = attrgetter("rank")
 
 
 class WaitingQueue:
-    """A heap by `Request.rank`. A request that may not draw yet, because its grammar is making a mask, is kept aside.
+    """A heap by `Request.rank`. A request whose grammar is computing its mask may not draw yet, and is kept aside.
 
         push ──> aside ──its mask is known──> heap ──> removed
          └──────────────────────────────────────^
 
-    An entry whose request has left stays in the heap until it comes up, or until such entries are most of the heap.
+    The entry of a request that has left stays in the heap until it comes to the top, or until the heap is mostly such
+    entries.
     """
 
     def __init__(self, backlog: PromptBacklog) -> None:
@@ -67,11 +68,11 @@ class WaitingQueue:
             heapq.heappush(self._heap, (request.rank, request))
 
     def mask_known(self, request: Request) -> None:
-        """Let a request into the heap that was kept aside."""
+        """Move a request that was kept aside into the heap."""
         heapq.heappush(self._heap, (request.rank, request))
 
     def peek(self) -> Request | None:
-        """Return the next request; None where none may draw."""
+        """Return the next request; None if none may draw."""
         return self._heap[0][1] if self._heap else None
 
     def behind_head(self) -> list[Request]:
@@ -93,7 +94,7 @@ class WaitingQueue:
 
 
 class ReadyQueue:
-    """Requests whose KV a transfer or a tier has brought, by rank. One that awaits its first token is kept aside.
+    """Requests whose KV a transfer or a tier has brought, by rank. A request without its first token is kept aside.
 
     add ──> aside ──its token is known──> ready ──> taken
      └──────────────────────────────────────^
@@ -111,7 +112,7 @@ class ReadyQueue:
 
     @property
     def head(self) -> Request | None:
-        """The next request; None where none is ready."""
+        """The next request; None if none is ready."""
         return self._ready[0] if self._ready else None
 
     def add(self, request: Request) -> None:
@@ -121,7 +122,7 @@ class ReadyQueue:
             insort(self._ready, request, key=_rank)
 
     def token_known(self, request: Request) -> None:
-        """Make a request ready that was kept aside. One whose KV has not come yet is ignored."""
+        """Make a request ready that was kept aside. One whose KV has not arrived yet is ignored."""
         if request in self._aside:
             self._aside.remove(request)
             insort(self._ready, request, key=_rank)
@@ -139,7 +140,7 @@ class ReadyQueue:
 
 
 class RunningRequests:
-    """Running requests by rank. Decoding ones get a token of each step; the others share what is left of its budget."""
+    """Running requests by rank. Each decoding one gets one token in a step; the others share the rest of the budget."""
 
     def __init__(
         self,
@@ -152,9 +153,9 @@ class RunningRequests:
         *,
         overlaps: bool = False,
     ) -> None:
-        """`overlaps`: steps are planned while others are in flight."""
+        """Create it. `overlaps`: steps are planned while others are in flight."""
         self.num_preemptions = 0
-        self.lacks_blocks = False  # a running request does in this step, so no waiting one gets any
+        self.lacks_blocks = False  # a running request lacks blocks in this step, so no waiting one gets any
         self._rows = rows
         self._memory = memory
         self._fence = fence
@@ -163,7 +164,7 @@ class RunningRequests:
         self._drafting = drafting
         self._overlaps = overlaps
         self._by_rank: list[Request] = []
-        self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts left
+        self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts to read
 
     def __len__(self) -> int:
         return len(self._by_rank)
@@ -173,12 +174,12 @@ class RunningRequests:
 
     @property
     def has_room(self) -> bool:
-        """Return whether a row is free."""
+        """True if a row is free."""
         return self._rows.num_free > 0
 
     @property
     def num_unread_tokens(self) -> int:
-        """Tokens that are left of prompts which are read in several steps."""
+        """The tokens still to compute of prompts that are read in several steps."""
         running = (each for each in self._reading if each.status is RequestStatus.RUNNING)
         left = (each.num_tokens - each.num_computed for each in running)
         return sum(count for count in left if count > 1)  # 1: the token that is being drawn
@@ -189,14 +190,14 @@ class RunningRequests:
         request.row = self._rows.take()
         insort(self._by_rank, request, key=_rank)
         row_start, new_blocks = request.row_start(), NO_BLOCKS
-        if self._memory.has_states:  # its own slots are new: nobody else reads them
+        if self._memory.has_states:  # its slots are new, so no other request reads them
             new_blocks = self._memory.extend_states(request, builder.end_of(request))
         builder.start(request, row_start, new_blocks)
         self._reading.append(request)
         self._chunk_planned(request, builder)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that runs."""
+        """Remove a running request."""
         self._by_rank.remove(request)
 
     def remove_ended(self) -> None:
@@ -206,10 +207,10 @@ class RunningRequests:
     # -------------------------------------------------------------------------------- shares of a step
 
     def decode(self, builder: StepBuilder, *, num_waiting: int = 0) -> list[Request]:
-        """Plan one token for each request that has one left to compute. Returns the others, which have more.
+        """Plan one token for each request that has exactly one left to compute. Returns the others, which have more.
 
-        The budget suffices, since it is never less than the number of rows. `num_waiting`: requests that may start in
-        this step as far as there are rows for them.
+        The budget suffices, since it is never less than the number of rows. `num_waiting` requests may start in this
+        step, as far as there are rows for them.
         """
         self.lacks_blocks = False
         prefills = []
@@ -219,7 +220,7 @@ class RunningRequests:
             if request.num_tokens - start != 1:
                 prefills.append(request)
                 continue
-            if start + 1 >= request.horizon:  # its last token is on the way, or one that must be known first
+            if start + 1 >= request.horizon:  # its last token is planned, or a token must be known before it continues
                 continue
             new_blocks = NO_BLOCKS
             if start >= request.capacity:
@@ -239,10 +240,10 @@ class RunningRequests:
         return prefills
 
     def _add_drafts(self, drafting: Drafting, builder: StepBuilder, num_others: int) -> None:
-        """Let decodes have drafts, as far as budget, blocks, checkpoints and the requests' lengths go.
+        """Give drafts to decodes, as far as budget, blocks, checkpoints and the requests' lengths allow.
 
-        A block is taken for them, and for guesses that are made behind them, only where one is free. `num_others`: the
-        most other requests of the step, for whose draws there must be memory, too.
+        Drafts, and the guesses made after them, get a new block only if one is free. `num_others` is the most other
+        requests that the step may have: their draws need memory, too.
         """
         decodes = builder.take_decodes()
         spare = min(builder.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
@@ -266,7 +267,7 @@ class RunningRequests:
                 builder.put_back(chunk, request)
 
     def read_on(self, prefills: list[Request], builder: StepBuilder, kept: int = 0) -> None:
-        """Plan as much of their prompts as the budget allows, in order, and leave `kept` tokens of it."""
+        """Plan the next chunks of these prompts, in order, as far as the budget allows; leave `kept` tokens of it."""
         builder.budget -= kept
         for request in prefills:
             if not builder.budget:
@@ -281,7 +282,7 @@ class RunningRequests:
         builder.budget += kept
 
     def _chunk_planned(self, request: Request, builder: StepBuilder) -> None:
-        """Let other requests find the blocks that the chunk fills, and give back those behind windows."""
+        """Let other requests find the blocks that the chunk fills, and give back blocks behind windows."""
         builder.filled_blocks.update(self._memory.register(request))
         if self._memory.gives_back:
             self._give_back_behind(request)
@@ -293,9 +294,9 @@ class RunningRequests:
     # -------------------------------------------------------------------------------- preemption
 
     def preempt_for(self, head: Request) -> None:
-        """Preempt requests of lower priority where the head of the queue lacks only their blocks.
+        """Preempt requests of lower priority if their blocks are all that the head of the queue lacks.
 
-        None is preempted in vain: held or arriving KV may keep so much that the head would not fit all the same.
+        If held or arriving KV takes so much that the head would not fit all the same, nothing is preempted.
         """
         if self._fence.closed or not (self.has_room or head.awaits_transfer):
             return
@@ -308,11 +309,11 @@ class RunningRequests:
             self.preempt(lower.pop())
 
     def _is_preemptible(self, request: Request) -> bool:
-        """Return whether its blocks would be free soon after a preemption; blocks on offer wait for their reader."""
+        """Return whether its blocks would be free soon after a preemption. Blocks on offer wait for their reader."""
         return request.has_unplanned_tokens and not self._transfers.grows(request)
 
     def _grow(self, request: Request, builder: StepBuilder) -> list[list[int]]:
-        """Return one more block in each group; none where the request has to sit this step out."""
+        """Return one more block in each group; an empty list if the request has to miss this step."""
         if self._memory.gives_back:
             self._give_back_behind(request)
         while not (new_blocks := self._memory.grow(request)):
@@ -324,7 +325,7 @@ class RunningRequests:
             if last is not None and last is not request:
                 self.preempt(last)
                 continue
-            # No request before it needs its blocks, so it keeps them while others run.
+            # No request of a better rank needs its blocks, so it keeps them while others run.
             nothing_in_flight = self._fence.has_passed(builder.step - 1)
             if builder.is_empty and nothing_in_flight:
                 self.preempt(request)
@@ -333,7 +334,7 @@ class RunningRequests:
         return new_blocks
 
     def _last_in_rank(self) -> Request | None:
-        """Return the next to be preempted. One whose last token is on the way gives its blocks back anyway."""
+        """Return the next request to preempt. One whose last token is planned gives its blocks back soon anyway."""
         return next((request for request in reversed(self._by_rank) if request.has_unplanned_tokens), None)
 
     def preempt(self, request: Request) -> None:

@@ -1,10 +1,11 @@
-"""The table of live requests: how each comes and how each ends.
+"""The table of live requests: how they begin and how they end.
 
     add ──> its grammar is opened, or it waits           a message that can never be served is answered at once
     end ──> out of wherever it is ──> leave ──> answered
                   a result's last token ─^
 
-`refusal` says why an engine can never serve a message. Outputs that no result brings collect in `outputs`, in order.
+`refusal` returns why an engine can never serve a message. `outputs` collects, in order, outputs that are not part of a
+step's result.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .queues import RunningRequests, WaitingQueue
 
 
 class RequestTable(Mapping[str, Request]):
-    """Requests by id. Each is in exactly one of the queues given here, or waits for its grammar."""
+    """Requests by id. Each is in exactly one of the queues given to the constructor, or waits for its grammar."""
 
     def __init__(
         self,
@@ -73,18 +74,18 @@ class RequestTable(Mapping[str, Request]):
     # -------------------------------------------------------------------------------- beginnings
 
     def add(self, message: EngineRequest, came_s: float | None = None) -> None:
-        """Take in a request; `came_s` as in `Scheduler.add`. One that can never be served gets an ERROR output."""
+        """Add a request; `came_s` as in `Scheduler.add`. One that can never be served gets an ERROR output."""
         live = self._by_id.get(message.request_id)
         error = self._refusal(message, live)
         if error is not None:
             self.outputs.append(final_output(message, FinishReason.ERROR, error))
             return
-        if live is not None:  # its sender gave up on it before it sent this one
+        if live is not None:  # its sender gave it up before sending this one
             self.end(live, FinishReason.ABORT)
         stages = Stages(self._clock, came_s)
         request = Request(message, FinishRule(message, self._config), self._num_added, stages)
         self._num_added += 1
-        if request.num_to_hold >= request.limit:  # every token it may have was generated elsewhere
+        if request.num_to_hold >= request.limit:  # all the tokens that it may have were generated elsewhere
             self.outputs.append(final_output(message, FinishReason.LENGTH))
             return
         self._by_id[request.request_id] = request
@@ -95,14 +96,14 @@ class RequestTable(Mapping[str, Request]):
             self._waiting.push(request)
 
     def _refusal(self, message: EngineRequest, live: Request | None) -> EngineError | None:
-        """Return why a message is refused, or None. `live` is the request that has its id now."""
+        """Return why a message is refused, or None. `live` is the request that has its id at present."""
         if live is not None and message.generation <= live.generation:
             return EngineError(ErrorKind.INVALID, f"request id {message.request_id!r} is in use by a live request")
         can_transfer, can_constrain = self._transfers.exist, self._constraints.can_open
         return refusal(message, self._config, can_transfer=can_transfer, can_constrain=can_constrain)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> bool:
-        """Give a request the first token that it awaits. False where it is over or awaits none."""
+        """Give a request the first token that it awaits. Returns False if it has ended or awaits none."""
         request = self._by_id.get(request_id)
         if request is None or request.generation != generation or not request.awaits_token:
             return False
@@ -116,7 +117,7 @@ class RequestTable(Mapping[str, Request]):
         return True
 
     def take_masks(self) -> None:
-        """Let requests whose masks are computed wait for a row or continue; end those whose grammars failed."""
+        """Queue or continue requests whose masks have been computed, and end those whose grammars failed."""
         for request, error in self._constraints.collect():
             if error is not None:
                 self.end(request, FinishReason.ERROR, error)
@@ -137,11 +138,11 @@ class RequestTable(Mapping[str, Request]):
 
     def end_expired(self) -> None:
         for request in self.deadlines.take_expired():
-            message = f"the request's time is over: {request.message.timeout_s:g} s from when this engine got it"
+            message = f"the request timed out: {request.message.timeout_s:g} s have passed since this engine got it"
             self.end(request, FinishReason.ERROR, EngineError(ErrorKind.TIMED_OUT, message))
 
     def end(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
-        """End and answer a request that no result ends."""
+        """End and answer a request, for another reason than a step's result."""
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         else:
@@ -150,17 +151,17 @@ class RequestTable(Mapping[str, Request]):
         self.outputs.append(final_output(request.message, reason, error, request.stages.ages()))
 
     def end_lost(self, request: Request, error: EngineError) -> None:
-        """End and answer a request whose KV is lost: it is in no queue any more."""
+        """End and answer a request whose KV is lost. It is in no queue any more."""
         self.leave(request, FinishReason.ERROR)
         self.outputs.append(final_output(request.message, FinishReason.ERROR, error, request.stages.ages()))
 
     def fail(self, error: EngineError) -> None:
-        """Answer all requests. Their memory is not given back."""
+        """Answer all requests with this error. Their memory is not given back."""
         self.outputs += [final_output(request.message, FinishReason.ERROR, error) for request in self.values()]
         self._by_id.clear()
 
     def leave(self, request: Request, reason: FinishReason) -> KVSource | None:
-        """Remove a request that is over. Its memory goes to its reader, or is freed behind the fence."""
+        """Remove a request that has ended. Its blocks go to an offer, or are freed behind the fence."""
         source = None
         if reason is FinishReason.HANDOFF:
             source = self._transfers.offer(request)
@@ -177,11 +178,11 @@ class RequestTable(Mapping[str, Request]):
         return source
 
 
-SPARE_ENTRIES = 1024  # of requests that are over, before the heap is built anew
+SPARE_ENTRIES = 1024  # entries of requests that have ended; with more of them, the heap is built anew
 
 
 class Deadlines:
-    """A heap by deadline. Requests that ended leave it when they come up, or when they are most of it."""
+    """A heap by deadline. Entries of ended requests are dropped at the top, or when the heap is mostly such entries."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -190,7 +191,7 @@ class Deadlines:
         self._limit = SPARE_ENTRIES
 
     def add(self, request: Request) -> None:
-        """Add a request that has a deadline. Its message has the time left, since clocks of machines differ."""
+        """Add a request, if it has a deadline. Its message has the time left, since machines' clocks differ."""
         timeout_s = request.message.timeout_s
         if not timeout_s:
             return
@@ -202,7 +203,7 @@ class Deadlines:
         heapq.heappush(self._heap, (self._clock() + timeout_s, self._num_added, request))
 
     def take_expired(self) -> list[Request]:
-        """Return the live requests whose deadline has passed, each once."""
+        """Return the live requests whose deadline has passed. Each is returned once."""
         heap = self._heap
         if not heap or heap[0][0] > (now := self._clock()):
             return []
@@ -217,7 +218,7 @@ class Deadlines:
 def refusal(
     request: EngineRequest, config: EngineCoreConfig, *, can_transfer: bool, can_constrain: bool = False
 ) -> EngineError | None:
-    """Return the reason why this engine can never serve the request; None if it can."""
+    """Return why this engine can never serve the request; None if it can."""
     message = _invalid(request, config, can_transfer)
     if message is not None:
         return EngineError(ErrorKind.INVALID, message)

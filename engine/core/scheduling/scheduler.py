@@ -2,21 +2,21 @@
 
 One rule: computed catches up with target. Every step hands out at most `max_num_batched_tokens` tokens to at most
 `max_num_seqs` requests: first to running ones, then to waiting ones, by priority and arrival. Chunked prefill, prefix
-hits, resuming after preemption and going on after a hand-off are this one rule with other starting points.
+hits, resuming after preemption and continuing after a hand-off are this one rule with different starting points.
 
 The state is kept as if every planned step had already run, so the next one can be planned while results are pending.
-Results that a stop or an abort made superfluous are dropped when they come; `kv/fence.py` keeps the memory
-until then.
+Results that a stop or an abort made superfluous are dropped when they arrive; `kv/fence.py` keeps the memory until
+then.
 
-    request_table   every request that is not over: how it comes, how it ends
-    queues          the queue, the ready queue beside it, running requests and their shares of a step; preemption
+    request_table   all live requests: how they begin, how they end
+    queues          the waiting queue, the ready queue beside it, running requests and their parts of a step; preemption
     admission       which waiting requests may start; KV that transfers and tiers load for them
-    step_builder    the step that is planned, steps in flight
+    step_builder    the step that is being planned, and steps in flight
 
-Blocks are owned by one of these, and come back with its event:
+Every block that is not free is in one of these states, and comes free with the event beside it:
 
-    running            the end, or preemption: the last in rank gives way when one before it needs a block
-    ready              they start before any request that needs new blocks
+    running            the request's end, or preemption: the last request in rank gives way to one that needs a block
+    ready              as running: these requests start before any that needs new blocks
     held, quarantined  the connector's events
     lent               the tiers' events
     fenced             the next settled step
@@ -105,29 +105,29 @@ class Scheduler:
         self.steps = StepsInFlight(config.max_num_batched_tokens)
         self._meter = StepMeter()
         self._clock = clock
-        self._num_drawn = 0  # tokens
-        self._stuck = False  # nothing can be planned until something happens outside
+        self._num_drawn = 0  # tokens, ever
+        self._stuck = False  # nothing can be planned until an event from outside
 
     # -------------------------------------------------------------------------------- from outside
 
     def add(self, message: EngineRequest, came_s: float | None = None) -> None:
         """Queue a request. One that can never be served is answered with an ERROR output.
 
-        `came_s`: when it came to this process, by the clock; without it, now.
+        `came_s` is the time when the request arrived in this process, by `clock`; default: now.
         """
         self._stuck = False
         self.requests.add(message, came_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
-        """End a request wherever it is, and withdraw its offers. Unknown ids are ignored.
+        """End a request, wherever it is, and withdraw its offers. Unknown ids are ignored.
 
-        With a `generation`, a request or an offer of a newer one lives on.
+        With a `generation`, requests and offers of newer generations stay.
         """
         self._stuck = False
         self.requests.abort(request_id, math.inf if generation is None else generation)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
-        """Give a request the first token that it awaits. One that is over, or awaits none, ignores it."""
+        """Give a request the first token that it awaits. Ignored if the request has ended, or awaits none."""
         if self.requests.begin(request_id, generation, token_id):
             self._stuck = False
 
@@ -143,7 +143,7 @@ class Scheduler:
         self._meter.forget()
 
     def take_outputs(self) -> list[EngineOutput]:
-        """Return outputs that no result brings: refusals, aborts, lost KV; in order."""
+        """Return, in order, outputs that are not part of a step's result: refusals, aborts, lost KV."""
         return self.requests.take_outputs()
 
     def has_work(self) -> bool:
@@ -152,7 +152,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- planning
 
     def plan_step(self) -> StepPlan | None:
-        """Return the next step, which counts as computed from now on; None where nothing can run."""
+        """Return the next step, which counts as computed from now on; None if nothing can run."""
         self.requests.end_expired()
         self.requests.take_masks()
         builder = self.steps.begin()
@@ -179,7 +179,7 @@ class Scheduler:
         return plan
 
     def _offer_early(self, started: Sequence[Request]) -> None:
-        """Offer prompts that take several steps early: their readers may begin before the last step."""
+        """Offer prompts that take several steps early, so that their readers can begin before the last step."""
         for request in started:
             if request.finish_rule.hands_off and request.num_computed < len(request.token_ids):
                 source = self.transfers.offer_early(request)
@@ -187,7 +187,7 @@ class Scheduler:
                     self.requests.outputs.append(on_offer(request, source))
 
     def _rest(self) -> None:
-        """Wait for results, masks or something outside: nothing can run."""
+        """Wait for results, masks or an event from outside, since nothing can run."""
         self._stuck = not self.steps and not self.constraints.is_busy
         if not self.steps and self.constraints.is_busy:
             self.constraints.pause()
@@ -197,7 +197,7 @@ class Scheduler:
     def settle(self, result: StepResult) -> list[EngineOutput]:
         """Take in the result of the oldest step in flight. Returns its outputs, after those that needed no step.
 
-        Where it raises, the outputs so far are not lost: `take_outputs` has them.
+        If it raises, the outputs so far are not lost: `take_outputs` returns them.
         """
         plan, requests, num_prompt_tokens, num_decodes = self.steps.take(result)
         seconds = self._meter.settled(plan.step, num_prompt_tokens, num_decodes, self._clock())
@@ -207,7 +207,7 @@ class Scheduler:
         num_drawn = 0
         for request, chunk, drawn in zip(requests, plan.chunks, result.chunks, strict=True):
             if request.status is not running and request.status is not preempted:
-                continue  # over since the step was planned
+                continue  # it has ended since the step was planned
             if chunk.prompt_logprobs:
                 _collect_prompt_logprobs(request, chunk, drawn)
             if chunk.samples:
@@ -225,7 +225,7 @@ class Scheduler:
         return self.take_outputs()
 
     def _accept(self, request: Request, chunk: Chunk, drawn: ChunkResult) -> int:
-        """Append drawn tokens to their request, up to the one that ends it, and answer it. Returns their number."""
+        """Append drawn tokens to their request, up to one that ends it, and output them. Returns their number."""
         token_ids, known, reason = drawn.token_ids, request.token_ids, None
         if chunk.num_drafts and self.drafting is not None:
             self.drafting.settled(request, chunk, len(token_ids) - 1)
@@ -249,12 +249,12 @@ class Scheduler:
         return num_new
 
     def _advance_grammar(self, request: Request, token_ids: list[int]) -> None:
-        """Have the grammar take in new tokens, and look ahead of them at what may be the next step's drafts."""
+        """Have the grammar accept new tokens, and look ahead at possible drafts for the next step."""
         most, guesses = (0, ()) if self.drafting is None else self.drafting.guess_for_grammar(request)
         self.constraints.advance(request, token_ids, guesses, most)
 
     def _answer(self, request: Request, drawn: ChunkResult, num_new: int, reason: FinishReason | None) -> None:
-        """Put out the first `num_new` tokens that were drawn: the first of an answer, or the last."""
+        """Output the first `num_new` of the tokens drawn, which are the first of an answer or the last."""
         token_ids, logprobs = drawn.token_ids, drawn.logprobs
         lacks_token = num_new < len(token_ids) and reason is None
         if num_new < len(token_ids):
@@ -269,7 +269,7 @@ class Scheduler:
             self._end_without_token(request, drawn)
 
     def _end_without_token(self, request: Request, drawn: ChunkResult) -> None:
-        """Answer a request for which no token could be drawn. Raises `StepMismatch` where none was to be."""
+        """Answer a request for which no token could be drawn. Raises `StepMismatch` if the result lacks its draw."""
         if not drawn.token_ids:
             raise StepMismatch(f"no token was drawn for request {request.request_id}")
         error = nothing_drawn(request, len(drawn.token_ids) - 1)
@@ -279,8 +279,8 @@ class Scheduler:
     # -------------------------------------------------------------------------------- watching
 
     def check_idle(self) -> None:
-        """Raise `BlockPoolCorrupted` where no request is left and some block or row is not free."""
-        if self.requests or self.steps or self.tier_copies.any_referenced:  # what is lent may be held, too
+        """Raise `BlockPoolCorrupted` if no request is left, but some block or row is not free."""
+        if self.requests or self.steps or self.tier_copies.any_referenced:  # blocks lent to stores may be held, too
             return
         held, quarantined = self.transfers.held.num_blocks, self._num_quarantined
         if self._num_free + held + quarantined != self.config.num_blocks:

@@ -1,4 +1,4 @@
-"""The step that is being planned, and the steps that are in flight.
+"""The step that is being planned, and steps in flight.
 
 StepBuilder ──> StepPlan ──> in flight ──> taken with its result
 """
@@ -14,17 +14,17 @@ from ..requests.drafting import Drafting
 from ..requests.request import Request
 from ..step import Chunk, RowStart, StepPlan, StepResult, TokenMask
 
-NO_BLOCKS: list[list[int]] = []  # shared by all chunks that bring none; never written to
+NO_BLOCKS: list[list[int]] = []  # shared by all chunks without new blocks; never written to
 
 
 class StepMismatch(Exception):
-    """A result does not fit the oldest step in flight: the runner broke the contract of `step.py`."""
+    """A result does not match the oldest step in flight: the runner broke the contract of `step.py`."""
 
 
 class StepBuilder:
-    """A step plan while it is being made: chunks under the token budget.
+    """A step plan in the making: chunks within the token budget.
 
-    Single tokens lead the plan: its decodes. Those with drafts follow.
+    Chunks of a single token, which are the decodes, lead the plan. Decodes with drafts follow, then longer chunks.
     """
 
     __slots__ = (
@@ -44,9 +44,9 @@ class StepBuilder:
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
         self.budget = budget
-        self.filled_blocks: set[BlockHash] = set()  # by its chunks; requests that start from now on may find them
+        self.filled_blocks: set[BlockHash] = set()  # blocks that its chunks fill: later starters may have them as hits
         self.started: list[Request] = []
-        self.singles: list[Chunk] = []  # appended to directly by the loop over decodes
+        self.singles: list[Chunk] = []  # `RunningRequests.decode` appends to it directly
         self.singles_requests: list[Request] = []
         self._drafted: list[Chunk] = []
         self._drafted_requests: list[Request] = []
@@ -59,16 +59,17 @@ class StepBuilder:
         return not (self.singles or self._drafted or self._longer)
 
     def start(self, request: Request, row_start: RowStart, new_blocks: list[list[int]]) -> None:
-        """Plan the first chunk of a request that has just got its row and blocks.
+        """Plan the first chunk of a request that has just been given its row and blocks.
 
-        `row_start` has its tables before the chunk's `new_blocks`: the chunk may read what these name.
+        `row_start` has its tables without the chunk's `new_blocks`, since the chunk may read the blocks that these
+        tables end with.
         """
         self.started.append(request)
         self._row_starts.append(row_start)
         self.add(request, new_blocks)
 
     def end_of(self, request: Request) -> int:
-        """Return how far the request would be computed with as many tokens as the budget allows."""
+        """Return how many tokens of the request would be computed if it used the whole budget."""
         return min(request.num_tokens, request.num_computed + self.budget)
 
     def add(self, request: Request, new_blocks: list[list[int]] = NO_BLOCKS) -> None:
@@ -86,14 +87,14 @@ class StepBuilder:
         request.advance(self.step, num_tokens, samples)
 
     def take_decodes(self) -> list[tuple[Chunk, Request]]:
-        """Take out the decodes, to put each back with or without drafts."""
+        """Remove and return the decodes. Each is to be put back with or without drafts."""
         decodes = list(zip(self.singles, self.singles_requests, strict=True))
         self.singles.clear()
         self.singles_requests.clear()
         return decodes
 
     def put_back(self, chunk: Chunk, request: Request) -> None:
-        """Plan a decode as it was."""
+        """Put back a decode without drafts."""
         self.singles.append(chunk)
         self.singles_requests.append(request)
 
@@ -105,10 +106,10 @@ class StepBuilder:
         guesses: Sequence[int],
         new_blocks: list[list[int]],
     ) -> None:
-        """Plan a decode with drafts, and blocks to hold them.
+        """Plan a decode with drafts, and `new_blocks` to hold them.
 
-        `guesses` are of the request's tokens from the last known one on, as many as there are drafts or more; none
-        where the row has them.
+        `guesses` begin after the request's last known token and reach to the last draft or further; empty if the row
+        has them on the device.
         """
         blocks = _joined(chunk.new_block_ids, new_blocks)
         guesses = guesses[: request.num_computed + num_drafts - len(request.token_ids)]
@@ -126,13 +127,13 @@ class StepBuilder:
 
     @property
     def num_decodes(self) -> int:
-        """Requests that only draw."""
+        """The number of requests that only decode."""
         return len(self.singles) + len(self._drafted)
 
     def seal(
         self, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None
     ) -> tuple[StepPlan, Sequence[Request]]:
-        """Return the plan, and the request of each of its chunks; nothing can be added afterwards.
+        """Return the plan, and the request of each of its chunks. Nothing can be added afterwards.
 
         `constrained`: some of the requests may have a grammar.
         """
@@ -148,14 +149,14 @@ class StepBuilder:
 
 
 def _joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
-    """Return the new blocks of each group, where there are any."""
+    """Return the new blocks of each group from both lists, either of which may be empty."""
     if not first or not second:
         return first or second
     return [blocks + more for blocks, more in zip(first, second, strict=True)]
 
 
 def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMask]:
-    """Return a mask for each draw of each request with a grammar."""
+    """Return a mask for each draw of the requests with a grammar."""
     return [
         TokenMask(chunk.row, position, mask)
         for chunk, request in zip(chunks, requests, strict=True)
@@ -166,16 +167,16 @@ def _masks(chunks: Sequence[Chunk], requests: Sequence[Request]) -> list[TokenMa
 
 class StepInFlight(NamedTuple):
     plan: StepPlan
-    requests: Sequence[Request]  # of each of its chunks
+    requests: Sequence[Request]  # the request of each chunk
     num_prompt_tokens: int
-    num_decodes: int  # requests that only draw
+    num_decodes: int  # requests that only decode
 
 
 class StepsInFlight:
-    """Steps that are planned and have no result yet, oldest first: results come in the order of plans."""
+    """Steps that are planned and have no result yet, oldest first. Results come in the order of the plans."""
 
     def __init__(self, max_num_tokens: int) -> None:
-        self.num_planned = 0  # ever; also the number of the next step
+        self.num_planned = 0  # steps so far; also the number of the next one
         self._max_num_tokens = max_num_tokens
         self._steps: deque[StepInFlight] = deque()
 
@@ -193,7 +194,7 @@ class StepsInFlight:
     def enter(
         self, builder: StepBuilder, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None
     ) -> StepPlan:
-        """Make the built step a plan that is in flight. `constrained`: some of its requests may have a grammar."""
+        """Turn the builder's step into a plan in flight. `constrained`: some of its requests may have a grammar."""
         num_decodes = builder.num_decodes
         plan, requests = builder.seal(freed_rows, constrained=constrained, drafting=drafting)
         self._steps.append(StepInFlight(plan, requests, builder.num_prompt_tokens, num_decodes))
@@ -201,7 +202,7 @@ class StepsInFlight:
         return plan
 
     def take(self, result: StepResult) -> StepInFlight:
-        """Remove and return the oldest step, whose result this is. Raises `StepMismatch`."""
+        """Remove and return the oldest step, to which this result must belong. Raises `StepMismatch`."""
         if self._steps:
             step = self._steps.popleft()
             if result.step == step.plan.step and len(result.chunks) == len(step.requests):
@@ -212,5 +213,5 @@ class StepsInFlight:
         raise StepMismatch(f"got a result of step {result.step} with {len(result.chunks)} chunks, expected {expected}")
 
     def forget(self) -> None:
-        """Drop all steps: no result will come."""
+        """Drop all steps, since no result will come."""
         self._steps.clear()

@@ -1,4 +1,4 @@
-"""Settings of speculation, under vLLM's names: what `speculative_config` takes."""
+"""Settings of speculation, under vLLM's names: the fields of `speculative_config`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 MAX_DRAFTS = 15  # of one request in a step
-MAX_DRAFTED_TOKENS = 512  # drafts and others, of a step with drafts: the logits of each draw have their memory
+MAX_DRAFTED_TOKENS = 512  # in a step with drafts, of all kinds: every draw needs memory for its logits
 METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle3")
-_LOADED = ("draft_model", "eagle3")  # from a checkpoint of their own
-_LOOKUP_TOKENS = 5  # vLLM's
+_LOADED = ("draft_model", "eagle3")  # these have a checkpoint of their own
+_LOOKUP_TOKENS = 5  # vLLM's default
 _REFUSED_METHODS = {
     "mlp_speculator": "needs a trained head, and none is loaded",
     "medusa": "needs trained heads, and none are loaded",
@@ -37,7 +37,7 @@ _OF_METHOD = {
 
 
 class SpeculativeConfig(StrictModel):
-    """The method that guesses tokens, and its limits. Keys of a method other than `method` are refused."""
+    """The method that guesses tokens, and its limits. Keys of other methods are refused."""
 
     model_config = ConfigDict(strict=True)
 
@@ -47,7 +47,7 @@ class SpeculativeConfig(StrictModel):
         "code_revision": "no code of checkpoints is run",
         "draft_tensor_parallel_size": "a draft model is divided as the model is",
         "draft_load_config": "a draft model is loaded as the model is",
-        "parallel_drafting": "guesses are made one behind the other",
+        "parallel_drafting": "guesses are made one after the other",
         "use_local_argmax_reduction": "guesses are drawn as tokens are",
         "disable_padded_drafter_batch": "steps follow the engine's own enforce_eager",
         "enforce_eager": "steps follow the engine's own enforce_eager",
@@ -57,17 +57,17 @@ class SpeculativeConfig(StrictModel):
     }
 
     method: str
-    model: str | None = None  # draft_model, eagle3: a folder with config.json and safetensors, or a name of the Hub
+    model: str | None = None  # draft_model, eagle3: a folder with config.json and safetensors, or a name on the Hub
     revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
-    # The most drafts of one request in a step; fewer where they are not accepted, or the batch is large.
+    # The most drafts of one request in a step. It gets fewer if few are accepted, or if the batch is large.
     num_speculative_tokens: int = Field(MAX_DRAFTS, ge=1, le=MAX_DRAFTS)
-    # ngram: how many of the last tokens must have occurred before. Of these two, one that is left out is as the other.
+    # ngram: how many of the last tokens must have occurred before. If only one of the two is given, both get its value.
     prompt_lookup_max: int = Field(_LOOKUP_TOKENS, ge=1, le=64)
     prompt_lookup_min: int = Field(_LOOKUP_TOKENS, ge=1, le=64)
-    suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=64)  # tokens of a match that are compared
-    suffix_decoding_max_cached_requests: int = Field(10_000, ge=0)  # answers that later requests are guessed from
+    suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=64)  # most tokens of a match
+    suffix_decoding_max_cached_requests: int = Field(10_000, ge=0)  # recent answers to guess from
     suffix_decoding_max_spec_factor: float = Field(1.0, ge=0)  # guesses for each token of the match
-    # Share of the places with the same match that must agree on a guess.
+    # The share of the places with the same match that must agree on a guess.
     suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1)
 
     @model_validator(mode="before")
@@ -76,12 +76,12 @@ class SpeculativeConfig(StrictModel):
         if not isinstance(data, Mapping):
             return data
         given = {key: value for key, value in data.items() if value is not None}
-        if str(given.get("method")).endswith("_mtp"):  # vLLM has a name for each family
+        if str(given.get("method")).endswith("_mtp"):  # vLLM has a name for each model family
             given["method"] = "mtp"
         if "method" not in given and "model" in given:
             given["method"] = "draft_model"
         if given.get("method") == "mtp":
-            given.setdefault("num_speculative_tokens", 1)  # draft layers are trained for one, and vLLM's default
+            given.setdefault("num_speculative_tokens", 1)  # vLLM's default: draft layers are trained to guess one token
         low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         if (low is None) != (high is None):
             given["prompt_lookup_min"] = given["prompt_lookup_max"] = high if low is None else low
@@ -99,7 +99,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def guesses_on_device(self) -> bool:
-        """True where a layer, a head or a second model guesses, at the end of each step."""
+        """True if a draft layer, head or model guesses on the device, at the end of each step."""
         return self.method in ("mtp", *_LOADED)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The contract between the scheduler and what guesses the next tokens of its requests."""
+"""The contract between the scheduler and the drafter, which guesses the next tokens of its requests."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
-    """A request as a drafter first sees it."""
+    """The data of a request that a drafter gets at its start."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int] = ()  # that it has already drawn
-    cache_salt: str = ""  # only requests of the same salt may see each other's text
+    output_token_ids: Sequence[int] = ()  # tokens already drawn
+    cache_salt: str = ""  # only requests with the same salt may see each other's text
     prediction_token_ids: Sequence[int] = ()  # the answer that the client expects; used for this request alone
 
 
 class Drafter(Protocol):
-    """Guesses how requests go on. It is called on the scheduler's thread, between steps, so it must be quick.
+    """Guesses how requests continue. The scheduler's thread calls it between steps, so it must be quick.
 
-    Guesses are a function of the calls before: two ranks that make the same calls get the same guesses. A request
-    keeps its id while it is preempted and resumed. Calls for an id that was never started, or has ended, do nothing.
+    Guesses are a function of the earlier calls: two ranks that make the same calls get the same guesses. A request
+    keeps its id when it is preempted and resumed. Calls with ids that were never started, or have ended, do nothing.
     """
 
     def start(self, request: DraftedRequest) -> None:
-        """Begin a request."""
+        """Start a request."""
         ...
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Note the next tokens of the answer: drawn ones and accepted drafts, in order."""
+        """Add the next tokens of the answer: drawn ones and accepted drafts, in order."""
         ...
 
     def propose(self, request_id: str, most: int) -> list[int]:
-        """Guess up to `most` tokens that follow the known ones; empty where there is nothing to guess from."""
+        """Return up to `most` guesses of the tokens after the known ones; an empty list if nothing suggests any."""
         ...
 
     def learn(self, answer: Sequence[int], cache_salt: str) -> None:
-        """Note the answer of a request of this salt that is over and was never begun here, as an example for others."""
+        """Learn from the answer of an ended request that was never started here. Only equal salts may use it."""
         ...
 
     def end(self, request_id: str) -> None:
-        """Forget a request that is over. Its answer may serve as an example for later ones."""
+        """Forget a request that has ended. Guesses for later requests may use its answer."""
         ...
 
 
 class DeviceDrafter:
-    """Stands for a drafter that works on the device, at the end of each step: it need not be told of requests.
+    """A stand-in for a drafter on the device, which guesses at the end of each step and need not be told of requests.
 
-    Implements `Drafter`, and guesses nothing here.
+    It implements `Drafter`, and guesses nothing itself.
     """
 
     def start(self, request: DraftedRequest) -> None:

@@ -1,35 +1,36 @@
-"""The number of drafts that each request gets in a step: as many as are worth their time, by what was measured.
+"""The number of drafts that each request gets in a step: as many as are worth their time, by recent measurements.
 
 A step of R requests takes T seconds and draws G tokens, G / T of them a second. One more draft, which is accepted with
-chance q and adds t seconds, raises that where
+chance q and adds t seconds, raises that rate if
 
     q / t > G / T         so the lowest chance that is worth a draft is      threshold = t * G / T
 
-* Where steps are bound by the device's memory, t is nearly 0, and drafts with little chance are worth it. In a large
-  batch, or on a CPU, a draft costs as much as a request does; then the threshold is 1, and there are none.
-* q is estimated for each request from its own drafts, beginning with those of all requests (`Acceptance`), T and t from
-  steps that were measured (`step_cost`).
+* While the device's memory bandwidth bounds a step, t is nearly 0, and drafts with little chance are worth it. In a
+  large batch, or on a CPU, a draft costs as much as a request; then the threshold is 1, and there are no drafts.
+* q is estimated for each request from its own drafts, starting from the estimate for all requests (`Acceptance`); T and
+  t come from measured steps (`step_cost`).
 
-What is not tried is not learnt. So a request without drafts gets one now and then, more seldom each time that it was
-wrong, and so does the whole batch where the threshold is 1. What this may cost is bounded by an account:
+Nothing is learnt about drafts that are not tried. So a request without drafts gets one now and then, less often each
+time that it was wrong; so does the whole batch while the threshold is 1. An account bounds what this may cost:
 
     each step      + `ALLOWANCE` of its time
     with drafts    - its time beyond that of steps without drafts for as many tokens
 
-It holds `LOAN_STEPS` steps at first and at most. While it is overdrawn there are no drafts. So whatever the estimates
-are worth, speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After
-`MOST_IN_A_ROW` steps with drafts one has none, which keeps the time of such steps known.
+The account starts with the time of `LOAN_STEPS` steps, which is also its maximum. While it is negative there are no
+drafts. So however wrong the estimates are, speculation makes n steps longer by no more than
+`ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After `MOST_IN_A_ROW` steps with drafts there is one without, so
+that the time of such steps stays known.
 
-A request that misses a step for its drafts loses the token of that step, which the account is debited with. It has
-drafts where more than one of them is expected to be accepted.
+If a request misses a step because of its drafts, the account is charged with the token that it missed. Such a request
+gets drafts only if more than one of them is expected to be accepted.
 
-In a step that reads prompts, too, a draft takes the place of a prompt token, and is taken to cost as much (t). The
-account does not see such steps, as their time says nothing about their drafts.
+In a step that also reads prompts, a draft takes the place of a prompt token, so its cost t is taken to be that of a
+prompt token. Such steps leave the account alone, as their time says nothing about their drafts.
 
-A drafter on the device makes guesses a step ahead. They take time whether or not drafts come of them, so a step that
-is to measure others makes none (`made_ahead`), and the account is debited with those that were made in vain.
+A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
+time is to be measured without guesses makes none (`made_ahead`), and the account is charged with unused ones.
 
-All is a function of the calls, and nothing is drawn at random.
+Everything is a function of the calls; nothing is random.
 """
 
 from __future__ import annotations
@@ -38,70 +39,70 @@ from collections.abc import Iterable, Sequence
 
 from .step_cost import StepCost
 
-ALLOWANCE = 0.015  # share of the time that may be lost to drafts
+ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
 LOAN_STEPS = 3.0
 MOST_IN_A_ROW = 64
-_LEAST_CHANCE = 0.06  # of a draft, however little it costs
-_MARGIN = 1.1  # estimates err, and a draft costs the scheduler time, too
-_FIRST_PRIOR = 0.6  # share of drafts accepted, before the first
-_KEPT, _WEIGHT = 0.9, 2.0  # of one request's acceptance, and of the time of prompts
+_LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
+_MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
+_FIRST_PRIOR = 0.6  # share of drafts that are accepted, while nothing is known
+_KEPT, _WEIGHT = 0.9, 2.0  # for the acceptance of one request; `_KEPT` also for the time of prompts
 _KEPT_BY_ALL, _WEIGHT_OF_ALL = 0.99, 4.0
-_LONGEST_GUESSES = 4.0  # plain steps: a step that made guesses and took longer was kept by something else
+_LONGEST_GUESSES = 4.0  # a step with guesses that took more plain steps than this was delayed by something else
 _FIRST_WAIT, _LONGEST_WAIT = 8, 128  # steps before a request without drafts tries one
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 2048  # steps before a batch without drafts tries them
-_REVIEWED = 8  # steps between two looks at the threshold of a batch of one size
+_REVIEWED = 8  # steps after which the threshold is computed anew, also while the batch stays as it is
 
 
 class _Tried:
-    """The drafts of one request."""
+    """Experience with the drafts of one request."""
 
     __slots__ = ("acceptance", "chances", "misses_step", "step", "wait")
 
     def __init__(self, most: int, step: int, chances: list[float]) -> None:
         self.acceptance = Acceptance(most, _KEPT, _WEIGHT)
         self.chances = chances
-        self.step = step  # in which it last had drafts
+        self.step = step  # the last one with drafts, or the request's first
         self.wait = _FIRST_WAIT
-        self.misses_step = False  # for its newest drafts
+        self.misses_step = False  # because of its newest drafts
 
 
 class DraftLengths:
-    """Decides the number of drafts. Of each step call `begin_step`, then `of` each request that decodes in it.
+    """Decides the number of drafts. For each step, call `begin_step`, then `of` for each request that decodes in it.
 
-    When it has settled, call `settled` for each request that had drafts, and `observe`, or `observe_prompts` where it
-    read prompts, too. Memory: 600 bytes a request, from its first `of` to `end`.
+    When the step is settled, call `settled` for each request that had drafts, then `observe`, or `observe_prompts` if
+    the step also read prompts. Memory: 600 bytes for each request, from its first `of` to `end`.
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: drafts of one request in a step."""
+        """Create it for at most `most` drafts of one request in a step."""
         self._most = most
         self._cost = StepCost()
         self._by_all = Acceptance(most, _KEPT_BY_ALL, _WEIGHT_OF_ALL)
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         self._tried: dict[str, _Tried] = {}
-        self._prompt_s, self._prompt_tokens = 0.0, 0.0  # of steps that read prompts, older ones counting less
-        self._account_s: float | None = None  # None: no step was measured
+        self._prompt_s, self._prompt_tokens = 0.0, 0.0  # of steps that read prompts; older ones weigh less
+        self._account_s: float | None = None  # None: no step has been measured
         self._step = 0
         self._threshold, self._limit = 1.0, 0
-        self._reviewed = 0  # the step of the newest threshold
-        self._reviewed_for = (0, False)  # requests, and whether there were prompts
+        self._reviewed = 0  # the step in which the threshold was computed
+        self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
-        self._promised = 0  # the step for which guesses were made to try drafts in it
-        self._num_missed = 0  # steps of requests that had drafts in the step that is being settled
-        self._is_measured = False  # whether no guesses are made in the step, so that the time of the rest is known
+        self._promised = 0  # the step for which the device made guesses, to try drafts in it
+        self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
+        self._is_measured = False  # the step makes no guesses, so that its time without them becomes known
 
     @property
     def num_known(self) -> int:
-        """Return the number of requests whose drafts are remembered."""
+        """The number of requests whose drafts are remembered."""
         return len(self._tried)
 
     # -------------------------------------------------------------------------------- planning
 
     def begin_step(self, num_requests: int, num_prompt_tokens: int = 0) -> int:
-        """Return the most drafts that a request can get in the next step; 0: nobody need be asked.
+        """Return the most drafts that any request can get in the next step; with 0, `of` need not be called.
 
-        `num_requests` decode in it, beside tokens of prompts.
+        `num_requests` decode in the step, beside `num_prompt_tokens` tokens of prompts.
         """
         self._step += 1
         self._limit = self._limit_of(num_requests, num_prompt_tokens) if num_requests else 0
@@ -127,7 +128,7 @@ class DraftLengths:
         return 0 if num_prompt_tokens else self._try_all(num_requests, plain_s)
 
     def _try_all(self, num_requests: int, plain_s: float) -> int:
-        """Let every request have a draft although it does not look worth it, if that was long ago and is paid for."""
+        """Give every request one draft that does not look worth it, if the last try was long ago and is paid for."""
         if self._promised != self._step:
             if not self._may_try(num_requests, plain_s, self._step):
                 return 0
@@ -138,14 +139,14 @@ class DraftLengths:
         return 1
 
     def _may_try(self, num_requests: int, plain_s: float, step: int) -> bool:
-        """Return whether the last drafts are long ago at a step, and a draft of each request is paid for."""
+        """Return whether the last drafts were long before `step`, and the account can pay for one of each request."""
         if step - self._last_drafts < self._pause or self._account_s is None:
             return False
         cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
         return self._account_s >= cost_s + self._cost.guess_s(num_requests)
 
     def _begin_try(self, step: int) -> None:
-        """Try drafts in a step, and wait twice as long until the next try."""
+        """Note that `step` tries drafts, and double the time until the next try."""
         self._last_drafts = step
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
@@ -170,7 +171,7 @@ class DraftLengths:
     def of(self, request_id: str, most: int, *, sits_out: bool = False) -> int:
         """Return the number of drafts for a request that can take up to `most` in this step.
 
-        `sits_out`: with drafts it misses the next step.
+        `sits_out`: if it gets drafts, it misses the next step.
         """
         tried = self._tried.get(request_id)
         if tried is None:
@@ -180,9 +181,9 @@ class DraftLengths:
         return num_drafts
 
     def expected(self, request_id: str, most: int) -> int:
-        """Return the number of drafts that a request may get in the next step, for which `begin_step` was not called.
+        """Estimate the number of drafts that a request may get in the next step, before its `begin_step`.
 
-        It may be more than `of` allows then, and now and then less.
+        `of` will often return fewer, and now and then more.
         """
         if self._account_s is None or self._account_s < 0:
             return 0
@@ -193,9 +194,9 @@ class DraftLengths:
         return most if tried is None else self._worth(tried, most, self._step + 1)
 
     def made_ahead(self, request_ids: Sequence[str]) -> int:
-        """Return how many guesses a drafter on the device makes for each of these requests in this step, for the next.
+        """Return how many guesses a drafter on the device makes for each of these requests, for use in the next step.
 
-        None in a step whose time is to be known without them.
+        None in a step whose time without guesses is to be measured.
         """
         if self._is_measured or not request_ids:
             return 0
@@ -209,7 +210,7 @@ class DraftLengths:
         return max(self.expected(request_id, self._most) for request_id in request_ids)
 
     def _worth(self, tried: _Tried, most: int, step: int, *, sits_out: bool = False) -> int:
-        """Return the number of a request's drafts, up to `most`, that are worth their time or are due to be tried."""
+        """Return the number of a request's drafts, up to `most`, that are worth their time, or are due for a try."""
         threshold, num_drafts = self._threshold, 0
         for chance in tried.chances[:most]:
             if chance < threshold:
@@ -239,10 +240,10 @@ class DraftLengths:
     def observe(
         self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0, num_guesses: int = 0
     ) -> None:
-        """Note the time of a step that only decoded: `num_tokens` with all of its drafts.
+        """Note the time of a step that only decoded: `num_tokens`, its drafts included.
 
-        `seconds` passed since the step before it ended, or since it was planned if that was later. `num_guesses` of
-        each request were made in it for the next step, which is part of what drafts cost.
+        `seconds` is the time since the step before it ended, or since it was planned, if that was later. The step also
+        made `num_guesses` for each request, for the next step: they are part of the cost of drafts.
         """
         num_requests = num_tokens - num_drafts
         num_missed, self._num_missed = self._num_missed, 0
@@ -269,34 +270,34 @@ class DraftLengths:
         self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
 
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
-        """Note the time of a step of so many tokens, most of them of prompts."""
+        """Note the time of a step of `num_tokens` tokens, most of them of prompts."""
         self._num_missed = 0
         self._prompt_s = _KEPT * self._prompt_s + seconds
         self._prompt_tokens = _KEPT * self._prompt_tokens + num_tokens
 
     def end(self, request_id: str) -> None:
-        """Forget a request that is over."""
+        """Forget a request that has ended."""
         self._tried.pop(request_id, None)
 
 
 class Acceptance:
-    """The share of drafts that are accepted at each position, of those whose drafts before them were accepted.
+    """The share of drafts that are accepted at each position, among those whose earlier drafts were all accepted.
 
-    Older drafts count less: a share is the mean of about 1 / (1 - `kept`) drafts, and of a prior that weighs as much as
+    Older drafts weigh less: a share is the mean over about 1 / (1 - `kept`) drafts and a prior with the weight of
     `weight` drafts.
     """
 
     __slots__ = ("_accepted", "_checked", "_kept", "_weight")
 
     def __init__(self, most: int, kept: float, weight: float) -> None:
-        """`most`: drafts of one request in a step."""
+        """Create it for at most `most` drafts of one request in a step."""
         self._checked = [0.0] * most
         self._accepted = [0.0] * most
         self._kept = kept
         self._weight = weight
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Note that the first `num_accepted` of so many drafts were right; those behind a wrong one tell nothing."""
+        """Note that the first `num_accepted` of `num_drafts` were right. Drafts after a wrong one tell nothing."""
         kept, checked, accepted = self._kept, self._checked, self._accepted
         for position in range(num_accepted):
             checked[position] = kept * checked[position] + 1
@@ -306,7 +307,7 @@ class Acceptance:
             accepted[num_accepted] *= kept
 
     def shares(self, priors: Iterable[float]) -> list[float]:
-        """Return the share at each position; `priors` are what is believed without any draft."""
+        """Return the share at each position; `priors` are the shares assumed without any draft."""
         weight = self._weight
         return [
             (accepted + weight * prior) / (checked + weight)
@@ -314,7 +315,7 @@ class Acceptance:
         ]
 
     def shares_from(self, prior: float) -> list[float]:
-        """Return the share at each position, where the one before it is the prior of the next."""
+        """Return the share at each position. Each share is the prior of the next, and `prior` is that of the first."""
         weight, shares = self._weight, []
         for checked, accepted in zip(self._checked, self._accepted, strict=True):
             prior = (accepted + weight * prior) / (checked + weight)
@@ -323,7 +324,7 @@ class Acceptance:
 
 
 def chances(shares: list[float]) -> list[float]:
-    """Return for each position the chance that its draft and all before it are accepted."""
+    """Return, for each position, the chance that the draft there and all before it are accepted."""
     chance, result = 1.0, []
     for share in shares:
         chance *= share

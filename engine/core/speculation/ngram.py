@@ -1,10 +1,10 @@
-"""Prompt lookup: what followed the request's last tokens when they occurred before, in its own prompt and answer.
+"""Prompt lookup: guesses are the tokens that followed when the request's last tokens occurred earlier in its text.
 
-The longest run of `prompt_lookup_max` down to `prompt_lookup_min` tokens decides, then the newest place. Where a run
-occurred more than `token_index.MOST_PLACES` times, the newest of these are looked at, but a run of `prompt_lookup_max`
-tokens is always found.
+The text is the request's prompt and answer. The longest match of `prompt_lookup_max` down to `prompt_lookup_min` tokens
+wins; of equal ones, the newest. If a match occurs more than `token_index.MOST_PLACES` times, only the newest places are
+looked at, but a match of `prompt_lookup_max` tokens is always found.
 
-Memory ends with the request: 28 bytes at most for each token of prompt, prediction and answer, and 32 kB.
+Memory, until the request ends: at most 28 bytes for each token of prompt, prediction and answer, and 32 kB.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Sequence
 from .drafter import DraftedRequest
 from .token_index import SEPARATOR, Match, TokenIndex, anchors_of
 
-_NUM_HASHES = 4096  # enough for 16 384 tokens; more where the prompt is longer
+_NUM_HASHES = 4096  # enough for 16 384 tokens; a longer prompt gets more
 
 
 class OwnText:
-    """The prompt and the answer so far, and before them the answer that the client predicts.
+    """The text of a request: its prompt and answer so far, and before them the answer that the client predicts.
 
         end of the prompt, prediction | prompt, answer
 
-    The prediction is written behind the prompt's last tokens, so that it is found where the answer begins.
+    The prediction follows a copy of the prompt's last tokens, so that it is found when the answer begins.
     """
 
     __slots__ = ("_answer_start", "_index", "_longest", "_start")
 
     def __init__(self, request: DraftedRequest, anchors: Sequence[int], longest: int) -> None:
-        """`longest`: tokens of the text's end that are searched for."""
+        """Create the text of a request. `longest`: how many of its last tokens are searched for."""
         prompt, prediction = request.prompt_token_ids, request.prediction_token_ids
         expected = [*prompt[-longest:], *prediction, SEPARATOR] if prediction else []
         self._index = TokenIndex(anchors, [*expected, *prompt], num_hashes=_NUM_HASHES)
@@ -42,7 +42,7 @@ class OwnText:
         self._index.extend(token_ids)
 
     def tail(self) -> array[int]:
-        """Return the last tokens."""
+        """Return the last tokens, which are to be searched for."""
         return self._index.part(max(self._start, len(self._index) - self._longest))
 
     def answer(self, most: int) -> array[int]:
@@ -77,7 +77,7 @@ class NgramDrafter:
         return [] if text is None or match is None else text.following(match.places[0], most)
 
     def learn(self, answer: Sequence[int], cache_salt: str) -> None:
-        pass  # requests are guessed from their own text only
+        pass  # requests are guessed only from their own text
 
     def end(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

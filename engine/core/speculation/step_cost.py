@@ -1,10 +1,10 @@
-"""The cost of drafts: the time of steps without any, and how much each draft adds to it, as measured lately.
+"""The cost of drafts: the time of steps without any, and the time that each draft adds, as measured lately.
 
     seconds of a step = plain(requests) + drafts * added(tokens)
 
-`plain` is known only where it was measured, at about this number of requests: what speculation gains or loses is
-measured against it. `added` is looked up between the sizes that were measured. Without a measurement a draft is taken
-to cost as much as a request does: on a device that is bound by its memory it costs far less, which a first try shows.
+`plain` is known only for about those numbers of requests for which it was measured, since it is the base for what
+speculation gains or loses. `added` is interpolated between the sizes that were measured. Without a measurement, a draft
+is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a first try shows.
 
 Sizes within a fifth of each other share a measurement, so memory is bounded: 4 entries for each doubling.
 """
@@ -15,11 +15,11 @@ import math
 from bisect import bisect
 from dataclasses import dataclass
 
-_NEWEST = 0.2  # weight of a new measurement beside all older ones
-_MOST_TIMES = 2.0  # the expected: what took longer counts as that
-_TRUSTED = 2  # measurements, before which a time may be an outlier
-_KEPT_STEPS = 512  # after which the time of a plain step is measured anew: texts have become longer, or shorter
-_REACH = 4.0  # an added time holds for steps of up to so many times the tokens
+_NEWEST = 0.2  # weight of a new measurement against all older ones
+_MOST_TIMES = 2.0  # the most that a measurement counts for, as a multiple of the expected time
+_TRUSTED = 2  # measurements; with fewer, the time may be an outlier
+_KEPT_STEPS = 512  # the time of plain steps is then measured anew, since sequences have become longer or shorter
+_REACH = 4.0  # an added time is also used for steps with up to this multiple of the tokens
 
 
 def _bin(size: int) -> int:
@@ -32,21 +32,21 @@ class _Plain:
 
     seconds: float
     count: int = 0
-    noted: int = 0  # the number of the newest, among all steps
+    noted: int = 0  # number of the newest such step, among all steps
 
 
 class StepCost:
-    """The time of steps and of drafts in them."""
+    """The time of steps, and of drafts in them."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, _Plain] = {}  # by the bin of requests
+        self._plain: dict[int, _Plain] = {}  # by the bin of the number of requests
         self._num_noted = 0  # steps
         self._added: dict[int, float] = {}  # seconds of one draft, by the bin of the step's tokens
-        self._bins: list[int] = []  # those of `_added`, in order
-        self._guess: dict[int, float] = {}  # seconds of a guess for all requests, by their bin
+        self._bins: list[int] = []  # the keys of `_added`, in order
+        self._guess: dict[int, float] = {}  # seconds of one guess for each request, by the bin of their number
 
     def plain_s(self, num_requests: int) -> float | None:
-        """Return the time of a step without drafts; None where it was not measured."""
+        """Return the time of a step without drafts; None if it was not measured."""
         plain = self._plain.get(_bin(num_requests))
         return plain.seconds if plain is not None and plain.count >= _TRUSTED and not self._is_old(plain) else None
 
@@ -54,7 +54,7 @@ class StepCost:
         return self._num_noted - plain.noted > _KEPT_STEPS
 
     def added_s(self, num_tokens: int, as_request_s: float) -> float:
-        """Return what one more draft adds to a step of so many tokens; `as_request_s` where that is not known."""
+        """Return the time that one more draft adds to a step of `num_tokens`; `as_request_s` if it is not known."""
         size = _bin(num_tokens)
         if size in self._added:
             return self._added[size]
@@ -69,14 +69,14 @@ class StepCost:
         return self._added[low] * (1 - share) + self._added[high] * share
 
     def guess_s(self, num_requests: int) -> float:
-        """Return the time that a drafter on the device takes for one guess of each request; 0 where none is known."""
+        """Return the time in which a drafter on the device makes one guess for each request; 0 if none was measured."""
         if not self._guess:
             return 0.0
         size = _bin(num_requests)
         return self._guess[min(self._guess, key=lambda known: (abs(known - size), known))]
 
     def note_guesses(self, num_requests: int, num_guesses: int, seconds: float) -> None:
-        """Note what a step took longer in which so many guesses of each request were made, and no draft checked."""
+        """Note the added time of a step that made `num_guesses` for each request, and checked no draft."""
         size, each = _bin(num_requests), max(0.0, seconds) / num_guesses
         known = self._guess.get(size)
         self._guess[size] = each if known is None else known + _NEWEST * (each - known)
@@ -94,12 +94,12 @@ class StepCost:
         plain.seconds += max(_NEWEST, 1 / plain.count) * (seconds - plain.seconds)
 
     def longest_s(self, num_requests: int, num_drafts: int, plain_s: float) -> float:
-        """Return the longest that a step with drafts can have taken. What took longer was kept by something else."""
+        """Return the longest time that drafts can explain. A step that took longer was delayed by something else."""
         added_s = self.added_s(num_requests + num_drafts, plain_s / num_requests)
         return _MOST_TIMES * (plain_s + num_drafts * added_s)
 
     def note_drafts(self, num_requests: int, num_drafts: int, seconds: float, plain_s: float) -> None:
-        """Note the time of a step with drafts, `longest_s` at most. A few of them among many requests tell little."""
+        """Note the time of a step with drafts, at most `longest_s`. A few drafts among many requests weigh little."""
         self._num_noted += 1
         size = _bin(num_requests + num_drafts)
         before = self.added_s(num_requests + num_drafts, plain_s / num_requests)

@@ -1,19 +1,20 @@
 """Suffix decoding: guesses from the request's own text and from recent answers of the engine, the longest match first.
 
     own text          prediction, prompt, answer so far
-    recent answers    of requests with the same salt, in batches: the newest is added to, the oldest is dropped
+    recent answers    of requests with the same salt, in batches: the newest batch grows, the oldest is dropped
 
-The request's last tokens are searched for in each of them. The longest match decides; of equal ones the own text, then
-the newest answers. How much is guessed grows with the match: a match of L tokens allows `max_spec_factor` * L guesses,
-and one of `max_tree_depth` tokens as many as are asked for. Where the match occurs several times and what follows
-differs, the most frequent token is taken, as long as the share of the places that agree is `min_token_prob` or more.
+The request's last tokens are searched for in each of these texts. The longest match wins; of equal ones, that in the
+own text, then that in the newest answers. The number of guesses grows with the match: a match of L tokens allows
+`max_spec_factor` * L guesses, and one of `max_tree_depth` tokens allows as many as are asked for. If the match occurs
+several times and the continuations differ, the most frequent token is taken, as long as the share of places that agree
+is at least `min_token_prob`.
 
-The idea, and the names of its settings, are those of SuffixDecoding (https://arxiv.org/abs/2411.04975) in vLLM. Trees
-with counts are replaced by texts with linked places (`token_index`), whose memory is bounded by their length.
+The idea and the names of its settings are those of SuffixDecoding (https://arxiv.org/abs/2411.04975) in vLLM. Instead
+of trees with counts there are texts with linked places (`token_index`), whose memory is bounded by their length.
 
-Memory: 28 bytes for each token of a request's own text, and 32 kB, until it ends. Recent answers are at most
-`RECENT_TOKENS` tokens of all salts together, and `ANSWER_TOKENS` of one answer: 14 MB, and 1 kB for each salt among
-them.
+Memory: 28 bytes for each token of a request's own text, and 32 kB, until it ends. Recent answers are limited to
+`RECENT_TOKENS` tokens of all salts together, and `ANSWER_TOKENS` of one answer: 14 MB, and 1 kB for each of their
+salts.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from .token_index import SEPARATOR, Match, TokenIndex
 
 RECENT_TOKENS = 2**19
 BATCH_TOKENS = RECENT_TOKENS // 4  # of one salt, before its next batch begins
-_FIRST_BATCH_TOKENS, _FIRST_HASHES = 2**14, 64  # of a salt: most have few answers
-_HASHES = BATCH_TOKENS // 4  # so that a batch need not be linked anew
-ANSWER_TOKENS = 2**13  # the last of a longer answer are kept
-_ANCHORS = (6, 2)  # a match has 2 tokens at least
+_FIRST_BATCH_TOKENS, _FIRST_HASHES = 2**14, 64  # of a salt's first batch: most salts have few answers
+_HASHES = BATCH_TOKENS // 4  # enough that a batch never needs to be linked anew
+ANSWER_TOKENS = 2**13  # of a longer answer, only the last ANSWER_TOKENS are kept
+_ANCHORS = (6, 2)  # a match has at least 2 tokens
 _VOTES = 8  # places of the longest match whose continuations are compared
-_ENOUGH = 4  # ... where the match has `max_tree_depth` tokens
+_ENOUGH = 4  # places at which a search may stop, once all tokens searched for match
 
 
 class SuffixDrafter:
-    """Guesses from the request's own text and recent answers. Implements `Drafter`."""
+    """Guesses from the request's own text and from recent answers. Implements `Drafter`."""
 
     def __init__(
         self, *, max_tree_depth: int, max_cached_requests: int, max_spec_factor: float, min_token_prob: float
@@ -88,9 +89,9 @@ class SuffixDrafter:
 
 
 def most_frequent(texts: list[list[int]], min_prob: float) -> list[int]:
-    """Return the text that most of `texts` begin with, token by token; of equally frequent tokens that of the first.
+    """Return the most frequent beginning of `texts`, chosen token by token; among equally frequent tokens the first.
 
-    It ends before the token whose share of all texts is below `min_prob`.
+    It ends before a token whose share of all texts is below `min_prob`.
     """
     guess: list[int] = []
     num_texts = len(texts)
@@ -116,10 +117,10 @@ def _differing(texts: list[list[int]]) -> Iterator[int]:
 
 
 class RecentAnswers:
-    """Answers of requests that are over, by salt: one salt's answers are in no other's texts."""
+    """Answers of ended requests, by salt: the texts of one salt have no answers of another."""
 
     def __init__(self, max_answers: int) -> None:
-        """`max_answers` of all salts together; 0: none."""
+        """Keep at most `max_answers`, of all salts together; 0: none."""
         self._max_answers = max_answers
         self._by_salt: dict[str, deque[_AnswerBatch]] = {}
         self._by_age: deque[_AnswerBatch] = deque()  # the oldest first
@@ -131,7 +132,7 @@ class RecentAnswers:
         return self._by_salt.keys()
 
     def of(self, salt: str) -> Iterator[TokenIndex]:
-        """Yield the texts of a salt, the newest first."""
+        """Yield the texts of a salt, newest first."""
         return (batch.index for batch in self._by_salt.get(salt, ()))
 
     def add(self, salt: str, answer: array[int]) -> None:
@@ -147,7 +148,7 @@ class RecentAnswers:
             self._drop_oldest()
 
     def _newest(self, salt: str, num_tokens: int) -> _AnswerBatch:
-        """Return the batch that takes the next answer, of so many tokens."""
+        """Return the batch for the next answer, which has `num_tokens` tokens."""
         batches = self._by_salt.setdefault(salt, deque())
         most_answers = max(1, self._max_answers // 4)
         if batches:
@@ -159,7 +160,7 @@ class RecentAnswers:
         return batch
 
     def _drop_oldest(self) -> None:
-        """Forget the answers of the batch that began first."""
+        """Drop the batch that began first, with its answers."""
         oldest = self._by_age.popleft()
         batches = self._by_salt[oldest.salt]
         batches.pop()
@@ -170,7 +171,7 @@ class RecentAnswers:
 
 
 class _AnswerBatch:
-    """Answers that are forgotten together."""
+    """Answers that are dropped together."""
 
     __slots__ = ("index", "most_tokens", "num_answers", "salt")
 

@@ -1,19 +1,19 @@
-"""A text of tokens in which the places where its last tokens occurred before are found quickly.
+"""A text of tokens with an index of the earlier places of its last tokens.
 
-The search is that of zlib's deflate. An *anchor* is a run of a fixed number of tokens. All places behind equal anchors
-are linked, the newest first:
+The search is that of zlib's deflate. An *anchor* is a run of a fixed number of tokens. The *place* of an anchor is the
+index of the token after it. Places of equal anchors are linked, newest first:
 
     tokens    a  b  c  d  a  b  e  a  b              anchors of 2 tokens; the text ends with (a, b)
-    place     0  1  2  3  4  5  6  7  8
-    newest    hash(a, b) -> 6                        the newest place behind such an anchor, by its hash
-    previous  6 -> 2 -> none                         the one before it
+    index     0  1  2  3  4  5  6  7  8
+    newest    hash(a, b) -> 6                        the newest place of the anchor, by its hash
+    previous  6 -> 2 -> none                         the place before it
 
-A search takes the last tokens as an anchor, follows the links through no more than `MOST_PLACES` places, and compares
-backwards from each how many tokens are equal. So it costs the same in every text, also where one token is repeated a
-hundred thousand times. Anchors with equal hashes share a list; comparing tells them apart.
+A search takes the last tokens as an anchor, follows the links through at most `MOST_PLACES` places, and compares
+backwards from each of them. So it costs the same in every text, even if one token is repeated a hundred thousand times.
+Anchors with equal hashes share a list; the comparison tells them apart.
 
-Memory is arrays of 32-bit numbers: for two lengths of anchors 14 to 28 bytes a token, whatever the tokens are, and 8
-for each hash that is told apart at first.
+Memory is arrays of 32-bit numbers: with two lengths of anchors 14 to 28 bytes for each token, whatever the tokens are,
+and 8 for each of the initial hashes.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-MOST_PLACES = 24  # looked at by one search for each length of anchors
+MOST_PLACES = 24  # to look at in one search, for each length of anchors
 SEPARATOR = -1  # between texts that do not continue each other; no token has this id
 _NONE = -1
-_LOAD = 4  # places for each hash that is told apart, before there are more hashes
+_LOAD = 4  # places for each hash, before the number of hashes grows
 _GROWTH = 4
 
 
 class Match(NamedTuple):
-    """The longest run of tokens that a search has found."""
+    """The longest run of tokens that a search found."""
 
-    length: int  # tokens that are equal, at least an anchor's
-    places: list[int]  # what follows the run begins here: the newest first, one at least
+    length: int  # tokens that are equal: at least as many as an anchor has
+    places: list[int]  # indices of the tokens after the run: at least one, newest first
 
 
 class TokenIndex:
-    """A growing text. `anchors` are the lengths of runs that are looked up, the longest first.
+    """A growing text. `anchors` are the lengths of the anchors to index, longest first.
 
-    A text that grows beyond `_LOAD` times `num_hashes` is linked anew, which takes some 0.4 ms for 1000 tokens.
+    When the text has more than `_LOAD` tokens for each hash, it is linked anew, in about 0.4 ms for 1000 tokens.
     """
 
     def __init__(self, anchors: Iterable[int], tokens: Iterable[int] = (), *, num_hashes: int) -> None:
-        """`num_hashes`: a power of 2; more where the tokens are more."""
+        """Create a text with `num_hashes` hashes, a power of 2, or with more if it already needs them."""
         self._tokens = array("i", tokens)
         num_hashes = max(num_hashes, _power_of_2(len(self._tokens)))
         self._links = [_Links(length, num_hashes) for length in anchors]
@@ -58,7 +58,7 @@ class TokenIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory that the text and its links take."""
+        """The memory of the text and its links, in bytes."""
         arrays = [self._tokens, *(each for links in self._links for each in links.arrays)]
         return sum(each.itemsize * len(each) for each in arrays)
 
@@ -70,10 +70,10 @@ class TokenIndex:
             links.extend(self._tokens)
 
     def search(self, tail: array[int], enough: int = MOST_PLACES, longer_than: int = 0) -> Match | None:
-        """Return the longest run of this text that equals the end of `tail`; None where there is none.
+        """Return the longest run of this text that equals the end of `tail`; None if there is none.
 
-        Runs of `longer_than` tokens and fewer are left out. Where all of `tail` was found `enough` times, older places
-        are not looked for.
+        Only runs of more than `longer_than` tokens count. Once all of `tail` was found `enough` times, the search
+        ends.
         """
         for links in self._links:
             if (match := self._walk(links, tail, enough, max(links.length, longer_than + 1))) is not None:
@@ -83,13 +83,13 @@ class TokenIndex:
         return None
 
     def _walk(self, links: _Links, tail: array[int], enough: int, best: int) -> Match | None:
-        """Compare the places behind one anchor; a run has `best` tokens at least."""
+        """Compare the places of one anchor. Only runs of at least `best` tokens count."""
         tokens, previous, length = self._tokens, links.previous, len(tail)
         place = links.find(tail)
         places: list[int] = []
         if place == _NONE or best > length:
             return None
-        end = tail[length - best :]  # the tokens that a place must follow to be as good as the best one
+        end = tail[length - best :]  # the tokens before a place that is as good as the best one
         for _ in range(MOST_PLACES):
             if place >= best and tokens[place - best : place] == end:
                 if best < length and (equal := self._num_equal(place, tail, best)) > best:
@@ -103,7 +103,7 @@ class TokenIndex:
         return Match(best, places) if places else None
 
     def _num_equal(self, place: int, tail: array[int], known: int) -> int:
-        """Return how many tokens before the place equal the last ones of `tail`, of which `known` are known to."""
+        """Return how many tokens before the place equal the last ones of `tail`; at least `known` do."""
         tokens, length = self._tokens, len(tail)
         if place >= length and tokens[place - length : place] == tail:
             return length
@@ -113,9 +113,9 @@ class TokenIndex:
         return known
 
     def following(self, place: int, most: int, *, repeats: bool = False) -> list[int]:
-        """Return up to `most` tokens from a place on, which end at a separator.
+        """Return up to `most` tokens from a place on, up to a separator.
 
-        With `repeats`, the text is thought to go on behind its end as it does from the place on.
+        With `repeats`, a text that is too short is continued by repeating its tokens from the place on.
         """
         tokens = self._tokens[place : place + most].tolist()
         if repeats and len(tokens) < most:
@@ -124,7 +124,7 @@ class TokenIndex:
 
 
 class _Links:
-    """The places behind the anchors of one length. The end of the text is no place yet: nothing follows."""
+    """The places of the anchors of one length. The end of the text is no place yet, since no token follows."""
 
     __slots__ = ("_mask", "_newest", "length", "previous")
 
@@ -139,13 +139,13 @@ class _Links:
         return self.previous, self._newest
 
     def find(self, tail: array[int]) -> int:
-        """Return the newest place behind an anchor with the hash of the last tokens of `tail`, or `_NONE`."""
+        """Return the newest place of anchors with the same hash as the last tokens of `tail`, or `_NONE`."""
         if len(tail) < self.length:
             return _NONE
         return self._newest[hash(tuple(tail[-self.length :])) & self._mask]
 
     def extend(self, tokens: array[int]) -> None:
-        """Add the places that are new in the text, before its end."""
+        """Add the places of new tokens, except the end of the text."""
         first, end = len(self.previous), len(tokens)
         if end > len(self._newest) * _LOAD:
             self._mask = max(len(self._newest) * _GROWTH, _power_of_2(end)) - 1
@@ -171,5 +171,5 @@ def _power_of_2(least: int) -> int:
 
 
 def anchors_of(shortest: int, longest: int) -> Sequence[int]:
-    """Return lengths of anchors for matches of these lengths, for `TokenIndex`."""
+    """Return the lengths of anchors with which a `TokenIndex` finds matches from `shortest` to `longest` tokens."""
     return (shortest,) if shortest == longest else (longest, shortest)

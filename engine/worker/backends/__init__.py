@@ -1,10 +1,10 @@
-"""The kinds of device that a runner works on, behind one interface.
+"""The kinds of device that a runner supports, behind one interface.
 
-cpu.py             computes when it is called; its captured steps are recorded calls of native functions
+cpu.py             computes synchronously; its captured steps are recorded calls of native functions
 cuda.py            launches and never waits; its captured steps are CUDA graphs
 cuda_stream.py     the stream, events, pinned memory and graphs of a GPU
 staged_writes.py   changes to the row tables, in a pinned buffer that a GPU reads in place
-guesses.py         guesses of the model's draft head, or of a draft model, at the end of a step of either kind
+guesses.py         guesses at the end of a step, by the model's draft head or by a draft model; for both kinds of device
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..sampling import LogitsProcessors, StepLogits
 from ..shapes import Shapes, StepLimits, StepShape
 from ..tables import RowTables, TableWrites
 
-Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `DeviceStep.run` returns, if it is kept
+Graph = Callable[[], Tensor | None]  # runs a captured step; returns what `DeviceStep.run` does, or None (CUDA graphs)
 
 
 class GuessingHead(Protocol):
-    """The part of a draft head that the runner calls: of the model's own, or of one that was loaded beside it."""
+    """The part of a draft head that the runner calls: the model's own head, or one that was loaded beside it."""
 
     @property
     def num_draft_layers(self) -> int:
-        """Several of them guess one token each, a single one any number."""
+        """The number of draft layers. One layer alone guesses any number of tokens; of several, each guesses one."""
         ...
 
     def draft(
@@ -48,11 +48,11 @@ class GuessingHead(Protocol):
         of_ranks: tuple[int, ...] | None = None,
         number: int = 0,
     ) -> DraftStates:
-        """Return what the draft head gives for the `wanted` [R] int64 tokens, or for all; write all of its KV.
+        """Return the draft head's states for the `wanted` [R] int64 tokens, or for all. Writes the KV of all tokens.
 
-        `hidden` [T, ...] is what the head reads of all tokens, `token_ids` [T] the tokens that follow them. Called
-        only where this guesses. `of_ranks`: for how many tokens each data-parallel rank gets something, where they run
-        this together; None: for as many as this one. `number`: the draft layer.
+        `hidden` [T, ...] is the head's input for all tokens, and `token_ids` [T] are the tokens that follow them. Only
+        called in engines in which this head guesses. `of_ranks`: for how many tokens each data-parallel rank gets
+        states, if ranks run this together; None: for as many as this rank. `number`: the draft layer.
         """
         ...
 
@@ -71,25 +71,25 @@ class Model(GuessingHead, Protocol):
         wanted: Tensor | None,
         ranks: RankRows | None = None,
     ) -> Tensor:
-        """Return the hidden states behind the last norm of the `wanted` `[R]` int64 tokens, or of all; write all KV.
+        """Return the hidden states after the last norm, of the `wanted` `[R]` int64 tokens or of all. Writes all KV.
 
-        `ranks`: how many rows the data-parallel ranks have that run this step together; None: as many as this one.
+        `ranks`: the numbers of rows of the data-parallel ranks that run this step together; None: the same as here.
         """
         ...
 
     def forward_all(
         self, token_ids: Tensor, caches: Sequence[GroupCache | StateCache], ranks: RankRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of all tokens, as `forward` does, and what a draft head reads of them [T, ...]."""
+        """Return the hidden states of all tokens, as `forward` does, and a draft head's input for them [T, ...]."""
         ...
 
     def shortened(self) -> AbstractContextManager[None]:
-        """Within, a step runs each of the model's kernels, but not for every layer."""
+        """Return a context in which a step runs each of the model's kernels, but not in every layer."""
         ...
 
 
 class DraftModel(NamedTuple):
-    """A second model, or a head beside the first one, which guesses what that will draw."""
+    """A second model, or a head beside the first one, which guesses what the first will draw."""
 
     groups: Sequence[int]  # its cache groups, among those of the engine
     model: Model | None = None
@@ -102,7 +102,7 @@ class StepParts:
 
     model: Model
     groups: Sequence[int]  # the model's cache groups
-    draft_model: DraftModel | None  # guesses in the place of the model's draft head
+    draft_model: DraftModel | None  # guesses instead of the model's own draft head
     tables: RowTables
     current: CurrentBatch
     inputs: InputBuffers
@@ -113,31 +113,31 @@ class StepParts:
 
 
 class DeviceStep(StepLogits, Protocol):
-    """One step on one kind of device. What it leaves behind is valid until the next one runs."""
+    """A step on one kind of device. What it leaves on the device is valid until the next step runs."""
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
-        """Return where each chunk begins, where that is known: the plan has the most it may be. Else None."""
+        """Return the start of each chunk, if the host knows it; else None. Plans have upper bounds only."""
         ...
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor:
-        """Fill the inputs from the tables and run the model; return the hidden states of the wanted tokens.
+        """Fill the inputs from the tables and run the model. Returns the hidden states of the wanted tokens.
 
-        Of a shape that holds more than the current batch, the rest is padding. `ranks`: see `Model.forward`.
+        If the shape is larger than the current batch, the rest is padding. `ranks`: see `Model.forward`.
         """
         ...
 
     def capture(self, shape: StepShape) -> Graph | None:
-        """Record `run` for a shape; None if the model cannot be recorded in that size."""
+        """Record `run` for a shape. Returns None if the model cannot be recorded in that size."""
         ...
 
     def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
-        """Store the tokens of the chunks that sample in their rows and in the current page of the outputs."""
+        """Draw for the chunks that sample. Stores the tokens in their rows and in the current page of the outputs."""
         ...
 
     def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
         """Write what the drafter keeps of the step's tokens, and store guesses in the rows of chunks that sample.
 
-        They are of the `num_guesses` tokens behind the last one drawn, or of more. Called behind `draw`, only where
+        At least `num_guesses` tokens are guessed after the last one drawn. Called after `draw`, only if
         `StepLimits.guesses_on_device`. `ranks` are those of `run`.
         """
         ...
@@ -150,7 +150,7 @@ class Backend(Protocol):
     shapes: Shapes
 
     def in_order(self) -> AbstractContextManager[Any]:
-        """Within, work goes to the device in the order of the steps."""
+        """Return a context in which work goes to the device in the order of the steps."""
         ...
 
     def zeros(self, num_values: int) -> Tensor:
@@ -158,7 +158,7 @@ class Backend(Protocol):
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeros in host memory that the device reads and writes in place."""
+        """Return zeros in host memory that the device can read and write in place."""
         ...
 
     def event(self) -> Event: ...
@@ -182,13 +182,13 @@ class CapturedSteps:
         self.num_replays = self.num_eager = 0
 
     def capture_all(self) -> None:
-        """Capture every size; on a GPU after each has run once, since a capture would compile and load kernels."""
+        """Capture every size. On a GPU each must have run before, so that no capture compiles or loads kernels."""
         for shape in self._shapes.in_capture_order():
             if (graph := self._step.capture(shape)) is not None:
                 self._graphs[shape] = graph
 
     def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
-        """Return the smallest captured shape that serves the steps of all ranks; None if none does.
+        """Return the smallest captured shape that serves the steps of all ranks; None if there is none.
 
         `alone`: see `Shapes.fitting`.
         """
@@ -196,7 +196,7 @@ class CapturedSteps:
         return shape if shape in self._graphs else None
 
     def rows_of_ranks(self, sizes: Sequence[StepSize]) -> RankRows:
-        """Return the rows of each rank in a step that all run eagerly: padded where a captured size would serve one."""
+        """Return the rows of each rank in a step that all run eagerly: padded if a captured size would serve it."""
         rows = []
         for size in sizes:
             shape = self.fitting([size], alone=0)
@@ -207,9 +207,9 @@ class CapturedSteps:
         return RankRows(*zip(*rows, strict=True))
 
     def run(self, shape: StepShape, ranks: RankRows | None = None) -> Tensor | None:
-        """Return the hidden states of the wanted tokens, if they are kept.
+        """Run a step. Returns the hidden states of the wanted tokens, if they are kept.
 
-        With `ranks`, the ranks run steps of different sizes, and none is replayed.
+        With `ranks`, the ranks have steps of different sizes, so the step is not replayed.
         """
         graph = self._graphs.get(shape) if ranks is None else None
         if graph is None:

@@ -1,11 +1,11 @@
-"""Steps on a CPU, which has computed a step when it has launched it.
+"""Steps on a CPU, which are computed by the time that their launch returns.
 
     at start-up      the model's native calls are recorded, once for each captured shape (`kernels.native.cpu_graph`)
-    a step           numpy fills the inputs from the tables; the calls of its shape or the next are made again without
-                     the model's Python; logits, draws and their storage follow
+    a step           numpy fills the inputs from the tables; the recorded calls for its shape are made again, without
+                     the model's Python; then logits are computed, and tokens drawn and stored
 
-Calls compute no more rows than the step has. A model that does more than call native functions (torch's own products,
-collectives, experts) has no CPU graphs, and runs its Python.
+Replayed calls compute no more rows than the step has. A model that does more than call native functions (products of
+torch's own, collectives, experts) has no CPU graphs, and runs its Python.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CpuBackend:
         return nullcontext()
 
     def zeros(self, num_values: int) -> Tensor:
-        # numpy gets zeroed pages from the system and touches none: large tables cost addresses, not memory.
+        # numpy gets zeroed pages from the system and touches none, so large tables cost addresses, not memory.
         return torch.from_numpy(np.zeros(num_values, np.int32))
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -75,7 +75,7 @@ class CpuStep:
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         tables, inputs = parts.tables, parts.inputs
-        # The same memory: numpy takes less time than torch for arrays so small.
+        # numpy views of the same memory: for such small arrays, numpy is faster than torch.
         self._tokens, self._blocks = tables.tokens.tensor.numpy(), tables.blocks.numpy()
         self._rows, self._computed = tables.rows.tensor[0].numpy(), tables.computed.tensor[0].numpy()
         self._query_start = tables.query_start.tensor[0].numpy()
@@ -83,12 +83,12 @@ class CpuStep:
         self._slots, self._wanted = inputs.slots.numpy(), inputs.wanted.numpy()
         self._seq_lens, self._table_rows = inputs.seq_lens.numpy(), inputs.table_rows.numpy()
         self._logits: Tensor | None = None  # of the step's draws, in order
-        self._hidden: Tensor | None = None  # of all of the step's tokens, for guesses on the device
+        self._hidden: Tensor | None = None  # of all tokens of the step, for guesses on the device
         self._guesser = make_guesser(parts)
         self._reads_hidden = self._guesser is not None and self._guesser.reads_hidden
-        self._drawn: NDArray[np.int64] = np.zeros(0, np.int64)  # their tokens
+        self._drawn: NDArray[np.int64] = np.zeros(0, np.int64)  # the tokens drawn from `_logits`
         self._workspace = Workspace()
-        self._unrecordable: set[bool] = set()  # whether decodes, whether mixes of any larger size
+        self._unrecordable: set[bool] = set()  # True: steps of decodes cannot be recorded; False: mixed steps cannot
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
         starts: list[int] = self._computed[[chunk.row for chunk in chunks]].tolist()
@@ -99,7 +99,7 @@ class CpuStep:
         return self._forward(shape, ranks)
 
     def capture(self, shape: StepShape) -> Graph | None:
-        """Record the model's calls. Computes nothing."""
+        """Record the model's calls. It computes nothing."""
         if shape.is_decode in self._unrecordable:
             return None
         sizes = [size for size in (shape.num_tokens, shape.num_wanted) if size is not None]
@@ -141,11 +141,11 @@ class CpuStep:
         if batch.guesses:
             drawn = self._reject(batch, drawn)
         self._parts.outputs.tokens.numpy()[draws.entries] = drawn
-        # A row that drew none gets token 0: a step that is planned already goes on from it.
+        # A row for which no token can be drawn gets token 0: a step that is already planned continues from it.
         self._tokens[draws.rows, draws.positions] = np.maximum(drawn, 0)
 
     def _reject(self, batch: Batch, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Mark the draws behind wrong drafts, and take their tokens back from what is computed."""
+        """Mark the draws after wrong drafts as rejected, and no longer count their tokens as computed."""
         drawn = drawn.copy()
         ends = list(accumulate(batch.num_draws))
         for chunk, _, _, num_drafts in batch.guesses:
@@ -162,7 +162,7 @@ class CpuStep:
         return self._logits[torch.tensor(numbers)]
 
     def drawn(self, numbers: list[int]) -> Tensor:
-        # Of a row that drew none, token 0 is what its row has.
+        # If no token could be drawn, the row has token 0.
         return torch.from_numpy(np.maximum(self._drawn[numbers], 0))
 
     def to_logits(self, hidden: Tensor) -> Tensor:
@@ -182,17 +182,17 @@ class CpuStep:
         return hidden if inputs.wanted is None else rows_at(hidden, inputs.wanted)
 
     def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
-        """Let the drafter read the step now where it guesses, or where prompts may be handed over or found again."""
+        """Have the drafter read the step if it must guess now, or if prompts may be handed over or be prefix hits."""
         batch, guesser = self._parts.current.batch, self._guesser
         assert guesser is not None, "only steps that guess have a guesser"
-        if batch.rows:  # else it is padding, as the step is
-            shape = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded
+        if batch.rows:  # else the whole step is padding, and keeps its shape
+            shape = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded, so no padding is needed
         guesser.read_late(shape, self._hidden, ranks, is_needed=num_guesses > 0 or batch.has_prompts)
         if num_guesses:
             guesser.guess(shape.num_seqs, num_guesses, ranks)
 
     def _fill(self, shape: StepShape) -> None:
-        """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs are leftovers."""
+        """Fill the inputs from the tables. Padding has slot -1 and length 0; its other inputs keep old values."""
         batch = self._parts.current.batch
         num_seqs = num_tokens = len(batch.rows)
         rows = self._rows[:num_seqs]
@@ -221,7 +221,7 @@ class CpuStep:
         self._parts.inputs.fill_states(shape)
 
     def _place(self, batch: Batch, guesses: Guesses) -> None:
-        """Write a chunk's drafts into its row: those guesses that are for the tokens it runs."""
+        """Write a chunk's drafts into its row: the guesses of those tokens that the chunk runs."""
         row, end, num_drafts = batch.rows[guesses.chunk], batch.ends[guesses.chunk], guesses.num_drafts
         if not guesses.token_ids:
             assert self._guesser is not None, "only a drafter on the device leaves guesses in rows"
@@ -233,8 +233,8 @@ class CpuStep:
     def _fill_wanted(self, batch: Batch) -> None:
         """Write the indices of the last `num_wanted` tokens of each chunk.
 
-        Where no chunk wants any, the step's last token goes on: the last layer's all-reduce must wait for every rank,
-        or rank 0 would call the step done before the others have written their keys and values.
+        If no chunk wants any, the step's last token is wanted: the last layer's all-reduce must wait for every rank,
+        or rank 0 would take the step for done before the others have written their keys and values.
         """
         counts = np.array(batch.num_wanted)
         ends = counts.cumsum()
@@ -267,7 +267,7 @@ class _DirectWrites:
 
 
 class _PassedEvent:
-    """An event of a device whose work is done when it has been launched."""
+    """An event on a device whose work is done as soon as it is launched."""
 
     def record(self) -> None:
         pass

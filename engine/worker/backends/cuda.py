@@ -1,10 +1,10 @@
-"""Steps on a GPU, which works through its stream while the CPU is elsewhere.
+"""Steps on a GPU, which runs work from its stream while the CPU continues.
 
     graph of a shape     inputs ─> model ─> logits ─> draws by temperature, top-k, top-p, min-p ─> rows, page of tokens
-    behind it            rows with penalties, biases, masks or shut stop tokens are drawn again from the same logits,
+    after it             rows with penalties, biases, masks or barred stop tokens are drawn again from the same logits,
                          and their drafts are compared again
 
-Nothing here waits for the device. Tables, inputs and logits stay at their addresses, so that graphs find them.
+Nothing here waits for the device. Tables, inputs and logits keep their addresses, so that graphs find them.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ class CudaBackend:
 
 
 class CudaStep:
-    """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn behind it.
+    """Implements `DeviceStep`. The last token of every sequence is wanted, and a token is drawn after it.
 
-    In a step with drafts that is so for the token before each draft, too (`DrawPlaces`).
+    With drafts, the same holds for the token before each draft (`DrawPlaces`).
     """
 
     def __init__(self, parts: StepParts, stream: Stream, logits_dtype: torch.dtype) -> None:
         self._parts = parts
         self._stream = stream
         shape = (parts.limits.max_num_draws, parts.vocab_size)
-        # Of each sequence of the step; with drafts, of each entry of `DrawPlaces`.
+        # One row for each sequence of the step; with drafts, for each entry of `DrawPlaces`.
         self.logits = torch.zeros(*shape, dtype=logits_dtype, device=stream.device)
         num_drawn = parts.limits.max_num_draws if parts.limits.max_drafts else 0
-        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # with drafts: of each entry, too
-        self._has_drafts = False  # the newest step
+        self._drawn = torch.zeros(num_drawn, dtype=torch.int64, device=stream.device)  # with drafts; rows as above
+        self._has_drafts = False  # in the newest step
         self._guesser = make_guesser(parts)
-        self._guess_graphs: dict[int, Callable[[], object]] = {}  # by sequences
+        self._guess_graphs: dict[int, Callable[[], object]] = {}  # by number of sequences
         self._guesses = RowGuesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
@@ -118,7 +118,7 @@ class CudaStep:
     def _forward(
         self, inputs: StepInputs, wanted: Tensor | None, ranks: RankRows | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states of the wanted tokens, or of all, and what a draft head reads of all."""
+        """Return the hidden states of the wanted tokens, or of all, and a draft head's input for all tokens."""
         model = self._parts.model
         if self._guesser is not None and self._guesser.reads_hidden:
             return model.forward_all(inputs.token_ids, inputs.caches, ranks)
@@ -143,7 +143,7 @@ class CudaStep:
         return hidden
 
     def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
-        """Make as many guesses as a request gets at most, or none: that is what is captured.
+        """Make no guesses, or the most that a request can get, since only that number is captured.
 
         With `ranks`, which have steps of different sizes, nothing is replayed.
         """
@@ -168,7 +168,7 @@ class CudaStep:
         return graph
 
     def draw(self, batch: Batch, shape: StepShape, hidden: Tensor | None) -> None:
-        """Draw those rows again whose logits are edited before: their tokens replace those that `run` stored."""
+        """Draw again for rows whose logits are edited. The new tokens replace those that `run` stored."""
         self._has_drafts = shape.max_drafts > 0
         draws, processors = batch.draws, self._parts.processors
         numbers = processors.edited(draws)
@@ -192,10 +192,10 @@ class CudaStep:
             replace_tokens(drawn, self.indices(edited.chunks), entries, tables.step, batch_rows, buffers, ring)
 
     def _restore_drafts(self, batch: Batch, edited: Draws) -> None:
-        """Make drafts tokens of their rows again, before draws that depend on the tokens before them.
+        """Write drafts into their rows again, before draws that depend on the preceding tokens.
 
-        A draw that is edited comes behind the drafts before it, as the logits do, whatever `accept_tokens` kept there.
-        The positions are known: of a request whose draws are edited, no draft is unsettled when a step is planned.
+        An edited draw must see the drafts before it, as the logits have, even if `accept_tokens` stored another token.
+        The positions are known: if a request's draws are edited, it has no unsettled drafts when a step is planned.
         """
         last = batch.ends
         drafts = [i for i, chunk in enumerate(edited.chunks) if edited.positions[i] < last[chunk]]
@@ -230,7 +230,7 @@ class CudaStep:
         return pinned.copy_(column, non_blocking=True)
 
     def _buffers(self, shape: StepShape) -> StepBuffers:
-        """Return the inputs of a step of this shape as its kernels fill them."""
+        """Return the inputs of a step of this shape, for the kernels that fill them."""
         inputs, seqs, tokens = self._parts.inputs, shape.num_seqs, shape.num_tokens
         return StepBuffers(
             token_ids=inputs.token_ids[:tokens],

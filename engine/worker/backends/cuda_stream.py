@@ -1,8 +1,7 @@
 """The stream, events, pinned memory and graphs of a GPU.
 
 Everything else (allocation, kernels, copies) goes through torch and Triton, which put their work into the current
-stream. Nothing else asks for a GPU: over a stream whose work is done when the call returns, all of the CUDA backend
-runs on a CPU, as tests do.
+stream. So with a `Stream` whose work is done when a call returns, the whole CUDA backend runs on a CPU; tests use this.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ class Stream(Protocol):
     device: torch.device
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within, work goes into this stream."""
+        """Return a context in which work goes into this stream."""
         ...
 
     def event(self) -> Event: ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeros in host memory that the device reads and writes in place."""
+        """Return zeros in host memory that the device can read and write in place."""
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Record the kernels that `work` launches; calling the result launches them again, with the same addresses."""
+        """Record the kernels that `work` launches. The result launches them again, with the same addresses."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all work so far, of other streams too."""
+        """Wait for all work so far, in other streams, too."""
         ...
 
     def release(self) -> None:
-        """Release all captured graphs, which must not be called any more."""
+        """Release all captured graphs, which must not be called afterwards."""
         ...
 
 
 class CudaStream:
-    """A CUDA stream. Its graphs share one pool of memory, so capture the largest first."""
+    """A CUDA stream. Its graphs share one memory pool, so capture the largest first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,7 +63,7 @@ class CudaStream:
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(): it collects garbage and empties caches each time, which takes longer than the capture.
+        # torch.cuda.graph() would collect garbage and empty caches each time, which takes longer than the capture.
         with self.current():
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:

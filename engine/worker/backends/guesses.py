@@ -1,12 +1,12 @@
-"""Guesses that are made on the device at the end of each step: by the model's draft head, or by a draft model.
+"""Guesses made on the device at the end of each step, by the model's draft head or by a draft model.
 
-    read     all tokens of the step ─> what the drafter keeps of them
-    guess    the last drawn         ─> logits ─> a guess ─> drafter ─> logits ─> the next guess ...
+    read     all tokens of the step ─> KV or states that the drafter keeps of them
+    guess    the token drawn last   ─> logits ─> a guess ─> drafter ─> logits ─> the next guess ...
 
-A guess is drawn as the token itself will be, with the request's temperature and the random numbers of that position:
-where the drafter's logits are near the model's, so is the draw. Penalties, biases and grammars are left out.
+A guess is drawn like the token itself, with the request's temperature and the random numbers of that position. So where
+the drafter's logits are close to the model's, the draws are equal. Penalties, biases and grammars are left out.
 
-Nothing here waits for the device, and no shape depends on what the tables hold: a captured step has both parts.
+Nothing here waits for the device, and no shape depends on values in the tables, so a captured step has both parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import DraftModel, GuessingHead, Model, StepParts
 
 
 def make_guesser(parts: StepParts) -> Guesser | None:
-    """Return what guesses on the device; None where nothing does."""
+    """Return the guesser of a runner; None if nothing guesses on the device."""
     if not parts.limits.guesses_on_device:
         return None
     groups, model, head = parts.draft_model or DraftModel(parts.groups, head=parts.model)
@@ -40,12 +40,12 @@ def make_guesser(parts: StepParts) -> Guesser | None:
 
 
 class Guesser(abc.ABC):
-    """Leaves guesses in the tables of rows. What it reads and writes stays at its addresses."""
+    """Stores guesses in the row tables. All that it reads and writes keeps its address."""
 
-    reads_hidden: bool  # whether `read` needs the hidden states of all tokens
+    reads_hidden: bool  # `read` needs the hidden states of all tokens
 
     def __init__(self, parts: StepParts, groups: Sequence[int]) -> None:
-        """`groups`: the cache groups of what guesses."""
+        """Create a guesser whose KV is in the cache groups `groups`."""
         self._parts = parts
         self._groups = groups
         most = max(parts.limits.max_num_seqs, parts.limits.max_num_batched_tokens)
@@ -53,29 +53,28 @@ class Guesser(abc.ABC):
 
     @abc.abstractmethod
     def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
-        """Write what is kept of all tokens of a step. Called when its draws are in the rows.
+        """Read all tokens of a step, and write what the drafter keeps of them. Called when the draws are in the rows.
 
-        `hidden` [T, ...] is what a draft head reads of them, where that is asked for. `ranks`: see `Model.forward`.
+        `hidden` [T, ...] is a draft head's input, if `reads_hidden`. `ranks`: see `Model.forward`.
         """
 
     def read_late(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None, *, is_needed: bool) -> None:
-        """Do what `read` does, on a device that may be waited for. It may be left for later where it is not needed."""
+        """Do as `read`, on a device that may be waited for. It may be put off to a later step if it is not needed."""
         self.read(shape, hidden, ranks)
 
     @abc.abstractmethod
     def drawn_again(self, rows: Tensor) -> None:
-        """Note that other tokens of rows [J] int64 were kept than those that `read` found there."""
+        """Note that rows [J] int64 now keep other tokens than those that `read` found there."""
 
     @abc.abstractmethod
     def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
-        """Store guesses behind the last token of each of the step's sequences, padding included. Called after `read`.
+        """Store guesses after the last token of each of the step's sequences, padding included. Called after `read`.
 
-        Keys and values of guessed tokens are written where their row has a block for them; the next step writes over
-        them.
+        Keys and values of guessed tokens are written if their row has a block for them. The next step overwrites them.
         """
 
     def _owners(self, query_start: Tensor, num_tokens: int) -> Tensor:
-        """Return the sequence [T] of each token; `query_start` [S + 1]. Tokens behind the last have that."""
+        """Return the sequence [T] of each token, by `query_start` [S + 1]; tokens behind the last sequence get that."""
         tokens = self._numbers[:num_tokens]
         return torch.searchsorted(query_start[1:].contiguous(), tokens, right=True).clamp(max=len(query_start) - 2)
 
@@ -85,24 +84,24 @@ class Guesser(abc.ABC):
         return rows, self._parts.tables.computed.tensor[0, rows.clamp(min=0).long()] + 1
 
     def _begin(self, num_seqs: int) -> tuple[Tensor, Tensor]:
-        """Return what `_first_guesses` does, and note that guesses begin there."""
+        """Return the same as `_first_guesses`, and store in the tables that guesses begin there."""
         rows, first = self._first_guesses(num_seqs)
-        self._parts.tables.first_guess.tensor[0, rows.long()] = first  # -1 is the last line
+        self._parts.tables.first_guess.tensor[0, rows.long()] = first  # row -1 is the table's last line, a spare one
         return rows, first
 
     def _draw(self, logits: Tensor, rows: Tensor, position: Tensor) -> Tensor:
-        """Draw a guess of each row at a position [S] from logits [S, V], and return it, [S] int32."""
+        """Draw a guess of each row at a position [S] from logits [S, V]. Returns them [S] int32."""
         drawn = sample_rows(logits, self._parts.tables.sampling.tensor, rows, position)
-        return drawn.clamp(min=0).int()  # where nothing can be drawn, the guess is wrong
+        return drawn.clamp(min=0).int()  # if no token can be drawn, any guess is wrong
 
     def _keep(self, logits: Tensor, rows: Tensor, first: Tensor, number: int) -> Tensor:
-        """Draw guess `number` of each row from logits [S, V], keep it and return it, [S] int32."""
+        """Draw guess `number` of each row from logits [S, V], store it, and return it [S] int32."""
         guessed = self._draw(logits, rows, first + number)
         self._parts.tables.guesses.tensor[rows.long(), number] = guessed
         return guessed
 
     def _caches_at(self, rows: Tensor, positions: Tensor) -> tuple[GroupCache | StateCache, ...]:
-        """Return the caches of a step of one token of each row; of a row that has no block for it, of none."""
+        """Return the caches of a step with one token for each row, or with none for a row that has no block for it."""
         tables, limits = self._parts.tables, self._parts.limits
         num_seqs, some_rows = len(rows), rows.clamp(min=0).long()
         has_block = (rows >= 0) & (positions < tables.room.tensor[0, some_rows].clamp(max=limits.max_model_len))
@@ -136,14 +135,14 @@ class Guesser(abc.ABC):
 
 
 class _Placed(NamedTuple):
-    """Tokens of a step [T] and sequences [S], as tensors."""
+    """The tokens [T] and sequences [S] of a step, as tensors."""
 
     rows: Tensor  # [S] int64
     query_start: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S]
     token_rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    is_real: Tensor  # [T]: others are padding, or have no block
+    is_real: Tensor  # [T]: False for padding, and for tokens without a block
 
 
 class _StepTokens(NamedTuple):
@@ -152,7 +151,7 @@ class _StepTokens(NamedTuple):
     owners: Tensor  # [T] int64: the sequence of each token
     rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    last: Tensor  # [S] int64: the last token of each sequence that is kept; behind it lie drafts that were wrong
+    last: Tensor  # [S] int64: the last token of each sequence that is kept; wrong drafts may follow it
 
 
 class HeadGuesser(Guesser):
@@ -163,8 +162,8 @@ class HeadGuesser(Guesser):
     def __init__(self, parts: StepParts, groups: Sequence[int], head: GuessingHead) -> None:
         super().__init__(parts, groups)
         self._head = head
-        self._normed: Tensor | None = None  # [num_rows, hidden_size] of the step's sequences, as is the next
-        self._hidden: Tensor | None = None
+        self._normed: Tensor | None = None  # [num_rows, hidden_size], for the step's sequences
+        self._hidden: Tensor | None = None  # the same
 
     def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
         assert hidden is not None, "it was asked for"
@@ -192,12 +191,12 @@ class HeadGuesser(Guesser):
         return _StepTokens(owners, rows[owners], positions, last)
 
     def _tokens_at(self, step: _StepTokens, index: Tensor) -> Tensor:
-        """Return the token [T] int32 that each token's row has at `index` [T]. Behind the last drawn one it is any."""
+        """Return the token [T] int32 at `index` [T] in each token's row. Behind the last drawn one, it is arbitrary."""
         tokens = self._parts.tables.tokens.tensor
         return tokens[step.rows, index.clamp(max=tokens.shape[1] - 1)]
 
     def drawn_again(self, rows: Tensor) -> None:
-        """Leave it at a guess that may be worse: nothing is kept that counts tokens."""
+        """Do nothing: no state here depends on which tokens were kept. The next guess may be a worse one."""
 
     def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:
         assert self._normed is not None, "the step was read"
@@ -212,15 +211,15 @@ class HeadGuesser(Guesser):
 
 
 class LayersGuesser(HeadGuesser):
-    """Guesses by draft layers of which each guesses one token. All read the model's hidden states:
+    """Guesses by several draft layers, each of which guesses one token. All read the model's hidden states:
 
         layer 0    hidden state of token i, token i + 1 ──> a guess of token i + 2
         layer 1    hidden state of token i, token i + 2 ──> a guess of token i + 3
         layer 2    ...
 
-    A token that is not known yet is the guess of a layer before. Keys and values that were made with a wrong guess
-    stay: a guess may be worse for them, and no answer changes. Every layer goes through all tokens of the step, so
-    guesses are made there, in every step; `guess` puts them into the rows, whose own guesses the step still needs.
+    A token that is not known yet is replaced by an earlier layer's guess. Keys and values computed with a wrong guess
+    stay: they may make guesses worse, but change no answer. Every layer reads all tokens of the step, so `read` makes
+    the guesses, in every step. It cannot store them, as the step still needs the rows' old guesses; `guess` does.
     """
 
     def __init__(self, parts: StepParts, groups: Sequence[int], head: GuessingHead) -> None:
@@ -234,7 +233,7 @@ class LayersGuesser(HeadGuesser):
         assert hidden is not None, "it was asked for"
         tables, num_seqs, step = self._parts.tables, shape.num_seqs, self._tokens_of(shape)
         rows, first = self._first_guesses(num_seqs)
-        # The last token that is known: the one that was drawn; in the middle of a prompt, any of the row.
+        # Index of the last known token: the one just drawn. In the middle of a prompt, all tokens of the row are known.
         known = torch.where(tables.batch(num_seqs).samples != 0, first - 1, tables.tokens.tensor.shape[1])[step.owners]
         caches = self._parts.inputs.caches(shape, self._groups)
         of_ranks = None if ranks is None else ranks.seqs
@@ -253,10 +252,10 @@ class LayersGuesser(HeadGuesser):
 
 
 class ModelGuesser(Guesser):
-    """Guesses by a draft model, which reads the tokens and nothing of the model.
+    """Guesses by a draft model, which reads the tokens, and nothing from the model.
 
-    What it has read of each row is known on the device (`RowTables.read`), so steps may be left out: the next one that
-    is read catches up. Data-parallel ranks have a whole draft model each, and do not wait for each other in it.
+    The device knows how many tokens of each row it has read (`RowTables.read`), so it may skip steps: the next one read
+    makes up for them. Each data-parallel rank has a whole draft model, and does not wait for other ranks in it.
     """
 
     reads_hidden = False
@@ -266,11 +265,11 @@ class ModelGuesser(Guesser):
         self._model = model
 
     def read(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None = None) -> None:
-        """Read the step's tokens that are kept. The step before it was read, too."""
+        """Read the tokens of the step that are kept. The step before has been read, too."""
         self._read(self._parts.tables.rows.tensor[0, : shape.num_seqs], shape.num_tokens)
 
     def read_late(self, shape: StepShape, hidden: Tensor | None, ranks: RankRows | None, *, is_needed: bool) -> None:
-        """Read all tokens of the step's sequences that are not read yet, where it is needed."""
+        """If needed, read all tokens of the step's sequences that have not been read yet."""
         if not is_needed:
             return
         tables, most = self._parts.tables, self._parts.limits.max_num_batched_tokens
@@ -279,7 +278,7 @@ class ModelGuesser(Guesser):
             self._read(rows, min(num_unread, most))
 
     def _read(self, rows: Tensor, num_tokens: int) -> None:
-        """Read up to so many of the tokens of rows [S] that are not read yet, in the order of the rows."""
+        """Read up to `num_tokens` unread tokens of rows [S], in the order of the rows."""
         tables, some_rows = self._parts.tables, rows.clamp(min=0).long()
         starts = tables.read.tensor[0, some_rows]
         lens = torch.where(rows >= 0, tables.computed.tensor[0, some_rows] - starts, 0)
@@ -290,12 +289,12 @@ class ModelGuesser(Guesser):
         positions = torch.where(is_real, starts[owners] + tokens - query_start[owners], 0).long()
         token_ids = tables.tokens.tensor[some_rows[owners], positions]
         placed = _Placed(some_rows, query_start, starts + lens, some_rows[owners], positions, is_real)
-        # One token goes on behind the last attention: ranks that divide the product there wait for each other.
+        # One token is wanted after the last attention: tensor-parallel ranks wait for each other in its product.
         self._model.forward(token_ids, self._caches_of(placed, num_decodes=0), self._numbers[:1].long())
         tables.read.tensor[0, some_rows] = torch.where(rows >= 0, starts + lens, tables.read.tensor[0, some_rows])
 
     def drawn_again(self, rows: Tensor) -> None:
-        """Count no more tokens as read than are computed. Those before are the drafts that were read."""
+        """Lower the number of tokens read to that of tokens computed: drafts that were read before are kept."""
         tables = self._parts.tables
         tables.read.tensor[0, rows] = torch.minimum(tables.read.tensor[0, rows], tables.computed.tensor[0, rows])
 

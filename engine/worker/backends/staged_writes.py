@@ -1,9 +1,9 @@
 """Changes to the row tables on their way to a GPU.
 
-    add(address, values) ... flush()        one kernel reads the pinned buffer in place; nothing where nothing changed
+    add(address, values) ... flush()        one kernel reads the pinned buffer in place; none without changes
 
-A copy of the buffer to the device first would cost the CPU another 10 us, and the device no less: the values are few,
-and prompts are read once.
+To copy the buffer to the device first would take the CPU another 10 us, and the device would not save time: the values
+are few, and prompts are read once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .cuda_stream import Stream
 class StagedWrites:
     """Collects changes in a pinned buffer, which `flush` applies in the order of the stream. Implements `TableWrites`.
 
-    Changes of one step may not overlap. A buffer is filled again only when the device has read it: there are so many
-    that it has, as a rule. Changes that exceed one buffer go in several.
+    Changes of one step must not overlap. A buffer is filled again only when the device has read it; there are enough
+    buffers that this rarely means waiting. Changes that exceed one buffer take several.
 
-    The kernel that applies a buffer is captured, since a first token waits for it: a launch without a graph takes the
-    CPU five times as long.
+    The kernel that applies a buffer is captured as a graph, because a first token waits for it, and a launch without a
+    graph takes the CPU five times as long.
     """
 
     NUM_BUFFERS = 4
@@ -44,7 +44,7 @@ class StagedWrites:
         self.num_flushes = 0  # kernels launched
 
     def capture(self) -> None:
-        """Record the kernel for each buffer. It has run once before."""
+        """Record the kernel for each buffer. It must have run once before."""
         for buffer in self._buffers:
             buffer.apply = self._stream.capture(buffer.apply)
 
@@ -67,7 +67,7 @@ class StagedWrites:
                 self.flush()
 
     def flush(self) -> None:
-        """Launch the collected changes, in the current stream."""
+        """Launch the kernel that applies the collected changes, in the current stream."""
         buffer = self._buffers[self._turn]
         if not buffer.num_pieces:
             return
@@ -88,15 +88,15 @@ class _Buffer:
         self.apply: Callable[[], object] = functools.partial(apply_writes, memory, pieces, values, closed_at)
         self.num_pieces = self.num_values = 0
         self.read = stream.event()
-        # the same memory
+        # numpy views of the same memory
         self._pieces, self._values, self._closed_at = pieces.numpy(), values.numpy(), closed_at.numpy()
 
     def close(self) -> None:
-        """Write the number of pieces for the device."""
+        """Write the number of pieces, for the device to read."""
         self._closed_at[0] = self.num_pieces
 
     def add(self, address: int, values: Values) -> int:
-        """Add as many of the values as there is room for; return how many."""
+        """Add as many of the values as there is room for. Returns their number."""
         source = self.num_values
         count = min(len(values), len(self._values) - source, (len(self._pieces) - self.num_pieces) * PIECE)
         self._values[source : source + count] = values if count == len(values) else values[:count]
