@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
-from baton.engine.core.block_log import BlockNews, BlocksCached, unpack_names
+from baton.engine.core.block_log import BlocksCached, BlockUpdate, unpack_names
 
 BlockName = int  # the first bytes of a block's hash, which covers all tokens up to the block's end
 
@@ -54,7 +54,7 @@ class CachedBlocks:
         """The blocks whose fastest place is the pool, the host tier and the disk tier."""
         return self._pool, self._host, self._disk
 
-    def apply(self, message: BlockNews) -> bool:
+    def apply(self, message: BlockUpdate) -> bool:
         """Apply a message. False: one before it is missing, or it cannot be true; a snapshot is needed.
 
         Until that comes the mirror stays as it is: most of it is still right.

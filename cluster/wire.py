@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from baton.engine.core.block_log import BlockNews
+from baton.engine.core.block_log import BlockUpdate
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.kv_transfer.protocol.stats import TransferStats
 
@@ -113,7 +113,7 @@ class Status(msgspec.Struct, frozen=True, tag="status", omit_defaults=True):
     epoch: int
     stats: EngineStats
     transfers: TransferStats | None = None  # where the engine hands KV over
-    blocks: BlockNews | None = None  # where the prefix cache or the tiers changed
+    blocks: BlockUpdate | None = None  # where the prefix cache or the tiers changed
 
 
 EngineMessage = Outputs | Status

@@ -59,7 +59,7 @@ class BlocksCached(msgspec.Struct, frozen=True, tag="cached", omit_defaults=True
         _check_names(self.stored, self.host, self.disk)
 
 
-BlockNews = BlocksChanged | BlocksCached
+BlockUpdate = BlocksChanged | BlocksCached
 
 
 class BlockLog:

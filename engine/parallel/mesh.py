@@ -115,8 +115,8 @@ class Mesh:
             reason = None
         raise GroupFailed(reason or f"{self.loss} has gone")
 
-    def close(self, *, well: bool, receiver: threading.Thread | None = None) -> None:
-        """Close the connections. With `well`, first tell the other ranks that this one ends; else they notice a loss.
+    def close(self, *, orderly: bool, receiver: threading.Thread | None = None) -> None:
+        """Close the connections. With `orderly`, tell the other ranks first; else they notice a loss.
 
         `receiver`, the thread that receives, if it is another one, is ended first. A second call does nothing.
         """
@@ -128,11 +128,11 @@ class Mesh:
         if receiver is not None:
             self._ring()
             receiver.join()
-        if well and not known and self.loss is None:
+        if orderly and not known and self.loss is None:
             for socket, (_, key) in self._peers.items():
                 with contextlib.suppress(zmq.Again):  # a rank that no longer reads notices the disconnection
                     socket.send_multipart([key, _END], zmq.NOBLOCK)
-        self._give_back(linger=_LINGER_MS if well else 0)
+        self._give_back(linger=_LINGER_MS if orderly else 0)
 
     def _give_back(self, *, linger: int) -> None:
         self._context.destroy(linger=linger)

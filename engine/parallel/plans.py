@@ -45,9 +45,9 @@ class PlanSender:
         """Raise `GroupFailed` if a follower has gone."""
         self._mesh.check()
 
-    def close(self, *, well: bool = True) -> None:
-        """Close the connections. With `well`, first tell the followers that this rank ends; else they notice a loss."""
-        self._mesh.close(well=well)
+    def close(self, *, orderly: bool = True) -> None:
+        """Close the connections. With `orderly`, tell the followers first; else they notice a loss."""
+        self._mesh.close(orderly=orderly)
 
 
 class PlanReceiver:
@@ -71,7 +71,7 @@ class PlanReceiver:
 
     def close(self) -> None:
         """Close the connection. If the leader has not ended yet, it notices a loss."""
-        self._mesh.close(well=False)
+        self._mesh.close(orderly=False)
 
 
 class LeadingRunner:

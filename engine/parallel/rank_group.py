@@ -108,22 +108,22 @@ class RankGroup:
             yield
         except BaseException as error:
             cause = self._report_failure(error)
-            self.close(well=False)
+            self.close(orderly=False)
             if cause is None or not isinstance(error, CollectiveFailed):
                 raise
             raise GroupFailed(cause) from error
 
-    def close(self, *, well: bool = True) -> None:
+    def close(self, *, orderly: bool = True) -> None:
         """Close the connections; on the rank that schedules, this ends the whole group. A second call does nothing.
 
-        With `well=False`, the others learn that this rank is lost, and stop waiting for it.
+        With `orderly=False`, the others learn that this rank is lost, and stop waiting for it.
         """
         if self.sender is not None:
-            self.sender.close(well=well)
+            self.sender.close(orderly=orderly)
         if self.receiver is not None:
             self.receiver.close()
         if self.dp_wake is not None:
-            self.dp_wake.close(well=well)
+            self.dp_wake.close(orderly=orderly)
         self.groups.close()
         self.sender = self.receiver = self.dp_wake = None
 
@@ -170,9 +170,9 @@ class DPWake:
         """Raise `GroupFailed` if a rank has gone."""
         self._mesh.check()
 
-    def close(self, *, well: bool = True) -> None:
+    def close(self, *, orderly: bool = True) -> None:
         """Close the connections; see `Mesh.close`. Later calls do nothing."""
-        self._mesh.close(well=well, receiver=self._thread)
+        self._mesh.close(orderly=orderly, receiver=self._thread)
 
     def _run(self, on_wake: Callable[[int], None]) -> None:
         with contextlib.suppress(GroupFailed):  # the next step raises it

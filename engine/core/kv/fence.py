@@ -49,7 +49,7 @@ class Fence:
         self._behind: dict[int, list[tuple[int, list[int]]]] = {}  # given up behind windows: the group and its blocks
 
     @property
-    def closed(self) -> bool:
+    def has_waiting_requests(self) -> bool:
         """True while some request's rows and blocks wait for a step in flight, so that room is about to come free."""
         return bool(self._retired)
 
@@ -70,7 +70,7 @@ class Fence:
         else:
             self._behind.setdefault(last_step, []).append((group, blocks))
 
-    def brings_back(self, group: int) -> bool:
+    def will_release_blocks(self, group: int) -> bool:
         """Return whether this group will get blocks back, given up behind windows, when a step in flight settles."""
         return any(number == group for given_back in self._behind.values() for number, _ in given_back)
 

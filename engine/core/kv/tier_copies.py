@@ -57,7 +57,7 @@ class _Restore(NamedTuple):
     since: float
 
 
-class _Lent(NamedTuple):
+class _Store(NamedTuple):
     """Blocks that a store reads."""
 
     group: int
@@ -86,8 +86,8 @@ class TierCopies:
         # Each step to wait for, and how many blocks of each group were registered when it was the newest one planned.
         self._unsettled: deque[tuple[int, Sequence[int]]] = deque()
         self._num_written: Sequence[int] = [0] * len(groups)  # no step writes to blocks registered with lower numbers
-        self._lent: dict[CopyId, _Lent] = {}
-        self._num_lent = [0] * len(groups)
+        self._stores: dict[CopyId, _Store] = {}
+        self._num_stored = [0] * len(groups)
         self._restores: dict[CopyId, _Restore] = {}
         self._copy_of: dict[Request, CopyId] = {}
         self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that is being restored
@@ -123,13 +123,13 @@ class TierCopies:
         return len(self._copy_of)
 
     @property
-    def any_referenced(self) -> bool:
+    def has_stores(self) -> bool:
         """True while stores reference blocks. Such a block may have no other owner."""
-        return bool(self._lent)
+        return bool(self._stores)
 
-    def lent_blocks(self, group: int) -> list[list[int]]:
+    def blocks_being_stored(self, group: int) -> list[list[int]]:
         """Return the blocks of a group that stores read: a list for each store."""
-        return [lent.blocks for lent in self._lent.values() if lent.group == group]
+        return [store.blocks for store in self._stores.values() if store.group == group]
 
     # ------------------------------------------------------------------ down
 
@@ -158,12 +158,12 @@ class TierCopies:
         assert self._tiers is not None
         most = max(1, group.pool.num_blocks // STORING_SHARE)
         at_once = max(1, int(BATCH_BLOCKS / self._tiers.block_sizes[number]))
-        while (room := min(at_once, most - self._num_lent[number])) > 0 and (batch := self._next_batch(number, room)):
+        while (room := min(at_once, most - self._num_stored[number])) > 0 and (batch := self._next_batch(number, room)):
             blocks = [block for block, _ in batch]
             hashes = [block_hash for _, block_hash in batch]
             copy_id = self._tiers.store(hashes, [self._numbers.number_of(number, block) for block in blocks])
-            self._lent[copy_id] = _Lent(number, blocks)
-            self._num_lent[number] += len(blocks)
+            self._stores[copy_id] = _Store(number, blocks)
+            self._num_stored[number] += len(blocks)
 
     def _next_batch(self, number: int, most: int) -> list[tuple[int, BlockHash]]:
         """Return full blocks of a group that are in no tier, with a reference to each.
@@ -214,7 +214,7 @@ class TierCopies:
                 sizes[tier] = sizes.get(tier, 0.0) + self._tiers.block_sizes[group]
         return sizes
 
-    def any_coming(self, plan: RestorePlan) -> bool:
+    def is_being_restored(self, plan: RestorePlan) -> bool:
         """Return whether a restore of another request will bring blocks of this plan into the pool.
 
         Blocks of a group arrive in order, so it is enough to look at the first one of each group.
@@ -269,8 +269,8 @@ class TierCopies:
             self._answers = True
             match event:
                 case Stored():
-                    group, blocks = self._lent.pop(event.copy_id)
-                    self._num_lent[group] -= len(blocks)
+                    group, blocks = self._stores.pop(event.copy_id)
+                    self._num_stored[group] -= len(blocks)
                     self._pools[group].release(blocks)
                 case Restored():
                     restore = self._restores.pop(event.copy_id)

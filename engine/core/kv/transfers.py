@@ -59,7 +59,7 @@ class Transfers:
         self._transfer_of: dict[Request, TransferId] = {}
         self._early = connector if isinstance(connector, GrowingConnector) and connector.offers_early else None
         self._growing: dict[Request, GrowingOffer] = {}
-        self._asked_back: set[TransferId] = set()  # growing offers that were withdrawn and have not ended
+        self._withdrawn: set[TransferId] = set()  # growing offers that were withdrawn and have not ended
 
     @property
     def exist(self) -> bool:
@@ -70,9 +70,9 @@ class Transfers:
         return len(self._pulling)
 
     @property
-    def any_asked_back(self) -> bool:
+    def has_withdrawn_offers(self) -> bool:
         """True while withdrawn offers still hold blocks that their requests gave up: their readers have not ended."""
-        return bool(self._asked_back)
+        return bool(self._withdrawn)
 
     def pulls(self, request: Request) -> bool:
         """Return whether the request waits for a receive."""
@@ -110,7 +110,7 @@ class Transfers:
         growing = self._growing.pop(request, None)
         if growing is not None:
             assert self._connector is not None
-            self._asked_back.add(growing.transfer_id)
+            self._withdrawn.add(growing.transfer_id)
             self._connector.withdraw(growing.transfer_id)
 
     def offer(self, request: Request) -> KVSource:
@@ -152,7 +152,7 @@ class Transfers:
         transfer_id = self._connector.receive(
             request.request_id, request.generation, source.ticket, num_present, wanted
         )
-        request.has_asked = True
+        request.has_requested_kv = True
         self._pulling[transfer_id] = (request, wanted)
         self._transfer_of[request] = transfer_id
 
@@ -188,7 +188,7 @@ class Transfers:
             case Received() | BlocksReleased() if self.quarantine.release(transfer_id):
                 return None  # a Received that crossed with the cancel: no write can be in flight any more
             case OfferEnded() if self.held.release(transfer_id):
-                self._asked_back.discard(transfer_id)
+                self._withdrawn.discard(transfer_id)
                 self._growing = {of: offer for of, offer in self._growing.items() if offer.transfer_id != transfer_id}
                 return None
         logger.warning("ignored %s: no transfer of this engine is in that state", event)

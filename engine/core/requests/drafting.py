@@ -113,7 +113,7 @@ class Drafting:
         elif self._on_device:
             num_drafts = min(num_drafts, request.num_guesses)
         if self._lengths is not None:
-            num_drafts = self._lengths.of(request.request_id, num_drafts, sits_out=sits_out)
+            num_drafts = self._lengths.num_drafts_for(request.request_id, num_drafts, sits_out=sits_out)
         if not num_drafts:
             return NO_DRAFTS
         if request.is_constrained:
@@ -136,7 +136,7 @@ class Drafting:
         asking = [request for request in drawn if request.may_go_on and not request.is_constrained]
         num_guesses = self.most if asking else 0
         if self._lengths is not None:
-            num_guesses = self._lengths.made_ahead([request.request_id for request in asking])
+            num_guesses = self._lengths.num_guesses_to_make([request.request_id for request in asking])
         for request in drawn:
             request.num_guesses = num_guesses
         return num_guesses

@@ -112,7 +112,7 @@ class Request:
         "generation",
         "grammar",
         "guesses",
-        "has_asked",
+        "has_requested_kv",
         "horizon",
         "is_constrained",
         "last_step",
@@ -131,7 +131,7 @@ class Request:
         "num_tokens",
         "num_unsettled_drafts",
         "prompt_logprobs",
-        "rank",
+        "queue_key",
         "request_id",
         "root",
         "row",
@@ -144,7 +144,7 @@ class Request:
         self.message = message
         self.request_id = message.request_id
         self.generation = message.generation
-        self.rank = (message.priority, message.arrival_s, sequence)  # lower is served sooner and preempted later
+        self.queue_key = (message.priority, message.arrival_s, sequence)  # lower is served sooner and preempted later
         self.status = RequestStatus.WAITING
         self.finish_rule = finish_rule
         self.limit = finish_rule.limit
@@ -184,7 +184,7 @@ class Request:
         self.num_cached_tokens = 0
         self.stages = stages
         self.answered = False  # an output was sent
-        self.has_asked = False  # for its KV, at the other engine
+        self.has_requested_kv = False  # for its KV, at the other engine
         self.awaits_token = message.awaits_first_token  # the token to continue from is not known yet
 
     def move_to(self, status: RequestStatus) -> None:
@@ -203,7 +203,7 @@ class Request:
     @property
     def awaits_transfer(self) -> bool:
         """True while another engine keeps its KV, which has not been fetched yet. It can be fetched only once."""
-        return self.message.kv_source is not None and not self.has_asked
+        return self.message.kv_source is not None and not self.has_requested_kv
 
     @property
     def num_to_hold(self) -> int:

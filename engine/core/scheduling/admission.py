@@ -74,7 +74,11 @@ class KVLoading:
 
         If its blocks are already being restored for another request, it waits until they are in the pool.
         """
-        if self._tier_copies.any_coming(plan) or not self._may_run_ahead or not self._memory.reserve(request, plan):
+        if (
+            self._tier_copies.is_being_restored(plan)
+            or not self._may_run_ahead
+            or not self._memory.reserve(request, plan)
+        ):
             return False
         self._wait_for_kv(request)
         self._tier_copies.restore(request, plan)

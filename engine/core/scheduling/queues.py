@@ -33,11 +33,11 @@ from .step_builder import NO_BLOCKS, StepBuilder
 TOP = 16  # entries of the heap to look at: there may be thousands, and to search all in every step would cost time
 SPARE_ENTRIES = 256  # entries of requests that have left; with more of them, the heap is built anew
 
-_rank = attrgetter("rank")
+_queue_key = attrgetter("queue_key")
 
 
 class WaitingQueue:
-    """A heap by `Request.rank`. A request whose grammar is computing its mask may not draw yet, and is kept aside.
+    """A heap by `Request.queue_key`. A request whose grammar is computing its mask may not draw yet, and is kept aside.
 
         push ──> aside ──its mask is known──> heap ──> removed
          └──────────────────────────────────────^
@@ -65,11 +65,11 @@ class WaitingQueue:
         self._members.add(request)
         self._backlog.add(request)
         if request.may_draw:
-            heapq.heappush(self._heap, (request.rank, request))
+            heapq.heappush(self._heap, (request.queue_key, request))
 
     def mask_known(self, request: Request) -> None:
         """Move a request that was kept aside into the heap."""
-        heapq.heappush(self._heap, (request.rank, request))
+        heapq.heappush(self._heap, (request.queue_key, request))
 
     def peek(self) -> Request | None:
         """Return the next request; None if none may draw."""
@@ -94,14 +94,14 @@ class WaitingQueue:
 
 
 class ReadyQueue:
-    """Requests whose KV a transfer or a tier has brought, by rank. A request without its first token is kept aside.
+    """Requests whose KV a transfer or a tier has brought, by `queue_key`. Those without a first token are aside.
 
     add ──> aside ──its token is known──> ready ──> taken
      └──────────────────────────────────────^
     """
 
     def __init__(self) -> None:
-        self._ready: list[Request] = []  # by rank
+        self._ready: list[Request] = []  # by `queue_key`
         self._aside: set[Request] = set()
 
     def __len__(self) -> int:
@@ -119,13 +119,13 @@ class ReadyQueue:
         if request.awaits_token:
             self._aside.add(request)
         else:
-            insort(self._ready, request, key=_rank)
+            insort(self._ready, request, key=_queue_key)
 
     def token_known(self, request: Request) -> None:
         """Make a request ready that was kept aside. One whose KV has not arrived yet is ignored."""
         if request in self._aside:
             self._aside.remove(request)
-            insort(self._ready, request, key=_rank)
+            insort(self._ready, request, key=_queue_key)
 
     def take(self) -> Request:
         """Remove and return the head."""
@@ -140,7 +140,7 @@ class ReadyQueue:
 
 
 class RunningRequests:
-    """Running requests by rank. Each decoding one gets one token in a step; the others share the rest of the budget."""
+    """Running requests by `queue_key`. In a step each decoding one gets a token; the others share the rest."""
 
     def __init__(
         self,
@@ -163,14 +163,14 @@ class RunningRequests:
         self._waiting = waiting
         self._drafting = drafting
         self._overlaps = overlaps
-        self._by_rank: list[Request] = []
+        self._by_queue_key: list[Request] = []
         self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts to read
 
     def __len__(self) -> int:
-        return len(self._by_rank)
+        return len(self._by_queue_key)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._by_rank)
+        return iter(self._by_queue_key)
 
     @property
     def has_room(self) -> bool:
@@ -188,7 +188,7 @@ class RunningRequests:
         """Give a request that has its blocks a row, and plan its first chunk."""
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
-        insort(self._by_rank, request, key=_rank)
+        insort(self._by_queue_key, request, key=_queue_key)
         row_start, new_blocks = request.row_start(), NO_BLOCKS
         if self._memory.has_states:  # its slots are new, so no other request reads them
             new_blocks = self._memory.extend_states(request, builder.end_of(request))
@@ -198,11 +198,11 @@ class RunningRequests:
 
     def remove(self, request: Request) -> None:
         """Remove a running request."""
-        self._by_rank.remove(request)
+        self._by_queue_key.remove(request)
 
     def remove_ended(self) -> None:
         running = RequestStatus.RUNNING
-        self._by_rank = [request for request in self._by_rank if request.status is running]
+        self._by_queue_key = [request for request in self._by_queue_key if request.status is running]
 
     # -------------------------------------------------------------------------------- shares of a step
 
@@ -215,7 +215,7 @@ class RunningRequests:
         self.lacks_blocks = False
         prefills = []
         chunks, requests = builder.singles, builder.singles_requests
-        for request in self._by_rank:  # preemption removes only requests that come later
+        for request in self._by_queue_key:  # preemption removes only requests that come later
             start = request.num_computed
             if request.num_tokens - start != 1:
                 prefills.append(request)
@@ -298,14 +298,14 @@ class RunningRequests:
 
         If held or arriving KV takes so much that the head would not fit all the same, nothing is preempted.
         """
-        if self._fence.closed or not (self.has_room or head.awaits_transfer):
+        if self._fence.has_waiting_requests or not (self.has_room or head.awaits_transfer):
             return
-        if not self._by_rank or self._by_rank[-1].priority <= head.priority:
+        if not self._by_queue_key or self._by_queue_key[-1].priority <= head.priority:
             return
-        lower = [each for each in self._by_rank if each.priority > head.priority and self._is_preemptible(each)]
+        lower = [each for each in self._by_queue_key if each.priority > head.priority and self._is_preemptible(each)]
         if not self._memory.fits(head, without=lower):
             return
-        while lower and not self._fence.closed and not self._memory.fits(head):
+        while lower and not self._fence.has_waiting_requests and not self._memory.fits(head):
             self.preempt(lower.pop())
 
     def _is_preemptible(self, request: Request) -> bool:
@@ -318,14 +318,16 @@ class RunningRequests:
             self._give_back_behind(request)
         while not (new_blocks := self._memory.grow(request)):
             self.lacks_blocks = True
-            behind = all(self._fence.brings_back(group) for group in self._memory.dry_groups(request))
-            if self._fence.closed or behind or self._transfers.any_asked_back:  # blocks are on their way back
+            behind = all(self._fence.will_release_blocks(group) for group in self._memory.dry_groups(request))
+            if (
+                self._fence.has_waiting_requests or behind or self._transfers.has_withdrawn_offers
+            ):  # blocks are on their way back
                 return []
-            last = self._last_in_rank()
+            last = self._last_in_queue_key()
             if last is not None and last is not request:
                 self.preempt(last)
                 continue
-            # No request of a better rank needs its blocks, so it keeps them while others run.
+            # No request before it needs its blocks, so it keeps them while others run.
             nothing_in_flight = self._fence.has_passed(builder.step - 1)
             if builder.is_empty and nothing_in_flight:
                 self.preempt(request)
@@ -333,13 +335,13 @@ class RunningRequests:
             return []
         return new_blocks
 
-    def _last_in_rank(self) -> Request | None:
+    def _last_in_queue_key(self) -> Request | None:
         """Return the next request to preempt. One whose last token is planned gives its blocks back soon anyway."""
-        return next((request for request in reversed(self._by_rank) if request.has_unplanned_tokens), None)
+        return next((request for request in reversed(self._by_queue_key) if request.has_unplanned_tokens), None)
 
     def preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        self._by_rank.remove(request)
+        self._by_queue_key.remove(request)
         request.move_to(RequestStatus.PREEMPTED)
         self._transfers.give_up_early(request)
         self._fence.retire(*request.give_up_memory(), request.last_step)

@@ -280,7 +280,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise `BlockPoolCorrupted` if no request is left, but some block or row is not free."""
-        if self.requests or self.steps or self.tier_copies.any_referenced:  # blocks lent to stores may be held, too
+        if self.requests or self.steps or self.tier_copies.has_stores:  # blocks lent to stores may be held, too
             return
         held, quarantined = self.transfers.held.num_blocks, self._num_quarantined
         if self._num_free + held + quarantined != self.config.num_blocks:

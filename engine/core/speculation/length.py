@@ -28,7 +28,7 @@ In a step that also reads prompts, a draft takes the place of a prompt token, so
 prompt token. Such steps leave the account alone, as their time says nothing about their drafts.
 
 A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
-time is to be measured without guesses makes none (`made_ahead`), and the account is charged with unused ones.
+time is to be measured without guesses makes none (`num_guesses_to_make`), and the account is charged with unused ones.
 
 Everything is a function of the calls; nothing is random.
 """
@@ -88,7 +88,7 @@ class DraftLengths:
         self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
-        self._promised = 0  # the step for which the device made guesses, to try drafts in it
+        self._tried_step = 0  # the step for which the device made guesses, to try drafts in it
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
         self._is_measured = False  # the step makes no guesses, so that its time without them becomes known
 
@@ -113,7 +113,7 @@ class DraftLengths:
         self._is_measured = plain_s is None or self._in_a_row >= MOST_IN_A_ROW
         if plain_s is None or self._account_s is None:
             return 0
-        if self._account_s < 0 and self._promised != self._step:
+        if self._account_s < 0 and self._tried_step != self._step:
             return 0
         if self._in_a_row >= MOST_IN_A_ROW:
             self._in_a_row = 0
@@ -129,7 +129,7 @@ class DraftLengths:
 
     def _try_all(self, num_requests: int, plain_s: float) -> int:
         """Give every request one draft that does not look worth it, if the last try was long ago and is paid for."""
-        if self._promised != self._step:
+        if self._tried_step != self._step:
             if not self._may_try(num_requests, plain_s, self._step):
                 return 0
             self._begin_try(self._step)
@@ -152,23 +152,23 @@ class DraftLengths:
 
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
         """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
-        as_request_s = plain_s / num_requests
+        request_s = plain_s / num_requests
         best, drawn = num_requests / plain_s, float(num_requests)
         if has_prompts:
-            prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else as_request_s
-            return max(_LEAST_CHANCE, _MARGIN * best * min(as_request_s, prompt_token_s))
+            prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else request_s
+            return max(_LEAST_CHANCE, _MARGIN * best * min(request_s, prompt_token_s))
         guess_s = self._cost.guess_s(num_requests) / num_requests
-        added_s = self._cost.added_s(2 * num_requests, as_request_s) + guess_s
+        added_s = self._cost.added_s(2 * num_requests, request_s) + guess_s
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         for num_drafts, chance in enumerate(chances(self._shares), 1):
             drawn += num_requests * chance
-            each_s = self._cost.added_s(num_requests * (1 + num_drafts), as_request_s) + guess_s
+            each_s = self._cost.added_s(num_requests * (1 + num_drafts), request_s) + guess_s
             rate = drawn / (plain_s + num_requests * num_drafts * each_s)
             if rate > best:
                 best, added_s = rate, each_s
         return max(_LEAST_CHANCE, _MARGIN * added_s * best)
 
-    def of(self, request_id: str, most: int, *, sits_out: bool = False) -> int:
+    def num_drafts_for(self, request_id: str, most: int, *, sits_out: bool = False) -> int:
         """Return the number of drafts for a request that can take up to `most` in this step.
 
         `sits_out`: if it gets drafts, it misses the next step.
@@ -193,7 +193,7 @@ class DraftLengths:
         tried = self._tried.get(request_id)
         return most if tried is None else self._worth(tried, most, self._step + 1)
 
-    def made_ahead(self, request_ids: Sequence[str]) -> int:
+    def num_guesses_to_make(self, request_ids: Sequence[str]) -> int:
         """Return how many guesses a drafter on the device makes for each of these requests, for use in the next step.
 
         None in a step whose time without guesses is to be measured.
@@ -204,8 +204,8 @@ class DraftLengths:
             plain_s = self._cost.plain_s(len(request_ids))
             if plain_s is None or not self._may_try(len(request_ids), plain_s, self._step + 1):
                 return 0
-            self._promised = self._step + 1
-            self._begin_try(self._promised)
+            self._tried_step = self._step + 1
+            self._begin_try(self._tried_step)
             return 1
         return max(self.expected(request_id, self._most) for request_id in request_ids)
 

@@ -53,17 +53,17 @@ class StepCost:
     def _is_old(self, plain: _Plain) -> bool:
         return self._num_noted - plain.noted > _KEPT_STEPS
 
-    def added_s(self, num_tokens: int, as_request_s: float) -> float:
-        """Return the time that one more draft adds to a step of `num_tokens`; `as_request_s` if it is not known."""
+    def added_s(self, num_tokens: int, request_s: float) -> float:
+        """Return the time that one more draft adds to a step of `num_tokens`; `request_s` if it is not known."""
         size = _bin(num_tokens)
         if size in self._added:
             return self._added[size]
         above = bisect(self._bins, size)
         if above == 0:
-            return self._added[self._bins[0]] if self._bins else as_request_s
+            return self._added[self._bins[0]] if self._bins else request_s
         low = self._bins[above - 1]
         if above == len(self._bins):
-            return self._added[low] if size - low <= 4 * math.log2(_REACH) else as_request_s
+            return self._added[low] if size - low <= 4 * math.log2(_REACH) else request_s
         high = self._bins[above]
         share = (size - low) / (high - low)
         return self._added[low] * (1 - share) + self._added[high] * share

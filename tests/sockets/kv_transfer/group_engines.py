@@ -120,7 +120,7 @@ class _Leader:
 
     def quiet(self) -> TierStats:
         """When all that can be stored is stored."""
-        while self._engine.core.scheduler.tier_copies.any_referenced:
+        while self._engine.core.scheduler.tier_copies.has_stores:
             self._engine.core.step()
             time.sleep(1e-3)
         stats = self._engine.core.stats()

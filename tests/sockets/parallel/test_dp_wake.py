@@ -89,7 +89,7 @@ def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
     with ends(2, apart=apart) as (first, second):
-        second.waves.close(well=False)
+        second.waves.close(orderly=False)
         assert first.group.closed.wait(SOON_S)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             first.waves.wake_others(3)
@@ -123,7 +123,7 @@ def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
         done.set()
         assert runner(first, done).launch(StepPlan(4, [], [], [])).result().step == 4
         step = runner(first, first.group.closed).launch(StepPlan(5, [], [], []))
-        second.waves.close(well=False)
+        second.waves.close(orderly=False)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             step.result()
 
@@ -150,7 +150,7 @@ def test_what_is_no_wave_is_dropped() -> None:
     mesh.send(struct.pack("<q", 5))
     assert receiving.heard.get(timeout=SOON_S) == 5
     receiving.waves.close()
-    mesh.close(well=True)
+    mesh.close(orderly=True)
 
 
 def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

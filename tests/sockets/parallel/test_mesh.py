@@ -78,7 +78,7 @@ def ends(size: int = 2, hosts: list[str] | None = None, **member: Any) -> Iterat
         yield Ends(run_threads(works, lambda: rendezvous.fail(0, "the test ends")), groups)
     finally:
         for end in made:
-            end.close(well=True)
+            end.close(orderly=True)
 
 
 @SECURITY
@@ -111,7 +111,7 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
                 stranger.close()
             time.sleep(0.5)  # for these ends to be noticed
         found.talk()
-        found.links[1].close(well=False)  # a member that goes is still missed
+        found.links[1].close(orderly=False)  # a member that goes is still missed
         assert found.groups[0].closed.wait(SOON_S)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             found.links[0].send(b"")

@@ -121,7 +121,7 @@ def test_a_leader_that_ends_well_closes_nobodys_groups_under_them() -> None:
 
 def test_a_leader_that_goes_without_a_word_ends_its_followers_and_their_collectives() -> None:
     with ends() as (sender, (receiver,), (_, group)):
-        sender.close(well=False)
+        sender.close(orderly=False)
         with pytest.raises(GroupFailed, match="rank 0 has gone"):
             receiver.receive()
         assert group.closed.wait(20)
@@ -173,7 +173,7 @@ def test_nothing_comes_behind_the_gap_where_a_connection_has_broken(monkeypatch:
             assert groups[0].closed.wait(20)
             with pytest.raises(GroupFailed, match="rank 1 has gone"):
                 sender.send(PLANS[1])
-            sender.close(well=False)
+            sender.close(orderly=False)
             with pytest.raises(GroupFailed, match="rank 0 has gone"):
                 receiver.receive()
 

@@ -40,7 +40,7 @@ def check_references(scheduler: Scheduler, number: int) -> None:
     owned = {each: each.owned_blocks()[number] for each in scheduler.requests.values() if each.has_blocks}
     tables = list(owned.values())
     tables += fence.owned_blocks(number)
-    tables += lent_blocks(scheduler, number)
+    tables += blocks_being_stored(scheduler, number)
     owners = Counter(block for table in tables for block in table)
     for block in range(pool.num_blocks):
         assert pool.references(block) == owners[block], f"block {block} of group {number}"
@@ -55,7 +55,7 @@ def check_references(scheduler: Scheduler, number: int) -> None:
             assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
 
 
-def lent_blocks(scheduler: Scheduler, number: int) -> list[list[int]]:
+def blocks_being_stored(scheduler: Scheduler, number: int) -> list[list[int]]:
     """Return what transfers and tiers hold of a group."""
     transfers = scheduler.transfers
     held, quarantined = transfers.held.owned_blocks(), transfers.quarantine.owned_blocks()
@@ -65,7 +65,7 @@ def lent_blocks(scheduler: Scheduler, number: int) -> list[list[int]]:
     last = first + scheduler.groups[number].pool.num_blocks
     of_all = held + quarantined + scheduler.tier_copies.quarantine.owned_blocks()
     tables = [[block - first for block in blocks if first <= block < last] for blocks in of_all]
-    return tables + scheduler.tier_copies.lent_blocks(number)
+    return tables + scheduler.tier_copies.blocks_being_stored(number)
 
 
 def check_rows(scheduler: Scheduler) -> None:
@@ -79,7 +79,7 @@ def check_rows(scheduler: Scheduler) -> None:
 def check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly the one place that fits its status, and its counts are in order."""
     transfers, copies = scheduler.transfers, scheduler.tier_copies
-    assert list(scheduler.running) == sorted(scheduler.running, key=lambda each: each.rank)
+    assert list(scheduler.running) == sorted(scheduler.running, key=lambda each: each.queue_key)
     for request in scheduler.requests.values():
         places = {
             RequestStatus.RUNNING: request in scheduler.running,

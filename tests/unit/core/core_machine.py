@@ -205,7 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not outside and not self.engine.connector.pulls and not waits_for_copies:
             assert not self.live_ids()
         waits_for_slots = tiers is not None and tiers.stores and self.engine.scheduler.memory.has_states
-        if not self.engine.scheduler.transfers.any_asked_back and not waits_for_slots:
+        if not self.engine.scheduler.transfers.has_withdrawn_offers and not waits_for_slots:
             # Else a running request may wait for a reader to let go of blocks, or for a store of its state.
             statuses = {request.status for request in self.engine.scheduler.requests.values()}
             assert RequestStatus.RUNNING not in statuses

@@ -66,8 +66,10 @@ def simulate(
         limit = policy.begin_step(num_requests)
         known = made if guess_s is not None else guessed if looks_ahead else None
         rooms = [most if known is None else known.pop(request, 0) for request in places]
-        counts = [policy.of(request, room) if limit else 0 for request, room in zip(places, rooms, strict=True)]
-        num_guesses = 0 if guess_s is None else policy.made_ahead(places)
+        counts = [
+            policy.num_drafts_for(request, room) if limit else 0 for request, room in zip(places, rooms, strict=True)
+        ]
+        num_guesses = 0 if guess_s is None else policy.num_guesses_to_make(places)
         made = dict.fromkeys(places, num_guesses)
         in_flight.append((places.copy(), counts, num_guesses))
         if len(in_flight) < depth:

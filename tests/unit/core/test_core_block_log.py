@@ -1,4 +1,4 @@
-"""News of the prefix cache and of tiers: whoever follows them knows what is where."""
+"""Updates of the prefix cache and of tiers: a mirror that applies them knows which blocks are where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
-from baton.engine.core.block_log import BlockLog, BlockNews, BlocksCached, BlocksChanged, pack_names, unpack_names
+from baton.engine.core.block_log import BlockLog, BlocksCached, BlocksChanged, BlockUpdate, pack_names, unpack_names
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
@@ -135,7 +135,7 @@ def test_names_are_equal_in_every_process() -> None:
 def test_news_of_torn_names_are_malformed(field: str) -> None:
     frame = msgspec.msgpack.encode({"type": "changed", "number": 1, field: b"1234567"})
     with pytest.raises(msgspec.ValidationError, match="8 bytes each"):
-        msgspec.msgpack.decode(frame, type=BlockNews)
+        msgspec.msgpack.decode(frame, type=BlockUpdate)
 
 
 def test_a_missing_number_is_noticed_and_a_snapshot_heals_it() -> None:

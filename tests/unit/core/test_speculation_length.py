@@ -133,7 +133,7 @@ def run(
     given = []
     for _ in range(steps):
         limit = policy.begin_step(1)
-        count = policy.of("a", limit, sits_out=sits_out) if limit else 0
+        count = policy.num_drafts_for("a", limit, sits_out=sits_out) if limit else 0
         right = round(accepted * count)
         policy.settled("a", count, right)
         policy.observe(1 + count, 0.01 + added_s * count, count, right)
@@ -172,7 +172,10 @@ def test_steps_that_requests_miss_are_paid_for(sits_out: bool, monkeypatch: pyte
     policy, limits = ready(num_requests=4), []
     for _ in range(60):
         limits.append(policy.begin_step(4))
-        drafts = [policy.of(request_id, limits[-1], sits_out=sits_out) if limits[-1] else 0 for request_id in "abcd"]
+        drafts = [
+            policy.num_drafts_for(request_id, limits[-1], sits_out=sits_out) if limits[-1] else 0
+            for request_id in "abcd"
+        ]
         for request_id, count in zip("abcd", drafts, strict=True):
             policy.settled(request_id, count, 0)
         policy.observe(4 + sum(drafts), 0.01, sum(drafts), 0)
@@ -202,7 +205,7 @@ def test_beside_prompts_a_draft_costs_what_a_prompt_token_costs() -> None:
     assert policy.begin_step(8, 1000) == 0, "the time of prompts is not known"
     policy.observe_prompts(1008, 0.050)
     assert [policy.begin_step(8, 1000) for _ in range(10)][-1] == 4
-    assert policy.of("a", 3) == 3
+    assert policy.num_drafts_for("a", 3) == 3
     slow = ready(num_requests=8)
     slow.observe_prompts(16, 0.050)
     assert slow.begin_step(8, 8) == 0
@@ -212,7 +215,7 @@ def test_speculation_comes_back_when_a_large_batch_has_become_small() -> None:
     policy = ready(num_requests=256, seconds=0.1)
     for _ in range(200):
         limit = policy.begin_step(256)
-        num_drafts = sum(policy.of(str(number), limit) for number in range(256)) if limit else 0
+        num_drafts = sum(policy.num_drafts_for(str(number), limit) for number in range(256)) if limit else 0
         policy.observe(256 + num_drafts, 0.1 * (1 + num_drafts / 256), num_drafts, 0)
     assert policy.begin_step(256) == 0
     assert sum(run(policy, accepted=1.0, steps=60)[30:]) > 60

@@ -64,7 +64,7 @@ class TieredEngine:
 
     def quiet(self) -> TierStats:
         """When all that can be stored is stored."""
-        while self.engine.core.scheduler.tier_copies.any_referenced or self.engine.core.has_work():
+        while self.engine.core.scheduler.tier_copies.has_stores or self.engine.core.has_work():
             self.engine.core.step()
         stats = self.engine.core.stats()
         assert stats.num_blocks_free == stats.num_blocks
