@@ -1,4 +1,4 @@
-"""The kernel library: one folder an op, each with its definition in plain torch and what runs in its place.
+"""The kernel library: one folder per op, with the op's definition in plain torch and its GPU and CPU implementations.
 
-`README.md` beside this file is the contract. Importing this package needs neither a GPU nor Triton nor a compiler.
+`README.md` in this folder has the contract. Importing this package needs neither a GPU nor Triton nor a compiler.
 """

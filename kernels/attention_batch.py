@@ -1,4 +1,4 @@
-"""`AttentionBatch`: the sequences of one step, described once for every layer's attention, MLA and KV write."""
+"""`AttentionBatch`: the sequences of one step, described once for all layers' attention, MLA and KV writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SHORT_CONTEXTS = (1024, 4096)  # tokens: bounds of sequences whose decodes, alone in a step, have kernels of their own
+SHORT_CONTEXTS = (1024, 4096)  # tokens: single decodes up to these lengths have special kernels
 
 FIELD_TYPES = {
     "query_start": torch.int32,
@@ -22,35 +22,36 @@ FIELD_TYPES = {
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Ragged sequences of one step. All int32 on the device unless said.
+    """The ragged sequences of one step. Tensors are int32 on the device unless stated otherwise.
 
-    A sequence of `seq_lens[i]` tokens has its last `query_start[i + 1] - query_start[i]` tokens in this step; the KV of
-    the earlier ones is in its blocks already. Sequences with exactly one token (decodes) come first.
+    The last `query_start[i + 1] - query_start[i]` of sequence i's `seq_lens[i]` tokens are in this step; the KV of the
+    earlier ones is already in its blocks. Sequences with exactly one token (decodes) come first.
 
-    Kernels of a GPU read all of it while the kernel before them may still run: between what writes it and the first of
-    them there must be one that is launched the ordinary way (see `baton.kernels.pdl`), such as an embedding.
+    GPU kernels read all of these tensors while the previous kernel may still run. So between the kernels that write
+    them and the first that reads them, there must be a kernel launched without programmatic dependent launch (see
+    `baton.kernels.pdl`), such as an embedding.
 
-    A step that is padded to the size of a captured graph ends in sequences of length 0 and tokens of slot -1: nothing
-    is read or written for them, and what comes out is arbitrary but finite. `max_query_len` and `max_seq_len` are then
+    A step that is padded to the size of a captured graph ends with sequences of length 0 and tokens of slot -1. Nothing
+    is read or written for them, and their results are arbitrary but finite. `max_query_len` and `max_seq_len` are then
     upper bounds.
     """
 
     query_start: Tensor  # [num_seqs + 1]  sequence i's tokens are query_start[i]:query_start[i + 1]
-    seq_lens: Tensor  # [num_seqs]  tokens of KV including this step's
+    seq_lens: Tensor  # [num_seqs]  tokens of KV, including this step's
     block_tables: Tensor  # [num_seqs or more rows, max_blocks]
     positions: Tensor  # [num_tokens]  int64: position of each token in its sequence
     slots: Tensor  # [num_tokens]  int64: block * block_size + offset where the token's KV goes; -1: nowhere
     max_query_len: int
     max_seq_len: int
-    num_decodes: int  # the first so many have one query token each, and no older key that this step writes
+    num_decodes: int  # the first num_decodes sequences have one query token each; this step writes no other KV of them
     table_rows: Tensor | None = None  # [num_seqs]  sequence i's blocks are block_tables[table_rows[i]]; None: row i
-    num_kv_tokens: int | None = None  # bound of the keys of all sequences behind the decodes; None: not known here
-    # All sequences are decodes with drafts or without: a few query tokens each, and no older key that this step writes.
+    num_kv_tokens: int | None = None  # upper bound of the keys of all sequences after the decodes; None: unknown
+    # True if all sequences are decodes, perhaps with drafts: a few query tokens each; this step writes no other KV.
     drafted: bool = False
-    prepared: object | None = None  # what `prepare` worked out for the kernels of this step's device
+    prepared: object | None = None  # the plan that `prepare` has made for the kernels of the step's device
 
     def __post_init__(self) -> None:
-        """Check types and strides, since kernels read these by address. Raises `TypeError`."""
+        """Check dtypes and strides, since kernels read tensors by address. Raises `TypeError`."""
         for name, dtype in FIELD_TYPES.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is None:
@@ -76,9 +77,9 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """Return the batch of sequences whose last `query_lens[i]` of `seq_lens[i]` tokens run in this step.
 
-        `block_tables` is int32 [num_seqs, max_blocks]; the batch lives on its device, which is waited for: this is for
-        tests and benchmarks, not for a step's way. Raises `ValueError` where a length makes no sense or a table is too
-        narrow.
+        `block_tables` is int32 [num_seqs, max_blocks]; the batch is on its device. This synchronizes with the device,
+        so it is for tests and benchmarks, not for serving. Raises `ValueError` for an invalid length, or a table that
+        is too narrow.
         """
         if not len(query_lens) == len(seq_lens) == block_tables.shape[0]:
             raise ValueError(

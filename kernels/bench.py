@@ -2,7 +2,7 @@
 
     python -m baton.kernels.bench [OP ...]      or      baton bench kernels
 
-An op takes part by a module `bench.py` with a function `cases(device) -> Iterable[BenchCase]`.
+An op is included if it has a module `bench.py` with a function `cases(device) -> Iterable[BenchCase]`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .roofline import BenchCase, BenchRow, measure, memory_bytes_per_s
 
 
 def best_device() -> torch.device:
-    """Return the GPU that torch would use, or the CPU where there is none."""
+    """Return the GPU that torch would use, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def run_all(ops: Sequence[str] = (), device: torch.device | None = None) -> list[BenchRow]:
-    """Measure every case of the ops named, or of all. Raises `ValueError` for an op that has no bench."""
+    """Measure every case of the named ops, or of all. Raises `ValueError` for an op without a `bench.py`."""
     device = device or best_device()
     if device.type == "cuda":
         _compile_ahead(ops, device)
@@ -38,7 +38,7 @@ def run_all(ops: Sequence[str] = (), device: torch.device | None = None) -> list
 
 
 def _compile_ahead(ops: Sequence[str], device: torch.device) -> None:
-    """Compile all kernels of the cases in parallel in other processes: one after another takes minutes."""
+    """Compile all kernels of the cases in parallel, in other processes: serially, it takes minutes."""
     compiler = start_compiler()
     if compiler is None:
         return
@@ -95,11 +95,11 @@ COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("bound by", "left"),
     ("of roof", "right"),
 )
-WIDTH = 150  # where the table does not go to a terminal
+WIDTH = 150  # width of the table if it is not printed to a terminal
 
 
 def main(ops: Sequence[str] = ()) -> None:
-    """Measure and prints the table."""
+    """Measure and print the table."""
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table(run_all(ops)))
 
 

@@ -1,9 +1,9 @@
-"""The processes that compile Triton kernels on behalf of another one (`compiler.py`). They never touch a device.
+"""Processes that compile Triton kernels for a client process (`compiler.py`). They never touch a device.
 
-What passes between that one and the first of these, which forks the rest, is a line of JSON at a time:
+The client talks to the first of them, which forks the others. Messages are lines of JSON:
 
     orders     target, once: [backend, arch, warp size]  |  variant: [number, module, specialization]
-    replies    [number, what went wrong or null], in the order in which they end
+    replies    [number, error or null], in the order of completion
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _MOST_PROCESSES = 16
 def settle_cache_keys() -> None:
     """Make a kernel's key in Triton's cache the same in all processes. Call it before the first kernel is compiled.
 
-    The key holds the constants that a kernel and its callees read. Triton 3.6 asks a callee for them before the callee
-    has looked: the first kernel of a process to call it goes without. Later versions look first, as is done here.
+    The key includes the global constants that a kernel and its callees use. Triton 3.6 asks a callee for them before
+    the callee has collected them, so they are missing in the key of the first kernel of a process that calls it. Later
+    versions collect them first, as this patch does.
     """
     from triton.runtime.jit import DependenciesFinder
 
@@ -38,7 +39,7 @@ def settle_cache_keys() -> None:
 
 
 def _serve(orders: TextIO, replies: TextIO) -> None:
-    """Read one order a line, hand it to the pool, and write one reply a line. Runs in the first of the processes."""
+    """Read orders, pass them to the pool, and write replies. Runs in the first process."""
     from triton.backends.compiler import GPUTarget
 
     first = orders.readline()
@@ -56,13 +57,13 @@ def _serve(orders: TextIO, replies: TextIO) -> None:
 
 
 def _prepare() -> None:
-    """Import and hash all that every variant needs, before the orders come and before the workers are forked."""
+    """Import and hash everything that all variants need, before orders arrive and workers are forked."""
     import torch  # noqa: F401  the modules of the kernels need it
     import triton.experimental.gluon._runtime  # noqa: F401
     from triton.runtime.cache import triton_key
 
     settle_cache_keys()
-    triton_key()  # reads the whole compiler, hundreds of megabytes, to compute its version, and keeps the result
+    triton_key()  # hashes the whole compiler, hundreds of megabytes, for its version, and caches the result
 
 
 def prepare_for(target: Any) -> None:
@@ -75,7 +76,7 @@ def prepare_for(target: Any) -> None:
 
 
 def _compile(target: Any, number: int, module: str, specialization: str) -> tuple[int, str | None]:
-    """Compile a variant in one of the forked workers; return its number, and the error if there was one."""
+    """Compile a variant in a forked worker. Return its number, and the error or None."""
     try:
         _compile_variant(target, module, json.loads(specialization))
     except Exception as error:
@@ -84,7 +85,7 @@ def _compile(target: Any, number: int, module: str, specialization: str) -> tupl
 
 
 def _compile_variant(target: Any, module: str, variant: dict[str, Any]) -> None:
-    """Compile from the same source and with the same attributes as the launch, so that the launch finds the result."""
+    """Compile the same source with the same attributes as the launch, so that the launch finds it in the cache."""
     import triton
     from triton.backends.nvidia import driver
     from triton.compiler import ASTSource
@@ -103,13 +104,12 @@ def _compile_variant(target: Any, module: str, variant: dict[str, Any]) -> None:
     options = {name: _tuples(value) for name, value in variant["options"].items()}
     compiled = triton.compile(source, target=target, options=options)
     if hasattr(driver, "make_launcher"):
-        # Triton 3.6 launches each signature by a piece of C of its own, which takes the C compiler a quarter of a
-        # second and comes into the same cache.
+        # Triton 3.6 compiles a C launcher for each signature, which takes a quarter of a second and is cached, too.
         driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _constant(value: Any) -> Any:
-    """Return a compile-time argument as it was before it was encoded as JSON."""
+    """Return a compile-time argument, decoded from JSON."""
     import triton.language as tl
 
     if tl.dtype.is_dtype(value):
@@ -124,7 +124,7 @@ def _tuples(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # What kernels print while they compile must not get between the replies.
+    # Output that kernels print while they are compiled must not mix with replies.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         _prepare()

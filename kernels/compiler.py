@@ -1,15 +1,14 @@
 """Ahead-of-time compilation of Triton kernels in other processes, in parallel.
 
-    compiler = Compiler()                 starts, and imports torch and Triton while this process does the same
-    with recording(compiler.submit):      launches of kernels that were never compiled are noted and skipped ...
-        ...                               ... and compile from then on
-    compiler.wait()                       all lie in Triton's cache on disk, where the first launch finds them
+    compiler = Compiler()                 the processes start, and import torch and Triton while this process does, too
+    with recording(compiler.submit):      launches of kernels that were never compiled are recorded and skipped ...
+        ...                               ... and the processes begin to compile them
+    compiler.wait()                       all are in Triton's cache on disk, where the first launch finds them
     compiler.close()
 
-One variant takes a core half a second or more, and threads of one process get in each other's way: compiling is Python
-for the most part. The other processes never touch a device, and where they fail, the first launch compiles as ever.
-
-What the other processes do is in `compile_server.py`.
+A variant takes a core half a second or more. Processes are used because compiling is mostly Python, so threads would
+wait for the GIL. They never touch a device. If they fail, the first launch compiles as usual. Their code is in
+`compile_server.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from . import compile_server
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 120.0  # between one variant and the next
-_PIPE_BYTES = 1 << 20  # some hundred orders: `submit` does not block while the processes still import
+_TIMEOUT_S = 120.0  # longest wait for the next reply
+_PIPE_BYTES = 1 << 20  # some hundred orders, so that `submit` does not block while the processes still import
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,9 @@ class Variant:
 
 @contextlib.contextmanager
 def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[list[Variant]]:
-    """Record kernel launches: within, a kernel that was never compiled is not launched, but recorded once and
-    submitted.
+    """Within this context, record kernels that were never compiled, and submit them, instead of launching them.
 
-    What such kernels would have written stays as it was, which is zero in tensors that torch allocates within.
+    Their outputs are not written. Tensors that torch allocates in the context are zeros instead of uninitialized.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -57,7 +55,7 @@ def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[lis
     compile_server.settle_cache_keys()
 
     class Zeros(TorchFunctionMode):
-        """Allocate zeros in place of uninitialized memory: the kernels that run may read what skipped ones left out."""
+        """Allocates zeros instead of uninitialized memory, since kernels that run may read outputs of skipped ones."""
 
         zeroing: ClassVar[dict[Any, Any]] = {
             torch.empty: torch.zeros,
@@ -94,7 +92,7 @@ def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[lis
 
 
 class _Skipped:
-    """Placeholder for a recorded kernel in its function's cache, so that its next launch is skipped as fast."""
+    """Placeholder for a recorded kernel in its function's cache, so that its next launch is skipped quickly."""
 
     function = packed_metadata = None
 
@@ -106,14 +104,14 @@ class _Skipped:
 
 
 def start_compiler() -> Compiler | None:
-    """Return a `Compiler` where there is an NVIDIA device and a core to spare. Imports neither torch nor Triton."""
+    """Return a `Compiler` if there are an NVIDIA device and a spare core. Imports neither torch nor Triton."""
     if not Path("/dev/nvidiactl").exists() or len(os.sched_getaffinity(0)) < 2:
         return None
     return Compiler()
 
 
 class Compiler:
-    """A handle on the compiling processes. `process` is the one that has started the others."""
+    """A handle on the compiling processes. `process` is the first one, which starts the others."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -125,10 +123,10 @@ class Compiler:
             pipesize=_PIPE_BYTES,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
-        self._preparing: threading.Thread | None = None  # what the first launch in this process needs as well
+        self._preparing: threading.Thread | None = None  # prepares this process's first launch in the same way
         self._num_submitted = 0
         self._waiting: dict[int, Variant] = {}
-        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()  # the last one is empty
+        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()  # an empty string marks the end
         threading.Thread(target=self._listen, name="compiler", daemon=True).start()
 
     def submit(self, variant: Variant) -> None:
@@ -145,7 +143,7 @@ class Compiler:
         self._num_submitted += 1
 
     def wait(self) -> None:
-        """Wait until all that was submitted is compiled, or failed to. More may be submitted afterwards."""
+        """Wait until all submitted variants have been compiled or have failed. More may be submitted afterwards."""
         if self._preparing is not None:
             self._preparing.join()
         while self._waiting:
@@ -167,14 +165,14 @@ class Compiler:
                 logger.warning("a kernel of %s was not compiled ahead: %s", variant.module, failure)
 
     def close(self) -> None:
-        """Close the processes' input, after which they end. Closing twice changes nothing."""
+        """Close the processes' input, after which they end. Closing twice has no effect."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # they may have ended by themselves
             self.process.stdin.close()
 
     def _order(self, order: Sequence[Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # that the processes are gone, `wait` finds out
+        with contextlib.suppress(OSError):  # if the processes are gone, `wait` notices
             self.process.stdin.write(json.dumps(order) + "\n")
 
     def _listen(self) -> None:

@@ -1,11 +1,11 @@
-"""A counter of Triton compilations, so that a server can prove that nothing compiles while it serves.
+"""Counts Triton compilations, so that a server can prove that nothing is compiled while it serves.
 
-    jit.mark_starting()    before the first kernel, and again before a further engine of the process starts
+    jit.mark_starting()    before the first kernel, and again before another engine of the process starts
     ...                    every variant is launched once
-    jit.mark_ready()       from here on, a compilation is a fault: it is logged by name and counted
+    jit.mark_ready()       from here on, a compilation is an error: it is logged by name and counted
 
-What a process loads from Triton's cache on disk counts as well: a request would wait for that too. What it puts there,
-because no other process had (see `compiler`), is named when it is ready: that is what a start waited for.
+Loading a kernel from Triton's cache on disk counts, too, since a request would wait for it. Kernels that this process
+itself had to compile and put into that cache (see `compiler`) are logged by `mark_ready`: they delayed the start.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class CompilationWatch:
-    """Counts the compilations of this process, and those that come after `mark_ready`."""
+    """Counts the compilations of this process, in all and after `mark_ready`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_installed = self._is_ready = False
         self._total = self._late = 0
-        self._made: list[str] = []  # since `mark_starting`
+        self._made: list[str] = []  # kernels that this process has put into the disk cache since `mark_starting`
 
     def mark_starting(self) -> None:
-        """Allow compilations from here on. Raises `ImportError` where Triton is not installed."""
+        """Allow compilations from here on. Raises `ImportError` if Triton is not installed."""
         if not self._is_installed:
             self._install()
             self._is_installed = True
@@ -46,7 +46,7 @@ class CompilationWatch:
         return self._total
 
     def compilations_after_ready(self) -> int:
-        """Return how many came between `mark_ready` and the next `mark_starting`: variants that warm-up missed."""
+        """Return the number of compilations between `mark_ready` and the next `mark_starting`: warm-up missed them."""
         return self._late
 
     def _install(self) -> None:
@@ -57,7 +57,7 @@ class CompilationWatch:
         knobs.cache.manager_class = _noting(knobs.cache.manager_class or FileCacheManager, self._made)
 
     def _counting(self, previous: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return a hook that counts, then calls the hook that was installed before."""
+        """Return a hook that counts, and then calls the previously installed hook."""
 
         def on_compiled(**event: Any) -> Any:
             with self._lock:
@@ -71,9 +71,7 @@ class CompilationWatch:
 
 
 def _noting(manager: Any, made: list[str]) -> Any:
-    """Return a subclass of a cache manager that notes the kernels and launchers which this process puts
-    into the cache.
-    """
+    """Return a subclass of a cache manager that records kernels and launchers that this process adds to the cache."""
 
     class NotingCacheManager(manager):
         def put(self, data: Any, filename: str, binary: bool = True) -> Any:

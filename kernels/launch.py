@@ -1,4 +1,4 @@
-"""Host-side arithmetic for kernel launches: grid sizes, and the properties of a device that launches depend on.
+"""Host-side arithmetic for kernel launches: grid sizes, and device properties that launches depend on.
 
 A CPU, on which Triton interprets kernels, counts as a small device without Hopper's features.
 """
@@ -13,12 +13,12 @@ _INTERPRETED_MULTIPROCESSORS = 4
 
 
 def cdiv(whole: int, part: int) -> int:
-    """Divide and round up. Triton's function of this name takes forty times as long on the host."""
+    """Divide and round up. Triton's function of this name is forty times slower on the host."""
     return -(-whole // part)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is no smaller than n; 1 for 0. Triton's takes forty times as long."""
+    """Return the smallest power of two >= n; 1 for 0. Triton's function is forty times slower on the host."""
     return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
@@ -32,5 +32,5 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Return true for devices with TMA and warp-group products (WGMMA) as the Gluon kernels use them."""
+    """Return whether the device has TMA and warp-group products (WGMMA), which the Gluon kernels need."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

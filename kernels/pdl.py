@@ -1,16 +1,16 @@
-"""Programmatic dependent launch: a kernel's programs start while the kernel before it still runs.
+"""Programmatic dependent launch: a kernel's programs start while the previous kernel still runs.
 
     kernel A  ──programs──┐ let_next_start()                     done, memory visible
     kernel B              └─ starts, prefetches weights ── wait_for_previous() ─┴─ reads what A wrote ...
 
-A decode step is a chain of hundreds of kernels of a few microseconds each. Started early, a kernel has its programs on
-the device and its weights in the cache by the time that its input is there.
+A decode step is a chain of hundreds of kernels of a few microseconds each. If a kernel starts early, its programs are
+on the device and its weights in the cache by the time its input is ready.
 
-The rule for every kernel that is launched with `**launch_options()`: each program calls `wait_for_previous()` before it
-reads anything that a kernel wrote and before its first write. Then a kernel that has ended implies that all before it
-have, whether they follow the rule or are launched the ordinary way. What never changes while serving (weights) may be
-read before, and so may what was written before the last kernel that was launched the ordinary way (a step's positions
-and slots). Both calls do nothing in a kernel that is launched the ordinary way.
+The rule for every kernel launched with `**launch_options()`: each program calls `wait_for_previous()` before it reads
+anything that a kernel wrote, and before its first write. Then, if a kernel has ended, so have all previous ones,
+whether they follow the rule or are launched normally (without these options). Two kinds of data may be read before the
+call: data that never changes while serving (weights), and data that was written before the last normally launched
+kernel (a step's positions and slots). Both functions do nothing in a kernel that is launched normally.
 
 Needs Hopper or later; elsewhere, and in the interpreter, both calls compile to nothing.
 """
@@ -49,7 +49,7 @@ def let_next_start():
 
 @triton.jit
 def wait_for_previous():
-    """Wait until the kernels before this one have ended and what they wrote can be read."""
+    """Wait until all previous kernels have ended, and their results are visible."""
     if SUPPORTED:
         gpu_control.gdc_wait()
 

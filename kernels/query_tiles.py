@@ -1,11 +1,12 @@
-"""Work partition of prefill attention: tiles of queries, listed and sorted on the device once a step for all layers.
+"""Work partition of prefill attention: tiles of queries, listed and sorted on the device once per step.
 
     query tokens   |  sequence 0           |  sequence 1   |2|  padding  |
     tiles          | 0     | 1     | 2     | 0     | 1     |0| 0   | 1   |      `tile_tokens` tokens each
-    items          sorted: those that read the most keys first, then nothing
+    items          the tiles, those that read the most keys first; the rest is empty
 
 A tile is `tile_tokens` tokens of one sequence times `pack` query heads that read the same KV head: the rows of one
-matrix product. The list has room for the worst case of its shapes, so that one captured graph serves any lengths.
+matrix product. The list has room for the worst case of the step's shapes, so that one captured graph serves any
+lengths.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .attention_batch import AttentionBatch
 ITEM_WORDS = tl.constexpr(4)
 FIRST_TOKEN, NUM_TOKENS, FIRST_POSITION, TABLE_ROW = (tl.constexpr(word) for word in range(ITEM_WORDS.value))
 LONG_ROWS, SHORT_ROWS = 128, 64  # query rows of a tile: two warpgroups of 64, or one
-MOST_DIMS_OF_LONG_ROWS = 256  # of a head: the sums of a long tile lie in registers
-QUEUE_WORDS = 2  # the next tile to attend; programs that are through with all
+MOST_DIMS_OF_LONG_ROWS = 256  # most head dimensions for long tiles, whose sums must fit in registers
+QUEUE_WORDS = 2  # the next tile; the number of programs that have finished
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,23 @@ class KeySplit:
     A unit is one tile of queries for `pack` heads.
     """
 
-    count: int  # of programs for each unit, at most
+    count: int  # most programs of a unit
     sums: Tensor  # [units, count, rows, padded head_dim] float32: weighted sums of values
     tops: Tensor  # [units, count, 2, rows] float32: top scores, sums of weights
-    arrivals: Tensor  # [units] int32: parts that are there; zero, and zero again after a kernel that counted
+    arrivals: Tensor  # [units] int32: stored parts; every kernel that uses it resets it to zero
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """The tiles of one step. A tile of sequences of length 0 starts at a negative position, so that it sees no key."""
+    """The tiles of one step. The tile of a sequence of length 0 begins at a negative position: it sees no key."""
 
-    items: Tensor  # [num_items, ITEM_WORDS] int32; those behind the tiles have 0 tokens
-    num_tiles: Tensor  # [1] int32: the items that are tiles
-    queue: Tensor  # [QUEUE_WORDS] int32: zero, and zero again after a kernel that took its tiles from it
-    rows: int  # of a tile: LONG_ROWS or SHORT_ROWS
+    items: Tensor  # [num_items, ITEM_WORDS] int32; items after the tiles have 0 tokens
+    num_tiles: Tensor  # [1] int32: number of items that are tiles
+    queue: Tensor  # [QUEUE_WORDS] int32: every kernel that takes tiles from it resets it to zero
+    rows: int  # rows of a tile: LONG_ROWS or SHORT_ROWS
     pack: int  # query heads in a tile; divides the query heads of a KV head
     tile_tokens: int  # rows // pack
-    split: KeySplit | None = None  # of the keys of each tile; None: a program has them all
+    split: KeySplit | None = None  # None: the keys of a tile are not split, and one program reads them all
 
     @property
     def num_items(self) -> int:
@@ -66,9 +67,9 @@ def plan_prefill(
     head_dim: int,
     rows: int | None = None,
 ) -> PrefillPlan:
-    """List the tiles of the sequences from `first_seq` on. The sequences before it have one query token each.
+    """List the tiles of the sequences from `first_seq` on. Earlier sequences have one query token each.
 
-    Looks at shapes and at `max_query_len` only: safe inside a captured graph. `rows`: of a tile, other than fit best.
+    Reads only shapes and `max_query_len`, so a CUDA graph may capture it. `rows` overrides the best rows of a tile.
     """
     group = num_heads // num_kv_heads
     if rows is None:
@@ -108,14 +109,14 @@ def num_units_of(batch: AttentionBatch, first_seq: int, rows: int, num_heads: in
 
 
 def _room_for_tiles(batch: AttentionBatch, first_seq: int, tile_tokens: int) -> int:
-    """Return the largest number of tiles: each sequence, and the padding, may end in a partial tile."""
+    """Return the largest possible number of tiles: each sequence, and the padding, may end in a partial tile."""
     return (batch.num_tokens - first_seq) // tile_tokens + batch.num_seqs - first_seq + 1
 
 
 def heads_per_tile(group: int, rows: int) -> int:
-    """Return how many of a KV head's `group` query heads share a tile: a divisor of `group` that fits.
+    """Return how many of a KV head's `group` query heads share a tile: a divisor of `group`.
 
-    Warpgroups halve a long tile between them, so there it is a power of two; its tokens fill the rows in any case.
+    For long tiles it is a power of two, since two warp groups each take half of the rows.
     """
     fitting = (heads for heads in range(1, min(group, SHORT_ROWS) + 1) if group % heads == 0)
     return max(heads for heads in fitting if rows == SHORT_ROWS or heads & (heads - 1) == 0)
@@ -134,11 +135,10 @@ def list_tiles(
     TILE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the tiles of one sequence a program, word by word; the last word is the number of keys it reads (-1: no
-    tile).
+    """List the tiles of one sequence per program, word by word. The last word is the number of keys read (-1: no tile).
 
-    Sequence i has the slots from query_start // TILE_TOKENS + i up to the next one's: enough for it whatever came
-    before, without a sum over the others. The last program takes the tokens behind all sequences, as one of length 0.
+    The entries of sequence i begin at query_start // TILE_TOKENS + i. That leaves room for all its tiles, whatever the
+    other lengths, without a prefix sum. The last program lists the tokens after all sequences, as one of length 0.
     """
     index = tl.program_id(0)
     seq = first_seq + index
@@ -166,9 +166,9 @@ def list_tiles(
 
 @triton.jit(do_not_specialize=["num_items"])
 def sort_tiles(listed, items, num_tiles, queue, num_items, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Move each tile to its rank: the number of tiles that read more keys, or as many and are listed before it.
+    """Sort tiles by the number of keys that they read, most first. A tile's rank is the number of tiles before it.
 
-    Long tiles that start last would run alone at the end. Every pair is compared: there are a few thousand at most.
+    If long tiles started last, they would run alone at the end. All pairs are compared: there are few thousand tiles.
     """
     keys = listed + ITEM_WORDS * num_items
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

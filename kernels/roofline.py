@@ -1,7 +1,7 @@
-"""Roofline measurements: how near an op comes to the limits of its machine's memory and multipliers.
+"""Roofline measurements: how close an op comes to the limits of the machine's memory and arithmetic.
 
-A case declares what the op must at least move and compute. The roof is the larger of the times that memory and
-multipliers need for that, both measured here and now, on the same device (and with the same number of threads).
+A case declares the least bytes and FLOP that the op needs. The roof is the larger of the times that memory and
+arithmetic need for these, both measured in the same run, on the same device (and with the same number of threads).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-CACHES_BYTES = 256 << 20  # more than any device's last cache: cycling through so many bytes reads memory
+CACHES_BYTES = 256 << 20  # more than any device's last-level cache: cycling through this much data reads memory
 MEASURE_S = {"cpu": 0.15, "cuda": 0.04}
 MEASUREMENTS = 5
 MOST_NODES = 256  # calls in one graph: enough that buffers of half a megabyte, cycled through, leave the last cache
@@ -46,7 +46,7 @@ class BenchRow:
     flop: float
     gb_s: float
     gflop_s: float
-    bound: str  # "memory" or "compute": which roof is the nearer one
+    bound: str  # "memory" or "compute": the limit that is reached first
     roof_share: float  # 1.0: no implementation can be faster
 
 
@@ -69,7 +69,7 @@ def measure(case: BenchCase) -> BenchRow:
 
 
 def seconds_per_call(run: Callable[[], object], device: torch.device, measure_s: float | None = None) -> float:
-    """Measure the time of a call; on a GPU over replays of a captured graph, so that no CPU launch is in it.
+    """Measure the time of a call; on a GPU, over replays of a captured graph, so that launches on the CPU do not count.
 
     Takes about `measure_s`, by default `MEASURE_S`.
     """
@@ -121,13 +121,13 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def cycling(function: Callable[..., object], arguments: Iterable[Any]) -> Callable[[], object]:
-    """Return a function that takes the next of `arguments` each time: pass so many that no cache holds them."""
+    """Return a function that calls `function` with the next of `arguments` each time, to defeat hardware caches."""
     following = itertools.cycle(arguments)
     return lambda: function(next(following))
 
 
 def copies_beyond_caches(num_bytes: int) -> int:
-    """Return how many buffers of this size a case must cycle through to be sure that it reads memory."""
+    """Return the number of buffers of this size that a case must cycle through so that it reads memory, not caches."""
     return max(1, -(-CACHES_BYTES // num_bytes))
 
 
@@ -158,6 +158,6 @@ def flop_per_s(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _scaled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply in FP8 with fast accumulation: the fastest product there is, as a roof."""
+    """Multiply in FP8 with fast accumulation: the fastest product of the device, used as a roof."""
     one = torch.ones((), device=x.device)
     return torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

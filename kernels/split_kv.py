@@ -1,14 +1,14 @@
-"""Split-KV: programs share the keys of one sequence, and the parts of its result are put together afterwards.
+"""Split-KV: several programs share the keys of one sequence, and their partial results are merged afterwards.
 
-    part      sums of values, sums of weights, and the top score that both are relative to       each program's own keys
-    result    the parts, scaled to the highest of their top scores, added up; sums / weights at the end
+    part      sums of values, sums of weights, and the top score that both are relative to       for a program's keys
+    result    the parts, rescaled to the greatest top score and added; at the end, sums / weights
 
 Scores are in units of log 2, since the device's exponential has base 2. Parts are added in the order of the keys, so
-that a result does not depend on which program comes last. Attention and MLA share this arithmetic, in Triton and in
-Gluon: VALUE_DIM is the dimension of values in a part's sums, 1 where rows come first, 0 where they come last.
+that the result does not depend on which program finishes last. Attention and MLA share this arithmetic, in Triton and
+in Gluon. VALUE_DIM is the dimension of values in a part's sums: 1 if rows come first, 0 if they come last.
 
-A row that has seen no key has weight 0, and any top score up to LOWEST, minus infinity included. A running part starts
-at LOWEST: minus infinity must not be subtracted from itself.
+A row that has seen no key has weight 0, and any top score up to LOWEST, including minus infinity. A running part begins
+with LOWEST, since -inf - -inf would be NaN.
 """
 
 import math
@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-1.0e38)  # below any score, yet finite: it can be subtracted from itself
+LOWEST = tl.constexpr(-1.0e38)  # below any score, but finite, so that LOWEST - LOWEST is 0
 
 
 @triton.jit
 def load_part(sums, weights, tops, mask, VALUE_DIM: tl.constexpr):
-    """Load a part that another multiprocessor wrote, past the first cache: (sums, weights, top scores).
+    """Load a part that another multiprocessor wrote, bypassing L1. Return (sums, weights, top scores).
 
-    `sums`, `weights` and `tops` are pointers; `mask` [rows] says which rows exist.
+    `sums`, `weights` and `tops` are pointers; `mask` [rows] is true for existing rows.
     """
     part_sums = tl.load(sums, mask=tl.expand_dims(mask, VALUE_DIM), other=0.0, cache_modifier=".cg")
     part_top = tl.load(tops, mask=mask, other=LOWEST, cache_modifier=".cg")
@@ -45,8 +45,7 @@ def merge_part(sums, weights, top, part_sums, part_weights, part_top, VALUE_DIM:
 def merge_parts(sums, weights, top, part_sums, part_weights, part_tops):
     """Merge PARTS parts into a running one: (sums [rows, dims], weights [rows], top scores [rows]).
 
-    The parts are [PARTS, rows, dims] and [PARTS, rows]. Of a single row, the dimension of rows may be left out of all
-    sums and of the parts.
+    The parts are [PARTS, rows, dims] and [PARTS, rows]. For a single row, the dimension of rows may be left out.
     """
     new_top = tl.maximum(top, tl.max(part_tops, 0))
     grow = tl.exp2(part_tops - new_top)

@@ -1,29 +1,30 @@
-"""`StateBatch`: the sequences of one step as layers with a recurrent state see them.
+"""`StateBatch`: the sequences of one step, for layers with a recurrent state.
 
     tokens    s0 | s1 s1 s1 s1 s1 s1 s1 s1 | s2 s2 s2 s2 s2         query_start  0 1 9 14
     chunks         [1         5)[5        9)[9           14)        chunk_start  1 5 9 14
 
-s0 is a decode and goes token by token; the others go chunk by chunk, s1 with a checkpoint behind its first four tokens.
+s0 is a decode, which is processed token by token. The others are processed chunk by chunk; s1 has a checkpoint after
+its first four tokens.
 
-A sequence's state lies in a *slot* of an arena: it is read from the slot `sources[i]` before the sequence's first
-token of this step, and written to the slot `targets[i]` behind its last. A checkpoint is the state in between, written
-to a slot of its own. Chunks hold up to CHUNK tokens and end where a checkpoint is asked for, so that a kernel that goes
-chunk by chunk has every state that is to be kept in its registers, at whatever position.
+A sequence's state lies in a *slot* of an arena. It is read from slot `sources[i]` before the sequence's first token of
+this step, and written to slot `targets[i]` after its last. A checkpoint is a state in between, written to a slot of its
+own. Chunks have up to CHUNK tokens, and end at each checkpoint. So a kernel that processes chunk by chunk has every
+requested state in its registers at the end of some chunk.
 
-    query lengths ─> Cuts         where chunks begin, whose they are, which of them end in a checkpoint: lists
+    query lengths ─> Cuts         lists: first tokens of chunks, their sequences, their checkpoints
                   ─> StateBatch   the same on the device
 
-Kernels of a GPU take sequences side by side. On a CPU and in references, `carry_states` is the loop over them.
+GPU kernels process sequences in parallel. On a CPU and in references, `carry_states` loops over them.
 
-A captured step has any number of decodes, up to that of its sequences: both kinds of kernels look at every sequence,
-and pass over those that are not theirs. A step that is launched as it is has as many as it has.
+A captured step may have any number of decodes, up to its number of sequences: both kinds of kernels are launched for
+all sequences, and skip those of the other kind. An eager step has a fixed number.
 
-Where decodes may have drafts behind their first token, a state is stored behind that token, since nobody knows yet
-which drafts are right. The inputs of the drafts are kept in *places*, a ring for each row. The next step of the row
-applies those that were accepted to the state, and then its own tokens (`Replay`):
+If decodes may have drafts after their first token, the state is stored after that token, since it is not known yet
+which drafts will be accepted. The inputs of the drafts are stored in *places*, a ring per row. The row's next step
+advances the state by the accepted drafts, and then by its own tokens (`Replay`):
 
-    places of a row     [ .. k6 k7 k8 .. ]                 inputs of the drafts behind token 5, by position
-    accepted: 6 and 7   state behind 5 ─ k6 ─ k7 ─ own first token 8 ─> stored ─ own drafts 9, 10 ─> places
+    places of a row     [ .. k6 k7 k8 .. ]                 inputs of the drafts after token 5, by position
+    accepted: 6 and 7   state after 5 ─ k6 ─ k7 ─ own first token 8 ─> stored ─ own drafts 9, 10 ─> places
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # tokens
-LEAST_CUT = 8  # tokens before the first checkpoint: no less than a convolution's tail
-SOURCE_CUT = 8 * CHUNK  # tokens before one that is written where the sequence's state is read: no more
+LEAST_CUT = 8  # least tokens before a checkpoint: at least a convolution's tail
+SOURCE_CUT = 8 * CHUNK  # most tokens before a checkpoint that is written to the sequence's source slot
 
 FIELDS = ("query_start", "sources", "targets", "num_decodes", "chunk_start", "chunk_seqs", "checkpoints", "seq_chunks")
 
 
 class StateCheckpoint(NamedTuple):
-    """A state to keep: that of sequence `seq` behind the first `num_tokens` of its tokens in this step."""
+    """A request to keep a state: that of sequence `seq` after the first `num_tokens` of its tokens in this step."""
 
     seq: int
     num_tokens: int
@@ -54,7 +55,7 @@ class StateCheckpoint(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """The chunks into which a step's sequences are cut: lists of what `StateBatch` has on the device."""
+    """The chunks of a step's sequences: the fields of `StateBatch` as lists."""
 
     query_start: list[int]
     num_decodes: int
@@ -73,11 +74,11 @@ class Cuts(NamedTuple):
         decode_tokens: int = 1,
         num_decodes: int | None = None,
     ) -> Cuts:
-        """Cut sequences of `query_lens[i]` tokens. The first that have at most `decode_tokens` tokens are the decodes,
-        or the first `num_decodes` where that is given.
+        """Cut sequences of `query_lens[i]` tokens into chunks.
 
-        Raises `ValueError` where lengths make no sense, or where a checkpoint lies in a sequence that goes token by
-        token, outside its tokens, or behind fewer than LEAST_CUT of them and not all.
+        Leading sequences with at most `decode_tokens` tokens are the decodes, or the first `num_decodes` if given.
+        Raises `ValueError` for invalid lengths, or for a checkpoint in a decode, outside a sequence's tokens, or after
+        fewer than LEAST_CUT tokens unless these are all.
         """
         if min(query_lens, default=0) < 0:
             raise ValueError(f"a sequence has {min(query_lens)} tokens: give 0 or more")
@@ -100,11 +101,11 @@ class Cuts(NamedTuple):
         return cuts
 
     def columns(self, sources: Sequence[int], targets: Sequence[int]) -> dict[str, Sequence[int]]:
-        """Return all lists of a batch with these slots, by the names of its FIELDS."""
+        """Return all lists of a batch with these slots, by the names in its FIELDS."""
         return {**self._asdict(), "num_decodes": [self.num_decodes], "sources": sources, "targets": targets}
 
     def padded(self, num_seqs: int, num_chunks: int) -> Cuts:
-        """Return them with empty sequences and chunks behind the last, so many in all."""
+        """Return the cuts padded with empty sequences and chunks to these numbers."""
         seqs, chunks = num_seqs + 1 - len(self.query_start), num_chunks - len(self.chunk_seqs)
         return Cuts(
             query_start=self.query_start + self.query_start[-1:] * seqs,
@@ -117,10 +118,10 @@ class Cuts(NamedTuple):
 
 
 def most_chunks(num_seqs: int, num_tokens: int, checkpoint_tokens: int) -> int:
-    """Return how many chunks so many sequences have at most, together of `num_tokens` tokens.
+    """Return the largest number of chunks of `num_seqs` sequences with `num_tokens` tokens in all.
 
-    Each end of a sequence, and each checkpoint, of which there are some every `checkpoint_tokens`, may end a chunk
-    early. Sequences of one token behind the decodes are chunks, too.
+    A chunk may end early at the end of a sequence, or at a checkpoint, of which there is one every `checkpoint_tokens`.
+    Sequences of one token after the decodes are chunks, too.
     """
     seqs = min(num_seqs, num_tokens)
     checkpoints = min(num_tokens, num_tokens // checkpoint_tokens + seqs)
@@ -129,24 +130,24 @@ def most_chunks(num_seqs: int, num_tokens: int, checkpoint_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Replay:
-    """Accepted drafts of earlier steps that are in no state yet, and where inputs of drafts lie. int32 on the device.
+    """Accepted drafts of earlier steps that states do not include yet, and the places of drafts' inputs. int32, device.
 
-    What a state reads of the token at position p of row r lies in place `r * num_places + p % num_places`. No position
-    that is replayed shares a place with a draft of the same step: a row has 2 n + 1 places or more for n drafts.
+    The inputs of the token at position p of row r are at place `r * num_places + p % num_places`. A row has at least
+    2 n + 1 places for n drafts, so that replayed positions and drafts of the same step do not share places.
     """
 
     rows: Tensor  # [num_seqs]  row of each sequence
-    starts: Tensor  # [num_seqs]  tokens of the row before the sequence's first one in this step
-    counts: Tensor  # [num_seqs]  of these the last so many are to be applied to the state of the source first
-    num_places: int  # of a row
+    starts: Tensor  # [num_seqs]  number of tokens of the row before the sequence's first one in this step
+    counts: Tensor  # [num_seqs]  how many of these, the last ones, the source's state does not include yet
+    num_places: int  # places of a row
 
     def pending(self, seq: int) -> list[int]:
-        """Return the places of the tokens to apply first, in order."""
+        """Return the places of the tokens by which the source's state must first advance, in order."""
         start, count = int(self.starts[seq]), int(self.counts[seq])
         return self._places(seq, range(start - count, start))
 
     def drafts(self, seq: int, num_tokens: int) -> list[int]:
-        """Return the places of the drafts of a sequence that has so many tokens: all but its first one."""
+        """Return the places of the drafts of a sequence with `num_tokens` tokens: of all but its first one."""
         start = int(self.starts[seq])
         return self._places(seq, range(start + 1, start + num_tokens))
 
@@ -157,20 +158,21 @@ class Replay:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Ragged sequences of one step, and the slots of their states. All int32 on the device unless said.
+    """Ragged sequences of one step, and the slots of their states. Tensors are int32 on the device unless stated.
 
-    The first sequences, of one or few tokens, go token by token: the decodes. The others go chunk by chunk. With a
-    `replay`, all but the first token of a decode are drafts: the state behind that token is written to the target, and
-    what states read of the drafts to their places. A sequence of no tokens reads and writes nothing. A slot that is
-    written in a step must not be read in it by another sequence; a sequence's own source may be its target, or the slot
-    of its first checkpoint, behind at most SOURCE_CUT tokens.
+    The first sequences, of one or few tokens, are the decodes, processed token by token. The others are processed chunk
+    by chunk. With a `replay`, all but the first token of a decode are drafts: the state after that token is written to
+    the target, and the drafts' inputs to their places. A sequence without tokens reads and writes nothing. A slot that
+    a sequence writes must not be read by another sequence in the same step. A sequence's source may also be its target,
+    or the slot of its first checkpoint, after at most SOURCE_CUT tokens.
 
-    A step that is padded to the size of a captured graph ends in sequences and chunks of no tokens, or in sequences
-    whose slots are -1. What a recurrence gives for their tokens, or for those of no sequence, is arbitrary but finite,
-    if what went in was.
+    A step that is padded to the size of a captured graph ends with sequences and chunks without tokens, or with
+    sequences whose slots are -1. Outputs for their tokens, and for tokens of no sequence, are arbitrary but finite, if
+    inputs are.
 
-    Kernels of a GPU read all of it while the kernel before them may still run: between what writes it and the first of
-    them there must be one that is launched the ordinary way (see `baton.kernels.pdl`), such as an embedding.
+    GPU kernels read all of these tensors while the previous kernel may still run. So between the kernels that write
+    them and the first that reads them, there must be a kernel launched without programmatic dependent launch (see
+    `baton.kernels.pdl`), such as an embedding.
     """
 
     query_start: Tensor  # [num_seqs + 1]  sequence i's tokens are query_start[i]:query_start[i + 1]
@@ -178,15 +180,15 @@ class StateBatch:
     targets: Tensor  # [num_seqs]  slot that its state is written to; -1: nowhere
     num_decodes: Tensor  # [1]
     chunk_start: Tensor  # [num_chunks + 1]  chunk c's tokens, CHUNK at most, are chunk_start[c]:chunk_start[c + 1]
-    chunk_seqs: Tensor  # [num_chunks]  its sequence
-    checkpoints: Tensor  # [num_chunks]  slot that the state behind it is written to; -1: nowhere
+    chunk_seqs: Tensor  # [num_chunks]  each chunk's sequence
+    checkpoints: Tensor  # [num_chunks]  slot that the state after the chunk is written to; -1: nowhere
     seq_chunks: Tensor  # [num_seqs + 1]  sequence i's chunks are seq_chunks[i]:seq_chunks[i + 1]; a decode has none
-    least_decodes: int  # bounds of the number of decodes, which kernels are launched for
+    least_decodes: int  # bounds of the number of decodes, for the sizes of launches
     most_decodes: int
-    replay: Replay | None = None  # None: no decode has drafts, and the state behind its last token is written
+    replay: Replay | None = None  # None: decodes have no drafts, and their states are written after the last token
 
     def __post_init__(self) -> None:
-        """Check types and strides, since kernels read these by address. Raises `TypeError`."""
+        """Check dtypes and strides, since kernels read tensors by address. Raises `TypeError`."""
         for name in FIELDS:
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -198,7 +200,7 @@ class StateBatch:
 
     @functools.cached_property
     def words(self) -> ctypes.Array[ctypes.c_int64]:
-        """Numbers and addresses of its lists on a CPU, as C++ reads them: `StateBatch` of native/states.h."""
+        """Sizes and addresses for C++, of a batch on a CPU: `StateBatch` of native/states.h."""
         lists = [self.query_start, self.sources, self.targets, self.num_decodes]
         lists += [self.chunk_start, self.checkpoints, self.seq_chunks]
         replay, of_replay = self.replay, [0] * 4
@@ -208,9 +210,9 @@ class StateBatch:
         return (ctypes.c_int64 * 12)(self.num_seqs, *(each.data_ptr() for each in lists), *of_replay)
 
     def keep_drafts(self, *kept: tuple[Tensor, Tensor]) -> None:
-        """Write rows [T, ...] of what states read to the places [num_places of all rows, ...] of the step's drafts.
+        """Store the inputs of the step's drafts: each pair is the inputs [T, ...] and the places [all places, ...].
 
-        Each pair is such rows and their places. Waits for the device: kernels of a GPU do the same for themselves.
+        Synchronizes with the device; GPU kernels store them themselves.
         """
         if self.replay is None:
             return
@@ -223,7 +225,7 @@ class StateBatch:
 
     @property
     def most_prefills(self) -> int:
-        """Return how many sequences go chunk by chunk, at most."""
+        """The largest possible number of sequences that are processed chunk by chunk."""
         return self.num_seqs - self.least_decodes
 
     @property
@@ -231,7 +233,7 @@ class StateBatch:
         return self.chunk_seqs.shape[0]
 
     def empty_like(self, rows: Tensor) -> Tensor:
-        """Return memory for what comes out for `rows`, [T, ...], with zeros where they may be of no sequence."""
+        """Return memory for the outputs of `rows` [T, ...], zeroed if some rows may belong to no sequence."""
         is_padded = self.least_decodes < self.most_decodes
         make = torch.zeros if is_padded else torch.empty
         return make(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -247,9 +249,9 @@ class StateBatch:
         decode_tokens: int = 1,
         device: torch.device | None = None,
     ) -> StateBatch:
-        """Return the batch of these sequences; one copy to the device, which is not waited for.
+        """Return the batch of these sequences, with one asynchronous copy to the device.
 
-        Raises `ValueError` as `Cuts.of` does, and where there is not one source and one target for every sequence.
+        Raises `ValueError` as `Cuts.of` does, and if there is not one source and one target per sequence.
         """
         if not len(query_lens) == len(sources) == len(targets):
             raise ValueError(
@@ -304,7 +306,7 @@ def _slots_by_position(
 
 
 def _chunks(length: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first token of each chunk and the one behind its last, so that a chunk ends at every cut."""
+    """Return the (first token, end) of each chunk, so that a chunk ends at every cut."""
     ends = [*cuts, *([length] if length and (not cuts or cuts[-1] < length) else [])]
     begins = [0, *ends][:-1]
     return [
@@ -323,15 +325,14 @@ def carry_states(
     span: int | None = None,
     replay: Callable[[Tensor, int], Tensor] | None = None,
 ) -> None:
-    """Take every sequence's state from its source through its tokens, and write it to its checkpoints and its target.
+    """Advance every sequence's state from its source over its tokens, and write it to its checkpoints and target.
 
-    `advance(current, tokens)` returns the state, in `dtype`, behind the tokens of a slice that begins behind `current`.
-    A slice holds at most `span` tokens; None: a chunk of the batch, or all tokens of a sequence that goes token by
-    token.
+    `advance(current, tokens)` returns the state, in `dtype`, after a slice of tokens, given the state before them. A
+    slice has at most `span` tokens; None: it is a chunk of the batch, or all tokens of a decode.
 
-    `replay(current, place)` returns the state behind the draft whose inputs lie in a place, for a batch with a
-    `Replay`. Decodes of such a batch go one token at a time, so that a token that was a draft changes the state by the
-    same operations as any other.
+    `replay(current, place)` returns the state after the draft whose inputs are at `place`, for a batch with a `Replay`.
+    Decodes of such a batch advance one token at a time, so that drafts change the state by the same operations as other
+    tokens.
     """
     num_replaying = int(batch.num_decodes) if batch.replay is not None else 0
     starts, sources, targets = batch.query_start.tolist(), batch.sources.tolist(), batch.targets.tolist()
@@ -365,5 +366,5 @@ def carry_states(
 
 
 def initial_state(state: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-    """Return the state of a slot, zeros for slot -1."""
+    """Return the state in a slot; zeros for slot -1."""
     return torch.zeros(state.shape[1:], dtype=dtype, device=state.device) if source < 0 else state[source].to(dtype)

@@ -12,7 +12,7 @@ from .state_batch import StateBatch
 
 DECODES = (1, 4, 16, 64, 256)  # sequences of one token
 PREFILLS = ((1, 512), (1, 4096), (16, 1024), (16, 4096), (2, 32768))  # sequences, tokens of each
-MOST_COPIES = 64  # of a step's states
+MOST_COPIES = 64  # most copies of a step's states
 
 
 def bench_steps(device: torch.device) -> dict[str, list[int]]:

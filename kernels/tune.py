@@ -1,9 +1,9 @@
-"""The tuner: measures which options of an op are best on this machine's GPU, and writes them for `tuned.config`.
+"""The tuner: measures the best options of each op on this machine's GPU, and writes them for `tuned.config`.
 
     python -m baton.kernels.tune [OP ...] [--out DIR]
 
-An op takes part by a module `tuning.py` with a function `problems(device) -> Iterable[Problem]`. The file of this
-device and this version of Triton is written anew.
+An op is included if it has a module `tuning.py` with a function `problems(device) -> Iterable[Problem]`. The file for
+this device and this version of Triton is overwritten.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from .tuned import LIBRARY, Entry, Key, Options, device_name, path_for
 
 logger = logging.getLogger(__name__)
 
-SCREEN_S = 0.005  # of a first look at each candidate; the best of them are measured for longer
+SCREEN_S = 0.005  # duration of a first measurement of each candidate; the best are measured for longer
 FINALISTS = 4
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One shape. `make_run(options)` gives a function that does it once with these options; a GPU captures that into a
-    graph.
-    """
+    """A shape to tune. `make_run(options)` returns a function that runs the op once; on a GPU, a graph captures it."""
 
     key: Key
     candidates: Sequence[Options]
@@ -46,7 +44,7 @@ class Problem:
 
 
 def tune(op: str, device: torch.device, root: Path = LIBRARY, compiler: Compiler | None = None) -> Path:
-    """Measure all problems of an op; returns the file written under `root`. Raises `ValueError` as `best` does."""
+    """Measure all problems of an op, and return the file written under `root`. Raises `ValueError` as `best` does."""
     problems = list(importlib.import_module(f"{library_name}.{op}.tuning").problems(device))
     entries = [Entry(problem.key, best(problem, device, compiler)) for problem in track(problems, op)]
     path = path_for(op, device_name(device), root)
@@ -56,7 +54,7 @@ def tune(op: str, device: torch.device, root: Path = LIBRARY, compiler: Compiler
 
 
 def best(problem: Problem, device: torch.device, compiler: Compiler | None = None) -> Options:
-    """Return the fastest candidate; `compiler` compiles all at the same time. Raises `ValueError` where none fits."""
+    """Return the fastest candidate; `compiler` compiles them in parallel. Raises `ValueError` if none can run."""
     if compiler is not None:
         with recording(compiler.submit):
             list(_fitting(problem))
@@ -69,7 +67,7 @@ def best(problem: Problem, device: torch.device, compiler: Compiler | None = Non
 
 
 def _fitting(problem: Problem) -> Iterator[Options]:
-    """Yield the candidates that run: those that compile and find the shared memory and registers they need."""
+    """Yield the candidates that can run: they compile, and fit in shared memory and registers."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
     for options in problem.candidates:
@@ -83,7 +81,7 @@ def _fitting(problem: Problem) -> Iterator[Options]:
 
 
 def as_json(entries: Iterable[Entry]) -> str:
-    """Encode one entry a line, so that a difference shows what has changed."""
+    """Encode one entry per line, for readable diffs."""
     lines = (json.dumps({"key": dict(entry.key), "config": entry.config}) for entry in entries)
     return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n"
 

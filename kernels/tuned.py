@@ -1,14 +1,14 @@
-"""Tuned launch options (block sizes, warps and the like), as they were measured to be best on a device.
+"""Tuned launch options (block sizes, warps and the like): the best ones by measurements on a device.
 
     options = tuned.config("linear", x.device, {"rows": 64, "columns": 4096, "depth": 1024}, default=OPTIONS)
     kernel[grid](..., **options)
 
-`kernels/<op>/tuned/<DEVICE>.triton-<major>.<minor>.json` is a list of measurements, a key and what was best there, that
-`baton.kernels.tune` wrote. Asked for a key, the entry that is nearest serves: among those that agree in every word,
-the one whose numbers differ by the smallest factors. So what a kernel cannot run without (a head's size that a block
-must cover) is a word in the key, and what only moves the optimum (a number of rows) is a number.
+`kernels/<op>/tuned/<DEVICE>.triton-<major>.<minor>.json` is a list of entries, a key and the best options at that key,
+written by `baton.kernels.tune`. `config` returns the options of the nearest entry: among those whose strings equal the
+key's, the one whose numbers differ by the smallest factors. So a property on which correctness depends (a head size
+that a block must cover) is a string in the key; one that only affects speed (a number of rows) is a number.
 
-Nothing is measured at run time, and no file is read again after the first question about its op.
+Nothing is measured at run time, and each op's file is read only once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Entry:
 
 
 def config(op: str, device: torch.device, key: Key, default: Options) -> Options:
-    """Return the options for `op` at `key`: the nearest measured ones, or `default`, which also serves on any CPU.
+    """Return the options for `op` at `key`: the nearest tuned ones, else `default`, which is also used on any CPU.
 
-    Raises `ValueError` where a file names other options than `default` does: it belongs to another kernel.
+    Raises `ValueError` if a file has other option names than `default`: it belongs to another kernel.
     """
     memo = (op, device, *key.items())
     found = _chosen.get(memo)

@@ -1,6 +1,6 @@
 """A model's folder in Hugging Face's format: config.json and similar files, typed and checked.
 
-`model_config.ModelConfig` is all of it, `config_reader` makes it; the other modules read a part each, `checkpoint` the
-headers of the weights. `hub` fetches folders by their names. None of them imports torch, and none knows an
-architecture: those are `engine.models`.
+`config_reader` reads a folder into a `model_config.ModelConfig`. Each of the other modules reads one part of it, and
+`checkpoint` reads the headers of the weights. `hub` fetches a model from the Hugging Face Hub. None of them imports
+torch or knows an architecture; those are in `engine.models`.
 """

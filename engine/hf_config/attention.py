@@ -1,9 +1,9 @@
-"""Attention as a config describes it, beside its sizes: sliding windows and latents.
+"""The kinds of attention that a config describes.
 
-heads     of layers with a window, where those of others differ
-windows   the layers that see only the newest keys
+heads     KV heads, if layers with a sliding window have other ones than layers with full attention
+windows   which layers have a sliding window
 latents   multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
-linear    layers with a recurrent state in place of keys and values
+linear    layers with a recurrent state instead of keys and values
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of one layer's keys and values, which may have another width than keys."""
+    """The KV heads of one layer. Keys and values may differ in width."""
 
-    num_kv_heads: int  # of the whole model, whatever the tensor parallelism
-    key_dim: int  # of queries, too
+    num_kv_heads: int  # of the whole model, not of one tensor-parallel rank
+    key_dim: int  # width of keys and of queries
     value_dim: int
     projects_values: bool = field(
         default=True, metadata=NEWER
-    )  # else values are what keys are before norm and rotation
+    )  # false: values are copies of the keys before norm and rotation
 
 
 @dataclass(frozen=True)
 class WindowRule:
-    """The keys that define a family's layers with a `sliding_window`. Other keys are ignored."""
+    """The config keys that decide which layers of a family have a `sliding_window`. Other keys are ignored."""
 
-    switched: bool = False  # nowhere, unless `use_sliding_window`
-    listed: bool = False  # where `layer_types` names the layer's kind, if that is given
-    from_layer: bool = False  # else from layer `max_window_layers` on
+    switched: bool = False  # no layer has a window unless `use_sliding_window` is true
+    listed: bool = False  # `layer_types`, if given, decides; the fields below are for configs without it
+    from_layer: bool = False  # only layers from `max_window_layers` on have windows
     pattern: int | None = (
-        None  # else all but every n-th, n being `sliding_window_pattern`, or this where it is left out
+        None  # all layers but every n-th have a window; n is `sliding_window_pattern`, by default this number
     )
-    turns: tuple[str, ...] = (SLIDING,)  # else these kinds in turns
-    kinds: Callable[[Keys, int], list[str]] | None = None  # else as this says of so many layers
-    beside_key: str | None = None  # of the number of keys that a query sees beside its own, which wins
-    own_rope: bool = False  # these layers have rope parameters of their own, so there must be a window
+    turns: tuple[str, ...] = (SLIDING,)  # without `pattern` and `kinds`: the layers' kinds, cyclically
+    kinds: Callable[[Keys, int], list[str]] | None = None  # returns the kind of each layer, given their number
+    beside_key: str | None = None  # a key with the window less the query's own key; wins over `sliding_window`
+    own_rope: bool = False  # layers with a window have their own rope parameters; `sliding_window` is then required
 
 
 def read_layer_windows(rule: WindowRule | None, keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """Return for each layer how many keys a query sees, itself included; None: all. Raises `ModelError`."""
+    """Return the window of each layer: how many keys a query sees, its own included; None: all. Raises `ModelError`."""
     if rule is None or (keys.values.get("sliding_window") is None and not rule.own_rope):
         return (None,) * num_layers
     if rule.switched and not keys.flag("use_sliding_window", False):
@@ -58,9 +58,9 @@ def read_layer_windows(rule: WindowRule | None, keys: Keys, num_layers: int) -> 
 
 
 def read_heads_by_window(keys: Keys) -> tuple[HeadShape, HeadShape]:
-    """Read Gemma 4's heads of full layers, and those of others. Raises `ModelError`.
+    """Read Gemma 4's KV heads of layers with full attention, and of layers with a window. Raises `ModelError`.
 
-    transformers writes the heads of full layers for each of them, the authors once.
+    transformers writes the heads of full layers once per layer (`per_layer_config`), the model's authors only once.
     """
     kinds = keys.values.get("layer_types")
     if isinstance(kinds, list) and kinds and kinds[-1] == SLIDING:
@@ -81,7 +81,7 @@ def read_heads_by_window(keys: Keys) -> tuple[HeadShape, HeadShape]:
 
 
 def _of_full_layers(keys: Keys, kinds: object) -> Keys | None:
-    """Return the keys that `per_layer_config` has for every full layer; None without it."""
+    """Return the keys that `per_layer_config` repeats for every layer with full attention; None without it."""
     given = keys.values.get("per_layer_config")
     if not given:
         return None
@@ -97,9 +97,10 @@ def _of_full_layers(keys: Keys, kinds: object) -> Keys | None:
 
 
 def read_kv_sources(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Return the layer whose keys and values each layer reads: the last `num_kv_shared_layers` read those of others.
+    """Return for each layer the index of the layer whose keys and values it reads.
 
-    These are the last before them with the same window. Raises `InvalidModelConfig`.
+    The last `num_kv_shared_layers` layers read those of the last earlier layer with the same window; all others read
+    their own. Raises `InvalidModelConfig`.
     """
     first = len(windows) - (keys.optional_integer("num_kv_shared_layers", 0) or 0)
     if not 1 <= first <= len(windows):
@@ -141,15 +142,15 @@ def _checked(kinds: object, num_layers: int, known: tuple[str, ...]) -> list[str
 
 @dataclass(frozen=True)
 class LinearAttentionShape:
-    """Layers of linear attention: heads with a state [key_dim, value_dim] each, behind a causal convolution."""
+    """Layers of linear attention: a causal convolution, then heads with a state [key_dim, value_dim] each."""
 
-    layers: tuple[bool, ...]  # whether a layer is one of these
+    layers: tuple[bool, ...]  # for each layer of the model: whether it has linear attention
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
-    conv_width: int  # inputs that an output of the convolution depends on
-    # Of what a decay for each key dimension comes from, and of what gates come from; None: a decay a head.
+    conv_width: int  # filter width: number of inputs that an output of the convolution depends on
+    # Rank of the low-rank projections of decays (one per key dimension) and output gates; None: one decay per head.
     gate_rank: int | None = field(default=None, metadata=NEWER)
     beta_scale: float = field(default=1.0, metadata=NEWER)  # see `kernels.gated_delta.Gate`
 
@@ -185,7 +186,7 @@ def read_linear_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
 
 
 def check_linear_heads(shape: LinearAttentionShape) -> None:
-    """Raise `ModelError` for heads of Gated DeltaNet that do not fit each other, or the kernels."""
+    """Raise `ModelError` if the heads of Gated DeltaNet do not fit each other or the kernels."""
     if shape.num_value_heads % shape.num_key_heads:
         raise InvalidModelConfig(
             f"config.json: linear_num_value_heads ({shape.num_value_heads}) must be a multiple of "
@@ -195,7 +196,7 @@ def check_linear_heads(shape: LinearAttentionShape) -> None:
 
 
 def linear_layers(kinds: object, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have linear attention, from a list as `layer_types` is. Raises `ModelError`."""
+    """Return which layers have linear attention, given a list like `layer_types`. Raises `ModelError`."""
     checked = _checked(kinds, num_layers, (FULL, LINEAR))
     if FULL not in checked:
         raise UnsupportedModel("config.json: 'layer_types' without a full_attention layer is not supported")
@@ -203,7 +204,7 @@ def linear_layers(kinds: object, num_layers: int) -> tuple[bool, ...]:
 
 
 def check_linear(shape: LinearAttentionShape, **dims: int) -> None:
-    """Raise `UnsupportedModel` for sizes that kernels do not take; `dims` are those of heads, by their keys."""
+    """Raise `UnsupportedModel` for sizes without kernels. `dims` are sizes of heads by their config keys."""
     if not 2 <= shape.conv_width <= 4:
         raise UnsupportedModel(f"config.json: linear_conv_kernel_dim {shape.conv_width} is not supported, only 2 to 4")
     for name, dim in dims.items():
@@ -213,23 +214,23 @@ def check_linear(shape: LinearAttentionShape, **dims: int) -> None:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Keys and values of all heads come from one vector a token: a latent, and a key part that carries the position."""
+    """Latent attention: one vector per token holds a latent for the keys and values of all heads, and a rotated key."""
 
-    rank: int  # numbers in a latent
-    q_rank: int | None  # of the vector that queries come from; None: from the hidden state at once
-    nope_dim: int  # of a head's query and key, without position
-    rope_dim: int  # of a head's query, and of the key part that heads share: rotated
+    rank: int  # size of a latent
+    q_rank: int | None  # size of the latent of queries; None: queries are projected from the hidden state directly
+    nope_dim: int  # part of a head's query and key that is not rotated
+    rope_dim: int  # rotated part of a head's query, and of the key, where all heads share it
     value_dim: int
 
     @property
     def head_dim(self) -> int:
-        """The width of a query, and of a key that is multiplied out of its latent."""
+        """The width of a query, and of a key once it is computed from its latent."""
         return self.nope_dim + self.rope_dim
 
 
 def read_latent(keys: Keys) -> LatentShape:
     """Read the shape of DeepSeek's latents. Raises `ModelError`."""
-    straight = keys.values.get("q_lora_rank", 1536) is None  # null says something else here than a key left out
+    straight = keys.values.get("q_lora_rank", 1536) is None  # null means no latent of queries; a missing key, 1536
     shape = LatentShape(
         rank=keys.integer("kv_lora_rank", 512),
         q_rank=None if straight else keys.integer("q_lora_rank", 1536),

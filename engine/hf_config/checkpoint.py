@@ -2,8 +2,8 @@
 
     8 bytes: length n of the header, little endian | n bytes: JSON {name: {dtype, shape, data_offsets}} | data
 
-(https://github.com/huggingface/safetensors#format). Everything that can be wrong with a checkpoint as a whole is found
-here, before minutes are spent on reading it.
+(https://github.com/huggingface/safetensors#format). A missing, broken or incomplete file is found here, before minutes
+are spent on reading weights.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SAMPLE_BYTES = 1024
-_NUM_SAMPLES = 64  # where two tensors are compared
+_NUM_SAMPLES = 64  # places at which two tensors are compared
 _NAMED_IN_ERRORS = 8
-_OTHER_KINDS = ("*.bin", "*.pt", "*.pth", "*.gguf")  # of files with weights
+_OTHER_KINDS = ("*.bin", "*.pt", "*.pth", "*.gguf")  # files with weights that Baton does not read
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
-# safetensors' names of the types that weights come in: bytes an element, torch's name
+# safetensors' name of a dtype -> bytes per element, torch's name
 DTYPES = {"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")}
-_CACHE_SCALE = re.compile(r"(.+)\.[kv]_proj\.([kv]_scale)")  # as NVIDIA's Model Optimizer names those of a cache
-E4M3 = "F8_E4M3"  # a type of weights that are nothing without their scales
+_CACHE_SCALE = re.compile(r"(.+)\.[kv]_proj\.([kv]_scale)")  # NVIDIA Model Optimizer's names of the KV cache's scales
+E4M3 = "F8_E4M3"  # safetensors' name of FP8 weights, which are useless without their scales
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint. Its data are bytes [begin, end) of the file."""
+    """One tensor of a checkpoint. Its data is bytes [begin, end) of the file."""
 
     name: str
     file: Path
@@ -59,12 +59,12 @@ class TensorEntry:
         return self.end - self.begin
 
     def seems_equal(self, other: TensorEntry) -> bool:
-        """Return whether two tensors have the same type, shape and samples of values."""
+        """Return whether two tensors have the same dtype, shape and sampled values."""
         alike = (self.dtype, self.shape) == (other.dtype, other.shape)
         return alike and all(map(operator.eq, self._samples(), other._samples()))
 
     def _samples(self) -> Iterator[bytes]:
-        """Yield the values at some places that are spread evenly over the tensor."""
+        """Yield the values at `_NUM_SAMPLES` places that are spread evenly over the tensor."""
         room = max(self.size_bytes - _SAMPLE_BYTES, 0)
         with self.file.open("rb") as stream:
             for place in range(_NUM_SAMPLES):
@@ -90,7 +90,7 @@ class _Index(msgspec.Struct):
 
 
 class Checkpoint:
-    """The tensors of a folder by name. The same for one file and for many shards."""
+    """The tensors of a folder by name, in one file or in many shards."""
 
     def __init__(self, folder: Path, entries: dict[str, TensorEntry], index: Mapping[str, Path]) -> None:
         self.folder = folder
@@ -98,14 +98,15 @@ class Checkpoint:
         self.index = index
 
     def expected_in(self, name: str) -> str:
-        """Return a tensor's name, and the file in which the index says it is."""
+        """Return a tensor's name with the file that should contain it according to the index, for error messages."""
         return f"{name} (of {self.index[name].name})" if name in self.index else name
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read all headers. Where a tensor is in several files, the one that the index names counts.
+        """Read all headers. If a tensor is in several files, the file that the index names is used.
 
-        Raises `WeightsError` for a file that is missing or broken, or a tensor in two files of which none is named.
+        Raises `WeightsError` if a file is missing or broken, or if a tensor is in two files and the index names
+        neither.
         """
         index = _read_index(folder)
         entries: dict[str, TensorEntry] = {}
@@ -116,30 +117,30 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str | None:
-        """Torch's name of the type that most tensors have, or None where no tensor is a floating-point one."""
+        """Torch's name of the dtype that most tensors have; None if no tensor has a floating-point dtype."""
         known = [entry.dtype for entry in self.entries.values() if entry.dtype in DTYPES]
         return DTYPES[max(sorted(set(known)), key=known.count)][1] if known else None
 
     def has_8_bit_weight(self, layer: str) -> bool:
-        """Return whether the weight of a linear layer, or the stack of matrices of this name, is in 8 bits."""
+        """Return whether the weight of this linear layer, or the stack of matrices of this name, is in 8 bits."""
         entry = self.entries.get(f"{layer}.weight") or self.entries.get(layer)
         return entry is not None and entry.dtype == E4M3
 
     @property
     def has_cache_scales(self) -> bool:
-        """True where scales of cached keys and values were measured for the layers."""
+        """True if the checkpoint has calibrated scales for cached keys and values."""
         return any(name.endswith(".k_scale") for name in self.entries)
 
     def by_file(self) -> Iterator[tuple[Path, list[TensorEntry]]]:
-        """Yield the entries of each file in the order of their data, so that a disk is read from front to back."""
+        """Yield the entries of each file in the order of their data, so that the file is read sequentially."""
         ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
         for file, entries in groupby(ordered, key=lambda entry: entry.file):
             yield file, list(entries)
 
     def fingerprint(self) -> str:
-        """32 hex digits over names, types, shapes and a sample of each tensor; however they are split into files.
+        """Return a hash (32 hex digits) of each tensor's name, dtype, shape and samples, whatever the sharding.
 
-        The samples tell fine-tunes of one model apart, whose headers are equal.
+        Samples distinguish fine-tunes of the same model, whose headers are equal.
         """
         lines = {}
         for file, entries in self.by_file():
@@ -155,18 +156,18 @@ class Checkpoint:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder is meant to hold a model's weights, whole or not, of a kind that is read or not."""
+    """Return whether a folder has weights of any format, readable by Baton or not, complete or not."""
     return any(True for pattern in (INDEX_FILE, "*.safetensors", *_OTHER_KINDS) for _ in folder.glob(pattern))
 
 
 def some(names: list[str]) -> str:
-    """List the first names, and say how many more there are."""
+    """Return the first names, and how many more there are, for a message."""
     rest = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) -> TensorEntry:
-    """Return the entry that counts; `home` is the file in which the index says the tensor is."""
+    """Return the entry to use of two for the same tensor; `home` is the tensor's file according to the index."""
     if known is None or home == found.file:
         return found
     if home == known.file:
@@ -177,7 +178,7 @@ def _of_two(known: TensorEntry | None, found: TensorEntry, home: Path | None) ->
 
 
 def _read_index(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor; empty where there is no index."""
+    """Return the file of each tensor; empty without an index."""
     path = folder / INDEX_FILE
     if path.is_symlink() and not path.exists():
         raise WeightsError(f"{folder} has no {absent_file(path)}: {FETCH_AGAIN}")
@@ -191,7 +192,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
 
 
 def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:
-    """Return the safetensors files that belong together: those of the index, else the single file, else all of them."""
+    """Return the checkpoint's safetensors files: those in the index, else the single file, else all in the folder."""
     if index:
         named = sorted(set(index.values()))
         missing = [absent_file(file) for file in named if not file.is_file()]
@@ -212,7 +213,7 @@ def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:
 
 
 def _absent_numbers(files: list[Path]) -> Iterator[Path]:
-    """Yield the files that the names of others imply: `model-00002-of-00003.safetensors` is one of three."""
+    """Yield missing files that the others' names imply: `model-00002-of-00003.safetensors` is one of three."""
     series = {(match[1], match[3]) for file in files if (match := _NUMBERED.fullmatch(file.name))}
     for stem, count in sorted(series):
         named = (f"{stem}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1))

@@ -1,13 +1,14 @@
 """Reads a model's configuration from its folder: config.json, generation_config.json and the headers of its weights.
 
-Imports neither torch nor transformers: a model's context length or end tokens are there in milliseconds.
+Imports neither torch nor transformers, so that a model's context length or stop tokens can be read in milliseconds.
 
-Of a checkpoint that also reads images the text model is read (`text_part`), under the names that it has alone:
+From a checkpoint of a multimodal model, only the text model is read (`text_part`). Its tensors are renamed as if it
+were alone:
 
 config.json    {architectures: [Gemma3ForConditionalGeneration], text_config: {...}, vision_config: {...}, ...}
 
-tensors        model.language_model.layers.0...    model.layers.0...       as transformers has written them lately
-               language_model.model.layers.0...    model.layers.0...       and before
+tensors        model.language_model.layers.0...    model.layers.0...       written by newer versions of transformers
+               language_model.model.layers.0...    model.layers.0...       written by older ones
                lm_head, language_model.lm_head     lm_head
                towers, projectors, draft layers    are left out
 """
@@ -41,7 +42,7 @@ from .rope import (
 )
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-_MAX_LAYERS = 10_000  # no model comes near; a typing error in a config must not exhaust the memory
+_MAX_LAYERS = 10_000  # far above any model; a typo in a config must not exhaust the memory
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -63,7 +64,7 @@ def read_config(
     window_caches: bool,
     drafts: bool,
 ) -> ModelConfig:
-    """Read a checkpoint's folder, by the rules of its architecture; see `engine.models.load_config`."""
+    """Read a model's folder by the rules of its architecture; see `engine.models.load_config`."""
     _require_choice("load_format", load_format, LOAD_FORMATS)
     _require_choice("dtype", dtype, ("auto", *DTYPES))
     _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
@@ -105,7 +106,7 @@ def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
 
 
 def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> tuple[ConfigRules, bool]:
-    """Return the rules of the first architecture that is known, and whether it is the text part of the one named."""
+    """Return the rules of the first known architecture in config.json, and whether it is the text part of that one."""
     given = raw.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
@@ -119,7 +120,7 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
 
 
 def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that say what the layers compute."""
+    """Return the fields of `ModelConfig` that determine what the layers compute."""
     _refuse_what_no_layer_computes(keys, rules)
     max_positions = keys.integer("max_position_embeddings")
     own_ropes = rules.windows is not None and rules.windows.own_rope
@@ -156,7 +157,7 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
 def _of_some_families(
     rules: ConfigRules, keys: Keys, shape: Mapping[str, int], windows: tuple[int | None, ...]
 ) -> dict[str, Any]:
-    """Return the fields that most families leave at their defaults: without them identities stay what they were."""
+    """Return the fields that only some families set. Fields left at their defaults do not change `identity_of`."""
     fields: dict[str, Any] = {}
     if rules.linear is not None:
         fields["linear"] = rules.linear(keys, shape["num_layers"])
@@ -191,7 +192,7 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
         raise UnsupportedModel(
             f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
         )
-    of_images = keys.values.get("use_bidirectional_attention") == "vision"  # text sees what is before it even so
+    of_images = keys.values.get("use_bidirectional_attention") == "vision"  # attention of text tokens is still causal
     if not of_images and keys.values.get("use_bidirectional_attention") not in (None, False):
         raise UnsupportedModel(
             "config.json: use_bidirectional_attention is not supported: tokens see those before them"
@@ -250,7 +251,7 @@ def _dtype(asked: str, keys: Keys, checkpoint: Checkpoint | None) -> str:
 
 
 def _cached(asked: str, dtype: str, checkpoint: Checkpoint | None, latent: LatentShape | None) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that say how keys and values are cached."""
+    """Return the fields of `ModelConfig` about the dtype and scales of cached keys and values."""
     if asked == "auto":
         return {"cache_dtype": dtype, "cache_scales": False}
     if latent is not None:
@@ -271,7 +272,7 @@ def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
 
 
 def identity_of(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed: int) -> str:
-    """Hash the computation and the weights; not paths, file layout, or keys that change no result."""
+    """Return a hash of the computation and the weights, without paths, file layout, or keys that change no result."""
     plain = {name: _plain(value) for name, value in computed.items()}
     weights = f"dummy weights of seed {seed}" if checkpoint is None else checkpoint.fingerprint()
     text = json.dumps([plain, weights], sort_keys=True)
@@ -279,7 +280,7 @@ def identity_of(computed: Mapping[str, Any], checkpoint: Checkpoint | None, seed
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: a dataclass by its kind and fields, less newer ones at their defaults."""
+    """Return a value as JSON for the hash. Of a dataclass, leave out `NEWER` fields at their default."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
     new = {
@@ -291,8 +292,8 @@ def _plain(value: Any) -> Any:
 def text_part(folder: ModelFolder, kinds: Mapping[str, str]) -> ModelFolder:
     """Return the folder as if it held the text model only.
 
-    `kinds`: the `model_type` that the text of each architecture must have. Raises `ModelError` for another one, and
-    without a `text_config`.
+    `kinds` maps each multimodal architecture to the `model_type` that its `text_config` must have. Raises `ModelError`
+    if it has another, or if there is no `text_config`.
     """
     checkpoint = None if folder.checkpoint is None else text_tensors(folder.checkpoint)
     config = _text_config(folder.config)
@@ -306,7 +307,7 @@ def text_part(folder: ModelFolder, kinds: Mapping[str, str]) -> ModelFolder:
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the tensors of the text model, under the names that it has alone."""
+    """Return the tensors of the text model, renamed as if it were alone."""
     entries = {
         own: dataclasses.replace(entry, name=own, renamed_from=entry.name_in_file)
         for name, entry in checkpoint.entries.items()
@@ -328,14 +329,14 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _own_names(value: Any) -> Any:
-    """Give the layers of a list the names that they have in the text model."""
+    """Rename the layers in a list as in the text model; leave out those that are no part of it."""
     if not isinstance(value, list):
         return value
     return [(_own_name(name) or name) if isinstance(name, str) else name for name in value]
 
 
 def _own_name(name: str) -> str | None:
-    """Return the name that a tensor has in the text model; None where it is no part of it."""
+    """Return a tensor's name in the text model; None if it is no part of it."""
     for prefix, own in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Reads the config of an EAGLE-3 head (arXiv:2503.01840): a decoder layer that guesses for one model.
+"""Reads the config of an EAGLE-3 head (arXiv:2503.01840): a decoder layer that drafts tokens for one model.
 
 config.json of the head ──> ModelConfig of one layer, with the model's sizes, for `layers.eagle3`
 """
@@ -21,7 +21,7 @@ RULES = ConfigRules(architecture=ARCHITECTURES[0], cache=keys_and_values)
 
 
 def read_eagle3(path: Path, model: ModelConfig) -> ModelConfig:
-    """Read the head in a folder that guesses for `model`, in whose type it computes. Raises `ModelError`."""
+    """Read the config of a head that drafts for `model`, and computes in its dtype. Raises `ModelError`."""
     folder = ModelFolder.open(path, with_weights=model.load_format != "dummy")
     keys = Keys("config.json", folder.config)
     given = keys.values.get("architectures")
@@ -78,7 +78,7 @@ def read_eagle3(path: Path, model: ModelConfig) -> ModelConfig:
 
 
 def _check(keys: Keys, model: ModelConfig) -> None:
-    """Raise where the head is for another model, or computes what the layer here does not."""
+    """Raise `ModelError` if the head is for another model, or needs something that `layers.eagle3` does not compute."""
     same = {
         "hidden_size": model.hidden_size,
         "target_hidden_size": model.hidden_size,
@@ -95,9 +95,7 @@ def _check(keys: Keys, model: ModelConfig) -> None:
 
 
 def _layers(keys: Keys, num_layers: int) -> tuple[int, ...]:
-    """Return the model's layers whose inputs the head reads: those that it names, else an early, a middle, a late
-    one.
-    """
+    """Return the model's layers whose inputs the head reads: by its config, else an early, a middle and a late one."""
     given = keys.values.get("eagle_config") or {}
     if not isinstance(given, dict):
         raise InvalidModelConfig("config.json: 'eagle_config' must be an object")

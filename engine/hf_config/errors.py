@@ -1,4 +1,4 @@
-"""Errors of a model's folder. All of them are found before the first weight is read."""
+"""Errors about a model's folder. All of them are raised before the first weight is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class InvalidModelConfig(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The checkpoint asks for something that this version does not compute."""
+    """The checkpoint needs something that this version does not support."""
 
 
 class UnsupportedArchitecture(UnsupportedModel):
@@ -44,7 +44,7 @@ class ModelNotFetched(ModelError):
 
 
 class HubUnreachable(ModelNotFetched):
-    """The Hub gave no answer: another time or place may succeed."""
+    """The Hub did not answer: fetching may succeed later, or from another network."""
 
 
 class WeightsError(ModelError):

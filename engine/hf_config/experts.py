@@ -1,4 +1,4 @@
-"""Mixtures of experts as a checkpoint describes them: which layers, and how tokens are routed."""
+"""Mixtures of experts as a checkpoint describes them: which layers have them, and how tokens are routed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .keys import NEWER, Keys
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Routed and shared experts of the layers that have them. The routing is `baton.kernels.moe.RoutingRule`'s."""
+    """Routed and shared experts. Fields about routing are explained at `baton.kernels.moe.RoutingRule`."""
 
     num_experts: int
     top_k: int
@@ -25,30 +25,30 @@ class ExpertsConfig:
     top_groups: int = 1
     group_score: str = "max"
     router_bias: bool = False
-    score_correction: bool = False  # whether a bias moves the choice of experts, and not their weights
+    score_correction: bool = False  # whether a bias is added to the scores that choose experts, but not to weights
     expert_biases: bool = False
-    gate_slope: float = 1.0  # these three: `baton.kernels.moe.GatedActivation`'s
+    gate_slope: float = 1.0  # this and the next two: see `baton.kernels.moe.GatedActivation`
     gate_limit: float | None = None
     up_shift: float = 0.0
-    stored: str = "each"  # in the checkpoint: see `layers.experts`
-    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's, stored by itself
-    sparse_layers: tuple[bool, ...]  # of each layer: whether its feed-forward layer is a mixture
-    dense_name: str = field(default="mlp", metadata=NEWER)  # in the checkpoint, of a layer's MLP that is no mixture
-    is_gated: bool = field(default=True, metadata=NEWER)  # else a squared ReLU of ups; `projections` names two
-    latent_size: int | None = field(default=None, metadata=NEWER)  # of what experts read and give; None: hidden_size
+    stored: str = "each"  # form in the checkpoint: see `layers.plain_experts`
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # names in checkpoints of form "each"
+    sparse_layers: tuple[bool, ...]  # for each layer: whether it is a mixture of experts
+    dense_name: str = field(default="mlp", metadata=NEWER)  # checkpoints' name of the MLP in a dense layer
+    is_gated: bool = field(default=True, metadata=NEWER)  # false: squared ReLU of ups, and two `projections`
+    latent_size: int | None = field(default=None, metadata=NEWER)  # experts' input and output width; None: hidden_size
     gate: str = field(
         default="silu", metadata=NEWER
-    )  # the activation of gates, `baton.kernels.activation.Activation`'s
+    )  # the activation of gates: a value of `baton.kernels.activation.Activation`
     wide_router: bool = field(default=False, metadata=NEWER)  # whether the router's weight stays in float32
     normed_router: bool = field(default=False, metadata=NEWER)  # see `layers.experts.NormedRouter`
-    beside_mlp: bool = field(default=False, metadata=NEWER)  # whether layers have an MLP beside their mixture
+    beside_mlp: bool = field(default=False, metadata=NEWER)  # whether layers have an MLP in parallel to their mixture
     top_k_key: str = field(default="num_experts_per_tok", metadata=NEWER)  # its name in config.json
 
 
 def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> ExpertsConfig:
-    """Return the experts of a model as a family has read them, checked, and stored as the checkpoint's names tell.
+    """Return the experts that a family has read, checked and with `stored` and `dense_name` as in the checkpoint.
 
-    `tensors` are these names, where there is a checkpoint. Raises `ModelError`.
+    `tensors` are the checkpoint's tensor names, if there is one. Raises `ModelError`.
     """
     config = replace(config, stored=_stored(config.stored, tensors), dense_name=_dense_name(config, tensors))
     group_size, rest = divmod(config.num_experts, config.num_groups)
@@ -67,9 +67,9 @@ def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> Exp
 
 
 def _stored(default: str, tensors: Collection[str]) -> str:
-    """Return how a checkpoint stores experts: as the architecture's authors do (`default`), or in another way.
+    """Return the form in which a checkpoint stores experts: the authors' form (`default`), or another.
 
-    transformers 5 can write all of a layer as one tensor.
+    transformers 5 can write all experts of a layer as one tensor.
     """
     if any(name.endswith(".experts.gate_up_proj_blocks") for name in tensors):
         return "mxfp4"
@@ -79,20 +79,20 @@ def _stored(default: str, tensors: Collection[str]) -> str:
 
 
 def _dense_name(config: ExpertsConfig, tensors: Collection[str]) -> str:
-    """Return the name of MLPs: transformers 5 stores Kimi Linear's under that of mixtures, its authors do not."""
+    """Return the name of dense MLPs: transformers 5, unlike Kimi Linear's authors, gives them the mixtures' name."""
     mixtures = "block_sparse_moe"
     return mixtures if any(name.endswith(f".{mixtures}.gate_proj.weight") for name in tensors) else config.dense_name
 
 
 def sparse_behind_dense(keys: Keys, first: int, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers are mixtures: from one on (`first` where the config says nothing), all or every n-th."""
+    """Return which layers are mixtures: all or every n-th, from one layer on (by default `first`)."""
     given = keys.optional_integer("first_k_dense_replace", first)
     every = keys.integer("moe_layer_freq", 1)
     return tuple(layer >= (given or 0) and layer % every == 0 for layer in range(num_layers))
 
 
 def sparse_as_listed(keys: Keys, num_layers: int) -> tuple[bool, ...] | None:
-    """Return which layers `mlp_layer_types` names as mixtures; None without that key. Raises `InvalidModelConfig`."""
+    """Return which layers are mixtures by `mlp_layer_types`; None without that key. Raises `InvalidModelConfig`."""
     kinds = keys.values.get("mlp_layer_types")
     if kinds is None:
         return None
@@ -108,13 +108,13 @@ def sparse_as_listed(keys: Keys, num_layers: int) -> tuple[bool, ...] | None:
 
 
 def require(keys: Keys, name: str, only: str, model: str) -> None:
-    """Raise `UnsupportedModel` where the config says anything else."""
+    """Raise `UnsupportedModel` if key `name` has another value than `only`."""
     given = keys.values.get(name) or only
     if given != only:
         raise UnsupportedModel(f"config.json: {name} {given!r} is not supported for {model}, only {only!r}")
 
 
 def read_num_experts(keys: Keys, names: tuple[str, ...], default: int) -> int:
-    """Read a number of experts under whichever of its names a version of transformers has written it."""
+    """Read a number of experts, whose key has different names in different versions of transformers."""
     given = next((name for name in names if keys.values.get(name) is not None), names[0])
     return keys.integer(given, default)

@@ -1,4 +1,4 @@
-"""A model's folder: its files, and the sampling defaults and stop tokens that they name."""
+"""A model's folder: its JSON files, and the sampling defaults and stop tokens in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .checkpoint import Checkpoint
 from .errors import InvalidModelConfig
 from .keys import Keys
 
-# Beside config.json: what versions of NVIDIA's Model Optimizer that leave config.json as it is say of the weights.
+# Describes the weights' quantization, if a version of NVIDIA's Model Optimizer has not written it into config.json.
 MODELOPT_FILE = "hf_quant_config.json"
 
 
@@ -21,8 +21,8 @@ MODELOPT_FILE = "hf_quant_config.json"
 class ModelFolder:
     path: Path
     config: Mapping[str, Any]  # config.json
-    generation: Mapping[str, Any]  # generation_config.json; empty where there is none
-    checkpoint: Checkpoint | None  # None: its weights are not asked for
+    generation: Mapping[str, Any]  # generation_config.json; empty without such a file
+    checkpoint: Checkpoint | None  # None: opened without weights
 
     @classmethod
     def open(cls, path: Path, *, with_weights: bool) -> ModelFolder:
@@ -42,7 +42,7 @@ class ModelFolder:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of its weights."""
+        """The names of the checkpoint's tensors."""
         return () if self.checkpoint is None else tuple(self.checkpoint.entries)
 
 
@@ -72,7 +72,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling values that the checkpoint's authors suggest; None where generation_config.json says nothing."""
+    """Default sampling parameters from generation_config.json; None if it does not set them."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -95,9 +95,10 @@ def read_generation(generation: Mapping[str, Any]) -> GenerationDefaults:
 
 
 def read_eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the stop tokens. generation_config.json wins: chat models end their turns by tokens that only it names.
+    """Return the stop tokens. generation_config.json wins over config.json: often only it has the end-of-turn tokens.
 
-    Ids outside the vocabulary (-1 for "none", tokens that a cut vocabulary lacks) are left out: none is ever drawn.
+    Ids outside the vocabulary (-1 for "none", tokens that a cut vocabulary lacks) are left out, since none of them can
+    be sampled.
     """
     for file, values in (("generation_config.json", generation), ("config.json", raw)):
         value = values.get("eos_token_id")

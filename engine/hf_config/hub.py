@@ -1,11 +1,11 @@
-"""Models of the Hugging Face Hub: a name, `Qwen/Qwen3-8B`, becomes a folder of the cache on this machine.
+"""Models of the Hugging Face Hub: turns a name, such as `Qwen/Qwen3-8B`, into a folder of the local cache.
 
     name, revision ──TEXT──> snapshot with config.json, the tokenizer, the index of the weights
                    └─ALL───> the same snapshot, with the weights that the index names
 
-`huggingface_hub` keeps the cache, locks each file against other processes of the machine, and reads its environment:
-HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE. A name that is a folder is that folder.
-Its errors are raised anew with what went wrong with a model, and what to change, in a sentence each.
+`huggingface_hub` keeps the cache, locks each file against other processes of the machine, and reads its environment
+variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE. A name that is also a local path means that folder. The
+library's errors are raised as `ModelNotFetched`, with a sentence on what went wrong and one on what to change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEXT_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
-    # Tokenizers without a tokenizer.json, which is made of these.
+    # For tokenizers without a tokenizer.json, which can be made from these files.
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -51,12 +51,12 @@ TEXT_FILES = (
     "tiktoken.model",
     "*.tiktoken",
 )
-_NOT_READ = ("consolidated*", "*/*")  # the same weights under other names, and what lies in folders
+_NOT_READ = ("consolidated*", "*/*")  # the same weights under other names, and files in subfolders
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-Progress = Callable[[str], None]  # a sentence about a download
+Progress = Callable[[str], None]  # called with a sentence about a download
 
 
 class Files(enum.Enum):
@@ -67,12 +67,12 @@ class Files(enum.Enum):
 
 
 def is_hub_name(model: str) -> bool:
-    """Tell whether a model is a name of the Hub, ORG/NAME, and nothing of this machine has that path."""
+    """Return whether `model` is a name of the Hub, ORG/NAME, and no path on this machine."""
     return _NAME.fullmatch(model) is not None and not os.path.lexists(model)
 
 
 def address_refusal(model: str) -> str | None:
-    """Return why a model that is an address, such as s3://bucket/model, is refused; None for any other."""
+    """Return the reason for refusing a model given as a URL, such as s3://bucket/model; None for any other model."""
     if "://" not in model:
         return None
     return (
@@ -82,7 +82,7 @@ def address_refusal(model: str) -> str | None:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Tell whether a revision is a commit's whole hash, which always has the same files."""
+    """Return whether a revision is a full commit hash, whose files never change."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
@@ -94,11 +94,11 @@ def model_folder(
     download_dir: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder of a model. Of a name of the Hub, the files that the cache lacks are downloaded first.
+    """Return the folder of a model. For a name of the Hub, download files that the cache lacks first.
 
-    `revision`: a branch, a tag or a commit, by default `main`. The folder of a name is called by its commit.
-    `download_dir`: the cache, by default that of `huggingface_hub`. `progress` is told how far the weights are, now
-    and then, except on a terminal, which has the library's bars. Raises `ModelNotFetched`.
+    `revision` is a branch, a tag or a commit, by default `main`; the returned folder is named after its commit.
+    `download_dir` is the cache, by default that of `huggingface_hub`. `progress` is called now and then with the state
+    of the weights' download, except on a terminal, where the library draws bars. Raises `ModelNotFetched`.
     """
     if (refusal := address_refusal(model)) is not None:
         raise ModelNotFetched(refusal)
@@ -117,14 +117,14 @@ def model_folder(
 
 
 def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress: Progress | None) -> None:
-    """Download the weights that a snapshot lacks, and check what came."""
+    """Download the weights that a snapshot lacks, and check their SHA-256."""
     wanted = _weight_files(folder)
     had = set(folder.glob("*.safetensors"))
     if wanted and had.issuperset(folder / name for name in wanted):
         return
     line = f"fetches the weights of {model}, commit {folder.name}"
     logger.info(line)
-    if progress is not None:  # a process that waits for another one's download hears no more
+    if progress is not None:  # the only message in a process that waits for another process's download
         progress(line)
     started_s = time.monotonic()
     patterns, ignored = (wanted, ()) if wanted else (("*.safetensors",), _NOT_READ)
@@ -140,7 +140,7 @@ def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress:
 
 
 def _weight_files(folder: Path) -> Sequence[str]:
-    """Return the names of a snapshot's weights: those of the index, or the single file; none if neither is there."""
+    """Return the names of a snapshot's weight files: those in the index, else `model.safetensors`, else none."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return (SINGLE_FILE,) if (folder / SINGLE_FILE).is_file() else ()
@@ -165,7 +165,7 @@ def _download(
     shows_progress: bool = False,
 ) -> Path:
     """Download the files that match `patterns` and not `ignored`, and return the folder of the snapshot."""
-    # Takes half a second, which only names need.
+    # Imported here: it takes half a second, which local folders do not need.
     from huggingface_hub import snapshot_download
 
     from .hub_progress import NoBar, bar_class, stopping_at_ctrl_c
@@ -183,7 +183,7 @@ def _download(
 
 
 def _held(model: str, folder: Path) -> str:
-    """Name the files of a repository."""
+    """Return the first file names of a repository, for a message."""
     from huggingface_hub import HfApi
 
     with errors_explained(model, folder.name, None):
@@ -192,9 +192,9 @@ def _held(model: str, folder: Path) -> str:
 
 
 def _check_digests(model: str, files: Sequence[Path]) -> None:
-    """Compare files with the SHA-256 by which the Hub names them. Wrong ones are removed.
+    """Compare files with their SHA-256, after which the Hub names their blobs. Remove wrong files, and raise.
 
-    The library checks their sizes. A name of another length is none of the Hub's own, and says nothing of the contents.
+    The library itself only checks sizes. A blob whose name has another length (on a mirror) is not checked.
     """
     named = {file: Path(os.readlink(file)) for file in files if file.is_symlink()}
     expected = {file: blob.name for file, blob in named.items() if _SHA256.fullmatch(blob.name)}
@@ -202,7 +202,7 @@ def _check_digests(model: str, files: Sequence[Path]) -> None:
         digests = dict(zip(expected, threads.map(_sha256, expected), strict=True))
     wrong = [file for file, digest in digests.items() if digest != expected[file]]
     for file in wrong:
-        file.resolve().unlink(missing_ok=True)  # another process may have found it, too
+        file.resolve().unlink(missing_ok=True)  # another process may have removed it, too
         file.unlink(missing_ok=True)
     if wrong:
         raise ModelNotFetched(
@@ -218,10 +218,10 @@ def _sha256(file: Path) -> str:
 
 @contextlib.contextmanager
 def errors_explained(model: str, revision: str | None, cache: str | None) -> Iterator[None]:
-    """Raise each error of `huggingface_hub` as `ModelNotFetched`, or as `HubUnreachable` where there was no answer."""
+    """Raise each error of `huggingface_hub` as `ModelNotFetched`, or as `HubUnreachable` if the Hub did not answer."""
     try:
         yield
-    except Exception as error:  # those of HTTP libraries and of Xet have no common type
+    except Exception as error:  # errors of HTTP libraries and of Xet have no common base class
         raise _explained(error, model, revision, cache) from error
 
 
@@ -258,7 +258,7 @@ def _explained(error: Exception, model: str, revision: str | None, cache: str | 
                 f"{model}: the cache, {error.filename}, cannot be written ({error.strerror}): give another "
                 "folder as HF_HOME or download_dir"
             )
-    if "os error 28" in str(error):  # Xet's, which has no errno
+    if "os error 28" in str(error):  # Xet's error for a full disk has no errno
         return _disk_full(model, folder)
     reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
     return ModelNotFetched(

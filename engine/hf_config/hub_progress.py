@@ -1,4 +1,4 @@
-"""The progress of downloads from the Hub: bars of the library on a terminal, lines of a log elsewhere; and Ctrl-C."""
+"""Progress of downloads from the Hub: the library's bars on a terminal, else log lines. Also Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from huggingface_hub.utils import tqdm
 
 logger = logging.getLogger(__name__)
 
-LOG_S = 10.0  # between two lines
+LOG_S = 10.0  # between two log lines
 GB = 1e9
 
 
 class NoBar(tqdm):
-    """A bar that shows nothing, and takes no line of the terminal."""
+    """A bar that draws nothing, and occupies no line of the terminal."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **{**given, "disable": True})
 
 
 def bar_class(model: str, progress: Callable[[str], None] | None, stop: threading.Event) -> type[tqdm]:
-    """Return the class of the bars of `snapshot_download`, which raise `InterruptedError` once `stop` is set.
+    """Return a class for the bars of `snapshot_download`. The bars raise `InterruptedError` once `stop` is set.
 
-    Elsewhere than on a terminal, the bar of received bytes logs a line every `LOG_S` seconds, which `progress` gets,
-    too; others show nothing.
+    Without a terminal, the bar of received bytes logs a line every `LOG_S` seconds and calls `progress` with it; other
+    bars show nothing.
     """
 
     class Bar(tqdm):
@@ -50,11 +50,11 @@ def bar_class(model: str, progress: Callable[[str], None] | None, stop: threadin
             super().__init__(*args, **{**given, **logged})
 
         def display(self, *args: Any, **given: Any) -> None:
-            """Tell the state. tqdm calls it after `mininterval` seconds, and where a bar begins or ends."""
+            """Log the state. tqdm calls it every `mininterval` seconds, and when a bar begins or ends."""
             if self.unit != "B" or not self.desc.startswith("Downloading") or self.n == 0:
                 return
             rate = (self.n - self.initial) / (time.monotonic() - self._began_s)
-            total = max(self.n, self.total or 0)  # of files that have begun
+            total = max(self.n, self.total or 0)  # only files whose download has begun are counted
             line = f"fetches {model}: {self.n / GB:.2f} of {total / GB:.2f} GB asked for so far, {rate / 1e6:.0f} MB/s"
             logger.info(line)
             if progress is not None:
@@ -65,9 +65,9 @@ def bar_class(model: str, progress: Callable[[str], None] | None, stop: threadin
 
 @contextlib.contextmanager
 def stopping_at_ctrl_c() -> Iterator[threading.Event]:
-    """Set the event at the first SIGINT, and end this process at the second one.
+    """Set the yielded event at the first SIGINT, and end this process at the second.
 
-    `KeyboardInterrupt` alone would wait until the library's threads have fetched the files that they have begun.
+    With `KeyboardInterrupt` alone, the process would wait until the library's threads have finished their files.
     """
     stop = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -79,7 +79,7 @@ def stopping_at_ctrl_c() -> Iterator[threading.Event]:
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
-        close_session()  # connections that wait for data
+        close_session()  # ends connections that wait for data
         before(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)

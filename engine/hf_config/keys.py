@@ -9,12 +9,13 @@ from typing import Any
 
 from .errors import InvalidModelConfig
 
-# Of a dataclass's field: identities leave it out at its default, so that those of earlier versions stay what they were.
+# Metadata of a dataclass field. `identity_of` leaves such a field out at its default, so that fields added by a later
+# version of Baton do not change the identities of older models.
 NEWER: Mapping[str, bool] = MappingProxyType({"newer": True})
 
 
 class Keys:
-    """Typed access to a JSON object; absent and null are the same. Raises `InvalidModelConfig` by name."""
+    """Typed access to a JSON object; absent and null are the same. Raises `InvalidModelConfig` with the key's name."""
 
     def __init__(self, file: str, values: Mapping[str, Any]) -> None:
         self.file = file

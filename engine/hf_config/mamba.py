@@ -1,6 +1,6 @@
-"""Mamba-2 as a config describes it (arXiv:2405.21060), and the blocks of each layer of a hybrid.
+"""Mamba-2 (arXiv:2405.21060) as a config describes it, and the blocks of each layer of a hybrid model.
 
-blocks[layer]     what a layer is made of, in the order of its forward: ("linear_attention", "mlp"), ("moe",), ...
+blocks[layer]     the blocks of a layer, in the order of its forward: ("linear_attention", "mlp"), ("moe",), ...
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .keys import Keys
 
 MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"  # as transformers names them
 OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
-NUM_PARTS = 5  # of what the first projection gives: z, x, B, C and dt
+NUM_PARTS = 5  # parts of the first projection's output: z, x, B, C and dt
 
 Blocks = tuple[tuple[str, ...], ...]
 
 
 class MambaNorm(enum.Enum):
-    """The norm of a mixer's result by groups, whose gate is silu(z).
+    """The order of a mixer's gate, silu(z), and the norm of its result, which is computed for each group of heads.
 
     NONE            result * gate
     GATE_FIRST      norm(result * gate)
@@ -38,12 +38,12 @@ class MambaNorm(enum.Enum):
 class MambaShape:
     """The Mamba-2 mixers of a model, and the blocks of its layers."""
 
-    blocks: Blocks  # of each layer
+    blocks: Blocks  # blocks of each layer
     num_heads: int
     head_dim: int
-    num_groups: int  # of heads that share B and C
+    num_groups: int  # groups of heads; the heads of a group share B and C
     state_dim: int
-    conv_width: int  # inputs that an output of the convolution depends on
+    conv_width: int  # filter width: number of inputs that an output of the convolution depends on
     conv_bias: bool
     projection_bias: bool
     time_step_limits: tuple[float, float]
@@ -57,7 +57,7 @@ class MambaShape:
 
     @property
     def group_width(self) -> int:
-        """The width of B, and of C."""
+        """The width of B, and of C, for all groups."""
         return self.num_groups * self.state_dim
 
     @property
@@ -73,13 +73,13 @@ class MambaShape:
         return block in self.blocks[layer]
 
     def count(self, block: str) -> int:
-        """Return how many layers have such a block."""
+        """Return how many layers have a block of this kind."""
         return sum(block in blocks for blocks in self.blocks)
 
 
 @dataclass(frozen=True)
 class MambaKeys:
-    """The names of a family's keys. The defaults are those of Bamba and its successors."""
+    """The names of a family's config keys. The defaults are those of Bamba and its successors."""
 
     num_heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
@@ -89,7 +89,7 @@ class MambaKeys:
     conv_bias: str = "mamba_conv_bias"
     projection_bias: str = "mamba_proj_bias"
     expand: str = "mamba_expand"
-    width: str | None = None  # the width of all heads, where it need not be `expand` times the model's
+    width: str | None = None  # key of the width of all heads, in families where it is not `expand` * hidden size
 
 
 def read_mamba(
@@ -103,9 +103,9 @@ def read_mamba(
     state_dim: int = 256,
     **given: Any,
 ) -> MambaShape:
-    """Read the mixers of a model whose layers have these `blocks`; numbers are what a config may leave out.
+    """Read the mixers of a model whose layers have these `blocks`. The keyword numbers are defaults of config keys.
 
-    `given` are fields of `MambaShape` that the family has worked out. Raises `ModelError`.
+    `given` are fields of `MambaShape` that the family has determined itself. Raises `ModelError`.
     """
     if not any(ATTENTION in each for each in blocks):
         raise UnsupportedModel("config.json: a model without a layer of attention is not supported")
@@ -162,7 +162,7 @@ def _time_step_limits(keys: Keys) -> tuple[float, float]:
 
 
 def _limit(value: object) -> float:
-    """Return a number as JSON has it; infinity may be spelt out, or an object (transformers 5)."""
+    """Return a number from JSON. Infinity may be a string, or an object (transformers 5)."""
     if isinstance(value, Mapping):
         value = value.get("__float__")
     if isinstance(value, str) and value.lower() in ("infinity", "inf"):
@@ -171,7 +171,7 @@ def _limit(value: object) -> float:
 
 
 def read_block_types(keys: Keys, known: Sequence[str], num_layers: int | None = None) -> list[str] | None:
-    """Return the block that each layer is named by, None where the config does not say. Raises `ModelError`."""
+    """Return the block type of each layer that the config lists; None without a list. Raises `ModelError`."""
     name = next((name for name in ("layers_block_type", "layer_types") if keys.values.get(name) is not None), None)
     if name is None:
         return None
@@ -188,7 +188,7 @@ def read_block_types(keys: Keys, known: Sequence[str], num_layers: int | None = 
 
 
 def refuse(keys: Keys, *flags: str) -> None:
-    """Raise `UnsupportedModel` where one of these keys is true."""
+    """Raise `UnsupportedModel` if one of these keys is true."""
     for name in flags:
         if keys.flag(name, False):
             raise UnsupportedModel(f"config.json: {name} true is not supported, only false")

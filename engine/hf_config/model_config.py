@@ -1,4 +1,4 @@
-"""The model's configuration: its shapes, its types, and what a token keeps in its caches.
+"""The model's configuration: its shapes, its dtypes, and what each layer caches.
 
     config.json ──ConfigRules of its architecture (`config_reader.py`)──> ModelConfig ──> layers, `baton plan`
 
@@ -34,39 +34,39 @@ from .rope import NoRope, Rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # of 8-bit formats only E4M3: its values are near enough to each other
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # no E5M2: its two bits of mantissa are too few
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
     """Factors and caps that a family reads from its config. By default there are none."""
 
-    embedding: float = 1.0  # of the embedding's rows
-    score: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    embedding: float = 1.0  # factor of the embedding's rows
+    score: float | None = None  # factor of attention scores; None: head_dim ** -0.5
     score_cap: float | None = None  # scores become cap * tanh(score / cap)
-    logit_cap: float | None = None  # and so do logits
-    rounds_embedding: bool = field(default=True, metadata=NEWER)  # the factor, to the model's dtype
+    logit_cap: float | None = None  # logits become cap * tanh(logit / cap)
+    rounds_embedding: bool = field(default=True, metadata=NEWER)  # `embedding` is rounded to the model's dtype
     logit: float = field(default=1.0, metadata=NEWER)
     attention_output: float = field(default=1.0, metadata=NEWER)
-    mlp_gate: float = field(default=1.0, metadata=NEWER)  # of what its activation is applied to
+    mlp_gate: float = field(default=1.0, metadata=NEWER)  # factor of gates, before the activation
     mlp_output: float = field(default=1.0, metadata=NEWER)
 
 
 @dataclass(frozen=True)
 class LayerInputShape:
-    """Embeddings that every layer has for itself, beside those that the stream begins with."""
+    """Sizes of per-layer embeddings, an extra input of every layer for each token (`layers.decoder`)."""
 
     vocab_size: int
     width: int
 
 
 def keys_and_values_or_shared(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep keys and values; nothing in layers that read those of another."""
+    """Keep keys and values; nothing in layers that read another layer's."""
     return keys_and_values(config, layer) if config.kv_source(layer) == layer else ()
 
 
 def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
-    """Keep a key and a value of every KV head, of the layer's window only where the config says so."""
+    """Keep a key and a value for every KV head; only those in the layer's window if `window_caches` is set."""
     window = config.layer_windows[layer] if config.window_caches else None
     if window is not None and window >= config.max_model_len:
         window = None
@@ -84,7 +84,7 @@ def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
 
 
 def latents(config: ModelConfig, layer: int) -> tuple[LayerCache]:
-    """Keep a latent and the rotated part of a key, which all heads share."""
+    """Keep a latent, and the rotated part of the key, which all heads share."""
     assert config.latent is not None, "a config of this family has latents"
     cache = LayerCache(
         kind=CacheKind.LATENT,
@@ -97,17 +97,17 @@ def latents(config: ModelConfig, layer: int) -> tuple[LayerCache]:
 
 
 def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep keys and values; in layers of linear attention the last inputs of the convolution, and a state a head."""
+    """Keep keys and values; in layers of linear attention the last inputs of the convolution, and a state per head."""
     return linear_states(config, layer) or keys_and_values(config, layer)
 
 
 def latents_or_states(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep latents; in layers of linear attention the last inputs of the convolution, and a state a head."""
+    """Keep latents; in layers of linear attention the last inputs of the convolution, and a state per head."""
     return linear_states(config, layer) or latents(config, layer)
 
 
 def linear_states(config: ModelConfig, layer: int) -> tuple[()] | tuple[LayerState]:
-    """Return the state of a layer of linear attention; of another one nothing."""
+    """Return the state of a layer of linear attention; nothing for other layers."""
     shape = config.linear
     if shape is None or not shape.layers[layer]:
         return ()
@@ -126,9 +126,9 @@ def linear_states(config: ModelConfig, layer: int) -> tuple[()] | tuple[LayerSta
 
 
 def caches_of_blocks(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep keys and values where a layer has attention, and where it has Mamba-2, its convolution's tail and state.
+    """Keep keys and values of a layer's attention, and the last convolution inputs and the state of its Mamba-2.
 
-    Heads divide over ranks, and so do the groups that share B and C, or ranks share these.
+    Heads are divided over ranks. The groups that share B and C are divided, too, or shared by ranks if they are fewer.
     """
     shape = config.mamba
     assert shape is not None, "a config of this family has Mamba-2"
@@ -146,8 +146,9 @@ def caches_of_blocks(config: ModelConfig, layer: int) -> LayerCaches:
 
 
 def _inputs_of_states(config: ModelConfig, states: StateLayout) -> StateLayout:
-    """Return what layers with these states read of one token: of each its convolution's input, and what its recurrence
-    takes to change a state. That is keys, values, decays and betas of a delta rule; x, B and time steps of Mamba-2.
+    """Return the layout of one token's inputs to layers with these states: of the convolution, then of the recurrence.
+
+    A delta rule changes its state by keys, values, decays and betas; Mamba-2 by x, B and time steps.
     """
     (convolution, _), linear, mamba = states.parts, config.linear, config.mamba
     if linear is not None:
@@ -173,131 +174,132 @@ def no_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Shape:
-    """An EAGLE-3 head, beside the sizes of its layer."""
+    """The settings of an EAGLE-3 head, apart from the sizes of its layer."""
 
-    vocab_size: int  # tokens that it knows
-    layers: tuple[int, ...]  # of the model, whose inputs it reads
-    goes_on_normed: bool  # whether its layer adds to the hidden state behind its norm
+    vocab_size: int  # the head's own vocabulary
+    layers: tuple[int, ...]  # the model's layers whose inputs the head reads
+    goes_on_normed: bool  # whether the head's residual stream begins with the normed hidden state
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRules:
-    """The places and the names of a family's draft layers, the first of which guesses the token behind the next one.
+    """Checkpoint names and variants of a family's draft layers (`layers.draft_head`).
 
-    `path` of each holds the layer itself as `layer`, the norms of the two that it reads, of an embedding and of a
-    hidden state, their projection, and the norm behind the layer.
+    Below `path` of a draft layer lie the decoder layer (`layer`), the norms of its two inputs, their projection, and
+    the norm after the layer.
     """
 
-    path: Callable[[ModelConfig, int], str]  # by the number of the draft layer
-    layer: str  # "": its blocks lie at `path`
+    path: Callable[[ModelConfig, int], str]  # given the number of the draft layer
+    layer: str  # "": the layer's blocks lie directly at `path`
     embedding_norm: str
     hidden_norm: str
     projection: str
     norm: str
     copies: tuple[str, ...] = ()  # patterns of tensors below `path` that repeat the model's own
-    goes_on_normed: bool = False  # whether a further guess begins from what went through `norm`
-    # Whether each layer guesses one token, from the model's hidden states; else the first guesses again and again.
+    goes_on_normed: bool = False  # whether the next draft reads the layer's output after `norm`, instead of before
+    # Whether each draft layer drafts one token, from the model's hidden states; else the first drafts all of them.
     one_each: bool = False
-    reads_total: bool = False  # whether the model's hidden states are read before its last norm
+    reads_total: bool = False  # whether draft layers read the model's hidden states before its last norm
     has_window: bool = False  # whether attention has the model's window; else it sees all keys
-    is_dense: bool = False  # whether its MLP is no mixture, in models most of whose layers have one
+    is_dense: bool = False  # whether draft layers have an MLP in models with mixtures of experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRules:
-    """The reading of one architecture's config, and what a token keeps in its caches."""
+    """The rules of one architecture: the reading of its config, and what its layers cache."""
 
     architecture: str  # its name in `architectures` of config.json
-    # Architectures that also read images and have this one for their text, with the `model_type` of their text_config.
+    # Multimodal architectures whose text model is of this architecture, with the `model_type` of their text_config.
     inside: Mapping[str, str] = field(default_factory=dict)
-    cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer of this index keeps
-    # Defaults of `transformers` for keys that a config.json leaves out, where families disagree or a null says no.
+    cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer with this index caches
+    # Defaults of `transformers` for missing keys, if they differ between families or from the meaning of null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
-    # Of layers that see all keys, and of those with a window; None: all have `num_key_value_heads` of `head_dim`.
+    # KV heads of layers with full attention and of those with a window; None: `num_key_value_heads` of `head_dim`.
     heads: Callable[[Keys], tuple[HeadShape, HeadShape]] | None = None
-    # The layer whose keys and values each reads, given their windows; None: each its own.
+    # For each layer the one whose keys and values it reads, given the layers' windows; None: its own.
     kv_sources: Callable[[Keys, tuple[int | None, ...]], tuple[int, ...]] | None = None
     layer_inputs: Callable[[Keys], LayerInputShape | None] | None = None  # None: there are none
-    experts: Callable[[Keys, int], ExpertsConfig | None] | None = None  # of so many layers; None: there are none
-    latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are projected and kept as such
-    linear: Callable[[Keys, int], LinearAttentionShape] | None = None  # of so many layers; None: there is none
-    mamba: Callable[[Keys, int], MambaShape] | None = None  # of so many layers; None: there is none
+    experts: Callable[[Keys, int], ExpertsConfig | None] | None = None  # given the number of layers; None: no experts
+    latent: Callable[[Keys], LatentShape] | None = None  # None: keys and values are cached, not latents
+    linear: Callable[[Keys, int], LinearAttentionShape] | None = None  # given the number of layers; None: no such layer
+    mamba: Callable[[Keys, int], MambaShape] | None = None  # given the number of layers; None: no such layer
     num_layers: Callable[[Keys], int] | None = None  # None: `num_hidden_layers`
     rotates: Callable[[Keys], bool] | None = None  # whether queries and keys are rotated; None: always
-    rotary_fraction: float | None = None  # of a head's dimensions, where a config leaves it out; None: always all
+    rotary_fraction: float | None = None  # default of the rotated share of a head's dimensions; None: always all
     scales: Callable[[Keys], Scales] = no_scales
-    has_gated_heads: bool = False  # whether attention has a gate for every value of a head, projected beside its query
-    norm_offset: float = 0.0  # added to the weights of norms, which are stored without it
-    activation: str = "silu"  # that its layers compute; a config that names another is refused
-    activation_key: str = "hidden_act"  # under which a config names it
+    has_gated_heads: bool = False  # whether `q_proj` also gives a gate for every value of a head's output
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    activation: str = "silu"  # the layers' activation; a config with another one is refused
+    activation_key: str = "hidden_act"  # its key in configs
     norm_eps_key: str = "rms_norm_eps"
-    mlp_width_key: str = "intermediate_size"  # of MLPs that are no experts
-    names: Mapping[str, str] = field(default_factory=dict)  # in checkpoints, of `model`, `embed_tokens` and `norm`
-    key_names: Mapping[str, str] = field(default_factory=dict)  # in its configs, and by which they are read here
-    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that go unread
-    draft: DraftRules | None = None  # None: layers behind the last one go unread
+    mlp_width_key: str = "intermediate_size"  # key of the width of dense MLPs
+    names: Mapping[str, str] = field(default_factory=dict)  # checkpoints' names of `model`, `embed_tokens` and `norm`
+    key_names: Mapping[str, str] = field(default_factory=dict)  # key in its configs -> key that the readers here know
+    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = no_tensors  # patterns of tensors that are not loaded
+    draft: DraftRules | None = None  # None: the checkpoint's draft layers are not loaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model, the type it computes in, the longest sequence it serves, and which weights it has."""
+    """A model's architecture and sizes, its dtype, its maximal length, and the identity of its weights."""
 
     folder: Path
     architecture: str  # its name in `architectures` of config.json
-    rules: ConfigRules = field(repr=False, compare=False)  # of its architecture
+    rules: ConfigRules = field(repr=False, compare=False)  # the rules of its architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
-    latent: LatentShape | None  # None: keys and values are projected and kept as such
+    head_dim: int  # width of queries and keys
+    latent: LatentShape | None  # None: keys and values are cached, not latents
     linear: LinearAttentionShape | None = None  # None: no layer has linear attention
     mamba: MambaShape | None = None  # None: no layer has Mamba-2
-    full_heads: HeadShape | None = None  # of layers that see all keys; None: `num_kv_heads` of `head_dim`
-    window_heads: HeadShape | None = None  # of layers with a window, as `full_heads`
-    kv_sources: tuple[int, ...] = ()  # of each layer: the one whose keys and values it reads; (): its own
+    full_heads: HeadShape | None = None  # KV heads of layers with full attention; None: `num_kv_heads` of `head_dim`
+    window_heads: HeadShape | None = None  # KV heads of layers with a window, as `full_heads`
+    kv_sources: tuple[int, ...] = ()  # for each layer, the one whose keys and values it reads; (): all read their own
     doubles_shared_mlps: bool = False  # whether layers that read another's keys and values have MLPs of twice the width
     layer_inputs: LayerInputShape | None = None
-    rotary_fraction: float = 1.0  # of a head's dimensions, those that are rotated
+    rotary_fraction: float = 1.0  # share of a head's dimensions that are rotated
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
     rope: Rope
-    window_rope: Rope | None  # of layers with a window; None: `rope`
+    window_rope: Rope | None  # the rope of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
-    num_draft_layers: int  # behind the last layer, for guessing further tokens, in the checkpoint
-    drafts: int = 0  # how many of these are run: they are then the layers of index `num_layers` and more
-    draft_model: ModelConfig | None = None  # a smaller one or a head, which guesses further tokens
-    eagle3: Eagle3Shape | None = None  # None: it is no such head
+    num_draft_layers: int  # number of draft layers in the checkpoint
+    drafts: int = 0  # how many draft layers are loaded and run: as layers `num_layers`, `num_layers` + 1, ...
+    draft_model: ModelConfig | None = None  # a smaller model or an EAGLE-3 head, which drafts tokens for this model
+    eagle3: Eagle3Shape | None = None  # None: this is no EAGLE-3 head
     quantization: Quantization | None  # None: plain weights
-    cache_dtype: str  # of keys and values in the cache: `dtype`, or "float8_e4m3fn"
-    cache_scales: bool  # whether the checkpoint says what cached values are to be multiplied by
+    cache_dtype: str  # dtype of cached keys and values: `dtype`, or "float8_e4m3fn"
+    cache_scales: bool  # whether the checkpoint has factors for cached keys and values
     scales: Scales
-    layer_windows: tuple[int | None, ...]  # of each layer: how many keys a query sees, itself included; None: all
-    window_caches: bool  # whether layers with a window keep no more than that
+    layer_windows: tuple[int | None, ...]  # for each layer: how many keys a query sees, its own included; None: all
+    window_caches: bool  # whether layers with a window cache only the tokens in it
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
     load_format: str
-    seed: int  # of dummy weights
-    identity: str  # equal where the weights and what is computed with them are; 32 hex digits
-    is_text_part: bool = False  # its checkpoint is one of a model that also reads images: `config_reader.text_part`
+    seed: int  # seed of dummy weights
+    identity: str  # hash (32 hex digits) of the weights and of the computation: `config_reader.identity_of`
+    is_text_part: bool = False  # this is the text part of a multimodal checkpoint: `config_reader.text_part`
 
     @cached_property
     def caches(self) -> CacheLayout:
-        """The groups of the whole model's layers, by what they keep of a sequence."""
+        """The cache groups of all layers (draft layers that are run included), not divided over ranks."""
         layers = range(self.num_run_layers)
         return CacheLayout.of_layers(self.identity, [self.rules.cache(self, layer) for layer in layers])
 
     @property
     def drafted_from(self) -> tuple[int, ...]:
-        """The layers whose inputs its head or its draft layers read; (): there are none, or they read the last hidden
-        states. The layer behind the last one stands for what goes into the last norm.
+        """Layers whose inputs an EAGLE-3 head or draft layers read; (): none, or they read the last hidden states.
+
+        Index `num_layers` stands for the input of the last norm.
         """
         head = None if self.draft_model is None else self.draft_model.eagle3
         if head is not None:
@@ -307,11 +309,11 @@ class ModelConfig:
 
     @property
     def num_run_layers(self) -> int:
-        """The number of decoder layers, with the draft layers that are run."""
+        """The number of decoder layers, including the draft layers that are run."""
         return self.num_layers + self.drafts
 
     def with_drafts(self) -> ModelConfig:
-        """Return the same with the first draft layer, or with all of them where each guesses one token.
+        """Return the same config with the first draft layer, or with all of them if each drafts one token.
 
         Raises `UnsupportedModel`.
         """
@@ -333,34 +335,37 @@ class ModelConfig:
 
     @cached_property
     def draft_inputs(self) -> Mapping[int, StateLayout]:
-        """Inputs of one token that layers of each group with states read, as a slot of them: kept of drafts."""
+        """For each cache group of states, the layout of one draft token's inputs to its layers.
+
+        They are kept for draft tokens, so that states can be advanced by the accepted ones afterwards.
+        """
         states = {
             n: group.blocks for n, group in enumerate(self.caches.groups) if isinstance(group.blocks, StateLayout)
         }
         return {number: _inputs_of_states(self, layout) for number, layout in states.items()}
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Return the heads of a layer with attention to keys and values."""
+        """Return the KV heads of a layer."""
         given = self.full_heads if self.layer_windows[layer] is None else self.window_heads
         return given or HeadShape(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads: mostly its own."""
+        """Return the index of the layer whose keys and values a layer reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
     def mlp_width(self, layer: int) -> int:
-        """Return the width of a layer's MLP, where that is no mixture."""
+        """Return the width of a layer's dense MLP."""
         doubles = self.doubles_shared_mlps and self.kv_source(layer) != layer
         return self.intermediate_size * (2 if doubles else 1)
 
     @property
     def head_shapes(self) -> tuple[HeadShape, ...]:
-        """The kinds of heads that layers have, each once."""
+        """The distinct shapes of the layers' KV heads."""
         return tuple(dict.fromkeys(self.heads_of(layer) for layer in range(self.num_run_layers)))
 
     @property
     def num_mlps(self) -> int:
-        """The number of layers with an MLP that is neither an expert nor shared by them."""
+        """The number of layers with a dense MLP, not counting experts and shared experts."""
         if self.mamba is not None:
             return self.mamba.count(MLP)
         if self.moe is None or self.moe.beside_mlp:
@@ -369,7 +374,7 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """True where some layers keep recurrent states."""
+        """True if some layers keep recurrent states."""
         return self.linear is not None or self.mamba is not None
 
     @property

@@ -1,10 +1,10 @@
 """Weights in 8 bits, as config.json describes them.
 
-    quant_method "fp8"                 DeepSeek-V3, Qwen3-FP8: a scale a block of 128 x 128, or of the whole weight
-    quant_method "compressed-tensors"  what llm-compressor writes: a scale a row, a block, or of the whole weight
-    quant_method "modelopt"            what NVIDIA's Model Optimizer writes as "FP8": a scale of the whole weight
+    quant_method "fp8"                 DeepSeek-V3, Qwen3-FP8: a scale per block of 128 x 128, or per weight
+    quant_method "compressed-tensors"  written by llm-compressor: a scale per row, per block, or per weight
+    quant_method "modelopt"            written by NVIDIA's Model Optimizer as "FP8": a scale per weight
 
-Inputs are brought to 8 bits as they come, whatever the checkpoint says: scales that were measured for them go unread.
+Activations are always quantized dynamically: the checkpoint's static scales of activations are not loaded.
 """
 
 from __future__ import annotations
@@ -22,56 +22,57 @@ from .keys import NEWER, Keys
 
 BLOCK = [128, 128]  # rows and columns of a weight that share a scale
 _EXPERTS_GATES = r"re:.*\.gate$"  # routers are small and are never quantized
-_TMA_BYTES = 16  # rows of a matrix begin at multiples of these, where a GPU copies it by blocks
+_TMA_BYTES = 16  # TMA, which copies blocks of a matrix on a GPU, needs rows that begin at multiples of this
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Linear layers whose weights are E4M3, value = stored * scale."""
+    """FP8 weights of linear layers: E4M3 codes, value = stored * scale."""
 
-    in_blocks: bool  # a scale a block of 128 x 128; otherwise a row, or all rows the same
-    scale_name: str  # of the tensor with a layer's scales, beside its `weight`
-    # Names of layers, or of what they are part of, that are as ever; "re:..." an expression, with "*" a pattern.
+    in_blocks: bool  # true: a scale per block of 128 x 128; false: per row, or one for all rows
+    scale_name: str  # name of the tensor with a layer's scales, next to its `weight`
+    # Layers that are not quantized: parts of their names, regular expressions ("re:..."), or patterns (with "*").
     ignored: tuple[str, ...]
-    whole: bool = field(default=False, metadata=NEWER)  # whether each weight has one scale
+    whole: bool = field(default=False, metadata=NEWER)  # whether each weight has a single scale
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of memory for each value of a weight that stays in 8 bits, with its part of a scale of 4 bytes."""
+        """Bytes of memory per value of an 8-bit weight, including its part of a block's 4-byte scale."""
         rows, columns = BLOCK
         return 1 + 4 / (rows * columns)
 
     def keeps_experts(self, hidden_size: int, *borders: int) -> bool:
-        """Return whether experts can stay in 8 bits whose widths are cut at these `borders`: only between blocks.
+        """Return whether experts can stay in 8 bits if their widths are cut at these `borders` between ranks.
 
-        One scale of a whole matrix becomes that of all blocks of any rank's stretch.
+        Blocks of scales must not be cut. A single scale per matrix allows more borders: each rank's part gets its own
+        blocks, all with that scale.
         """
         if self.in_blocks:
             return self.keeps_linear(hidden_size, *borders)
         return self.whole and all(border % _TMA_BYTES == 0 for border in (hidden_size, *borders))
 
     def keeps_linear(self, *borders: float) -> bool:
-        """Return whether a matrix can stay in 8 bits that is cut at these rows and columns: only between blocks."""
+        """Return whether a matrix can stay in 8 bits if it is cut at these rows and columns: not within a block."""
         return not self.in_blocks or all(border % BLOCK[0] == 0 for border in borders)
 
     def scale_of(self, weight: str) -> str:
-        """Return the name of the tensor with the scales of the tensor `weight`: `x.weight`, or a stack of matrices."""
+        """Return the name of the scales of tensor `weight`, which is `x.weight` or a stack of matrices."""
         if weight.endswith("weight"):
             return f"{weight.removesuffix('weight')}{self.scale_name}"
         return f"{weight}_{self.scale_name.removeprefix('weight_')}"
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Patterns of tensors that a checkpoint may hold beside weights and scales."""
+        """Patterns of other tensors that a checkpoint may contain, and that are not loaded: scales of activations."""
         return ("*.input_scale", "*.activation_scale")
 
     def covers(self, layer: str) -> bool:
-        """Return whether the linear layer of this name is quantized. The checkpoint's own tensors go before this."""
+        """Return whether the config says that this linear layer is quantized. With a checkpoint, its dtypes decide."""
         return not any(_is_named(layer, pattern) for pattern in (*self.ignored, "lm_head", _EXPERTS_GATES))
 
 
 class _Fp8(msgspec.Struct):
-    """The keys of a config about weights in "fp8" that are read."""
+    """The keys of quant_method "fp8" that Baton reads."""
 
     fmt: str | None = None
     weight_block_size: list[int] | str | None = None
@@ -107,7 +108,7 @@ _Described = TypeVar("_Described", _Fp8, _CompressedTensors, _ModelOpt)
 
 
 def read_quantization(keys: Keys, tensors: Iterable[str] = ()) -> Quantization | None:
-    """Return the quantization, None for plain weights. `tensors` are the checkpoint's names, where there is one.
+    """Return the quantization; None for plain weights. `tensors` are the checkpoint's tensor names, if there is one.
 
     Raises `InvalidModelConfig`, and `UnsupportedModel` for any other quantization.
     """
@@ -121,7 +122,7 @@ def read_quantization(keys: Keys, tensors: Iterable[str] = ()) -> Quantization |
         return _read_compressed_tensors(_read(described, _CompressedTensors))
     if method == "modelopt":
         return _read_modelopt(_read(described, _ModelOpt))
-    if method == "mxfp4":  # of experts only, which are multiplied out as they come (`layers.mxfp4`)
+    if method == "mxfp4":  # only experts are quantized, and are dequantized while loading (`layers.mxfp4`)
         return None
     raise _unsupported(f"quant_method {method!r}")
 
@@ -164,8 +165,8 @@ def _read_compressed_tensors(described: _CompressedTensors) -> Quantization:
 
 
 def _read_modelopt(described: _ModelOpt) -> Quantization | None:
-    """Read the keys of config.json, or those of `quantization` in hf_quant_config.json."""
-    if described.quant_algo is None:  # it is about the cache alone
+    """Read the quantization from config.json, or from `quantization` in hf_quant_config.json."""
+    if described.quant_algo is None:  # only the KV cache is quantized
         return None
     if described.quant_algo != "FP8":
         raise _unsupported(f"quant_algo {described.quant_algo!r} of modelopt")
@@ -182,8 +183,9 @@ def _refuse_text(name: str, given: list[int] | str | None) -> None:
 
 
 def _is_named(layer: str, pattern: str) -> bool:
-    """`pattern` is the layer's name, its beginning or its end, at a dot; a regular expression behind "re:"; or has "*"
-    for any letters.
+    """Return whether `pattern` matches the layer's name.
+
+    A pattern is the name, or its beginning or end at a dot; a regular expression after "re:"; or has "*" as wildcard.
     """
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), layer) is not None

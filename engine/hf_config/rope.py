@@ -15,18 +15,18 @@ DEFAULT_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class Rope:
-    """Dimension pair i of n turns by theta ** (-i / n) a position (Su et al., arXiv:2104.09864)."""
+    """Plain rope: dimension pair i of n turns by theta ** (-i / n) per position (Su et al., arXiv:2104.09864)."""
 
     theta: float
 
     def at_length(self, num_positions: int, rotary_dim: int) -> Rope:
-        """Return the rotation of a model that serves sequences of up to `num_positions` tokens."""
+        """Return the rope to use if the model serves sequences of up to `num_positions` tokens."""
         return self
 
 
 @dataclass(frozen=True)
 class NoRope(Rope):
-    """No rotation: every angle is 0. Kernels are told of few dimensions, so that the table of angles is small."""
+    """No rotation: every angle is 0. Kernels rotate only `most_dims` dimensions, for a small table of angles."""
 
     theta: float = DEFAULT_THETA
     most_dims: ClassVar[int] = 16  # two loads of 16 bytes in bfloat16
@@ -44,16 +44,16 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True)
 class DynamicRope(Rope):
-    """Plain up to the original context; a sequence beyond it has a larger theta, by its length ("NTK-aware").
+    """Plain up to the original context; theta grows with the length of longer sequences ("NTK-aware").
 
-    Cached keys cannot be turned again when a sequence grows. So `Rope.at_length` fixes one theta for all sequences.
+    Cached keys cannot be rotated again when a sequence grows. So `at_length` fixes one theta for all sequences.
     """
 
     factor: float
     original_max_positions: int
 
     def at_length(self, num_positions: int, rotary_dim: int) -> Rope:
-        if num_positions <= self.original_max_positions or rotary_dim <= 2:  # one pair turns by 1, whatever theta is
+        if num_positions <= self.original_max_positions or rotary_dim <= 2:  # a single pair does not depend on theta
             return Rope(self.theta)
         stretch = self.factor * num_positions / self.original_max_positions - (self.factor - 1)
         return Rope(self.theta * stretch ** (rotary_dim / (rotary_dim - 2)))
@@ -61,7 +61,7 @@ class DynamicRope(Rope):
 
 @dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Slow dimensions are slowed further by `factor`, fast ones stay, with a ramp in between (as in Llama 3.1)."""
+    """Llama 3.1's rope: slow dimensions are slowed by `factor`, fast ones are unchanged, with a ramp in between."""
 
     factor: float
     low_freq_factor: float
@@ -71,29 +71,29 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True)
 class ProportionalRope(Rope):
-    """Rotation of the first `fraction` of dimension pairs, each at its pace where all turn (as in Gemma 4)."""
+    """Gemma 4's rope: only the first `fraction` of dimension pairs turn, with the frequencies of a plain rope."""
 
     fraction: float
-    factor: float  # by which positions are divided
+    factor: float  # divides positions
 
 
 @dataclass(frozen=True)
 class YarnRope(Rope):
-    """Interpolation by parts, and cosines and sines scaled by `attention_factor` (Peng et al., arXiv:2309.00071)."""
+    """YaRN: interpolation by parts; cosines and sines times `attention_factor` (Peng et al., arXiv:2309.00071)."""
 
     factor: float
     original_max_positions: int
     attention_factor: float
     beta_fast: float
     beta_slow: float
-    truncate: bool  # round the ends of the ramp outwards to whole dimensions
-    mscale_all_dim: float = 0.0  # of models that scale their scores by it, see `layers.mla`
+    truncate: bool  # whether the ends of the ramp are rounded outwards to whole dimensions
+    mscale_all_dim: float = 0.0  # used by models that also scale attention scores: `layers.mla.score_scale`
 
 
 def read_rope(config: Mapping[str, Any], max_positions: int, *, partly_rotated: bool = False) -> Rope:
     """Read the rope of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
 
-    `max_positions` is the config's `max_position_embeddings`; `partly_rotated`: a `partial_rotary_factor` is served.
+    `max_positions` is the config's `max_position_embeddings`. `partly_rotated` allows a `partial_rotary_factor`.
     Raises `ModelError`.
     """
     given = _object(config, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
@@ -101,7 +101,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int, *, partly_rotated: 
     keys.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
     kind = keys.get("rope_type", keys.get("type", "default"))
     _refuse_what_no_layer_computes(config, keys, partly_rotated or kind == "proportional")
-    # A length beside the parameters wins over one among them, as in transformers.
+    # The key outside the rope's parameters wins over the one among them, as in transformers.
     original = config.get("original_max_position_embeddings") or keys.get("original_max_position_embeddings")
     keys["original_max_position_embeddings"] = original or max_positions
     if not isinstance(kind, str) or kind not in _READERS:
@@ -112,10 +112,10 @@ def read_rope(config: Mapping[str, Any], max_positions: int, *, partly_rotated: 
 def read_ropes_by_window(
     config: Mapping[str, Any], max_positions: int, *, partly_rotated: bool = False
 ) -> tuple[Rope, Rope]:
-    """Read the ropes of layers without a window and of those with one, where the two differ.
+    """Read the ropes of layers without and with a window, for families in which they differ.
 
     They are `rope_parameters.full_attention` and `.sliding_attention` (transformers 5), or `rope_theta` with
-    `rope_scaling`, and `rope_local_base_freq`. `partly_rotated`: as for `read_rope`. Raises `ModelError`.
+    `rope_scaling`, and `rope_local_base_freq`. `partly_rotated`: see `read_rope`. Raises `ModelError`.
     """
     rest = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
     by_kind = _object(config, "rope_parameters")
@@ -141,17 +141,17 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def default_positions(rope: Rope, max_positions: int) -> int:
-    """Return how many positions the model serves unless asked for others: YaRN may state them before scaling."""
+    """Return the default of `max_model_len`. With YaRN, the config may state its positions before scaling."""
     if isinstance(rope, YarnRope):
         return max(max_positions, int(rope.original_max_positions * rope.factor))
     return max_positions
 
 
 def reachable_positions(rope: Rope, max_positions: int) -> int:
-    """Return the most positions that the model can be asked to serve.
+    """Return the largest `max_model_len` that the model allows.
 
-    Some checkpoints with linear scaling state their positions before it and some after it, and dynamic scaling changes
-    nothing up to the positions that are stated: the factor allows more, but only where that is asked for.
+    With linear scaling, some checkpoints state their positions before scaling and some after it. Dynamic scaling
+    changes nothing up to the stated positions. In both cases the factor allows more positions, but not by default.
     """
     if isinstance(rope, LinearRope | DynamicRope):
         return max(max_positions, int(max_positions * rope.factor))
@@ -159,7 +159,7 @@ def reachable_positions(rope: Rope, max_positions: int) -> int:
 
 
 def read_rotary_fraction(config: Mapping[str, Any], default: float) -> float:
-    """Return the share of a head's dimensions that are rotated. Raises `InvalidModelConfig`."""
+    """Return the fraction of a head's dimensions that are rotated. Raises `InvalidModelConfig`."""
     ropes = {**_object(config, "rope_parameters"), **_object(config, "rope_scaling")}
     kinds = [ropes[kind] for kind in (FULL, SLIDING) if isinstance(ropes.get(kind), Mapping)]
     given = {kind.get("partial_rotary_factor") for kind in kinds}

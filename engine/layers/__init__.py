@@ -1,15 +1,15 @@
-"""The blocks that models are built from. A model file says which of them its layer has, and how they follow each other.
+"""Building blocks of models. A model file defines which blocks a decoder layer has, and in which order they run.
 
     Embedding ─> LayerStep: attend(Attention) ─> feed_forward(GatedMLP | MoE) ─> ... ─> RMSNorm ─> Head
                      └── ResidualStream: the sum that every block reads through a norm and adds to
 
-    weights      `method` (plain), `fp8`, `mxfp4`: how they are stored, held and multiplied
+    weights      `method` (plain), `fp8`, `mxfp4`: their format in the checkpoint and in memory, and their products
     attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `kda`, `mamba2` (states)
     MLPs         `mlp`, `moe` with `experts`
-    around       `norm` with the residual stream, `embedding`, `decoder` with `decoder_layer`
+    the rest     `norm` with the residual stream, `embedding`, `decoder` with `decoder_layer`
 
-Importing this package loads no torch: a block is loaded when it is first named, so that model files can be imported
-where configs are read and nothing is computed.
+Importing this package does not import torch: a block's module is imported when the block is first named. So model files
+can be imported by processes that only read configs.
 """
 
 from __future__ import annotations

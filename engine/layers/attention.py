@@ -27,15 +27,15 @@ from .norm import RMSNorm, norms_over_ranks
 
 @dataclass(frozen=True)
 class CosSin:
-    """Angles of all positions, float32, see `layers.rotary.cos_sin_table`."""
+    """Cosines and sines of the rotary angles of all positions, float32: see `layers.rotary.cos_sin_table`."""
 
-    plain: Tensor  # for layers that see all keys
-    windowed: Tensor  # for layers with a window: the same, unless the model has a rope of their own for them
+    plain: Tensor  # for layers with full attention
+    windowed: Tensor  # for layers with a sliding window: the same, unless the model gives them their own rope
 
 
 @dataclass(frozen=True)
 class GroupCache:
-    """One cache group in a step: its blocks, and the sequences as its tables place them."""
+    """One cache group in a step: its KV cache, and the step's batch with this group's block tables."""
 
     batch: AttentionBatch
     kv: Tensor  # [num_blocks, num_kv_heads, layers of the group, planes, block_size, width], see `core.layout`
@@ -43,7 +43,7 @@ class GroupCache:
 
 @dataclass(frozen=True)
 class StateCache:
-    """One cache group of layers with states in a step: its slots, and where the sequences' states lie in them."""
+    """One cache group of recurrent layers in a step: its slots, and the batch that maps sequences to slots."""
 
     batch: StateBatch
     slots: Tensor  # bytes [num_slots, slot_bytes], see `core.layout.StateLayout`
@@ -54,9 +54,9 @@ class StateCache:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Inputs of one step that every layer reads beside the hidden states."""
+    """A step's inputs that every layer reads, apart from the hidden states."""
 
-    caches: tuple[GroupCache | StateCache, ...]  # one a cache group
+    caches: tuple[GroupCache | StateCache, ...]  # one for each cache group
     cos_sin: CosSin
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
     layer_inputs: Tensor | None = None  # see `TokenRows.layer_inputs`
@@ -80,8 +80,8 @@ class LayerContext:
 class TokenMixer(Layer, abc.ABC):
     """The part of a decoder layer that mixes the tokens of a sequence."""
 
-    window: int | None = None  # keys that a query sees, itself included; None: all before it
-    place: CachePlace  # where its cache is: the group, and the index in it
+    window: int | None = None  # number of keys that a query sees, its own included; None: all up to its own
+    place: CachePlace  # the layer's cache: the cache group, and the layer's index in it
 
     @abc.abstractmethod
     def __call__(
@@ -93,25 +93,24 @@ class TokenMixer(Layer, abc.ABC):
         norm: RowNorm | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        """Compute [T, hidden_size] of hidden [T, hidden_size], or only the `wanted` tokens [R] of it.
+        """Return the output [T, hidden_size] for hidden [T, hidden_size], or [R, hidden_size] for the `wanted` tokens.
 
-        hidden goes through `norm` first, where that is given.
-
-        With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
-        is returned is the sum. What later tokens need of all T tokens is in its group's cache afterwards.
+        `hidden` goes through `norm` first, if given. With `add_to`, the sum of `add_to` and the output is returned; the
+        addition is in place unless the layer is divided over ranks. The keys, values or states of all T tokens are
+        written to the layer's cache, whatever `wanted` is.
         """
         ...
 
 
 class SelfAttention(TokenMixer):
-    """A mixer whose cache holds something of each token."""
+    """A mixer with a cache entry for each token: keys and values, or a latent."""
 
-    num_heads: int  # of queries, on this rank
-    num_kv_heads: int  # in this rank's cache
+    num_heads: int  # query heads on this rank
+    num_kv_heads: int  # KV heads in this rank's cache
 
     @abc.abstractmethod
     def prepare(self, cache: GroupCache) -> AttentionBatch:
-        """Return what the attention of its group's layers shares in a step, worked out once before the first."""
+        """Return the batch with the kernels' plan for this step. All layers of the cache group share it."""
         ...
 
 
@@ -120,13 +119,14 @@ class Attention(SelfAttention):
 
     qk_norm     "head": RMSNorm of every query and key head before the rotation
                 "width": RMSNorm of all query heads together, and of all key heads
-    sinks       a score without a key for every query head, which takes weight from the others and gives no value
+    sinks       each query head has a learnt extra score in the softmax, without a key or a value
     v_norm      RMSNorm without weights of every value head
-    gated       every head has a gate behind its query, whose sigmoid the head's result is multiplied by
+    gated       `q_proj` also gives a gate for each query head, right after the query; the head's output is multiplied
+                by the gate's sigmoid
 
-    A layer whose `config.kv_source` is another one projects queries alone, and reads that one's cache. Scores are
-    scaled and capped as `config.scales` says. `output_multiplier` goes into the weights of the last projection when
-    these have been loaded.
+    If `config.kv_source(layer)` is another layer, this one projects queries only and reads that layer's cache. Scores
+    are scaled and capped as `config.scales` says. `output_multiplier` is multiplied into the weights of `o_proj` once
+    they are loaded.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Attention(SelfAttention):
         output_multiplier: float = 1.0,
         in_features: int | None = None,
     ) -> None:
-        """`in_features`: the width of its input; by default the model's hidden size."""
+        """`in_features` is the width of the input, by default the model's hidden size."""
         shape = config.heads_of(layer)
         heads, kv_heads, dim, value_dim = config.num_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim
         self._q_parts = 1 + gated  # of each head in q_proj: the query, and its gate
@@ -157,7 +157,7 @@ class Attention(SelfAttention):
             parts["v_proj"] = kv_heads * value_dim
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(heads * value_dim, config.hidden_size, bias=output_bias)
-        # What cached keys and values are to be multiplied by; None: nothing.
+        # Factors of the cached keys and values; None: no factors.
         self.k_scale = ScalarScale() if config.cache_scales else None
         self.v_scale = ScalarScale() if config.cache_scales else None
         self.q_norm: RMSNorm | None = None
@@ -179,13 +179,13 @@ class Attention(SelfAttention):
         self._rotary_dim = config.window_rotary_dim if has_own_rope else config.rotary_dim
         self._norms_width = qk_norm == "width"
         self._norms_values = v_norm
-        self._ones: Tensor | None = None  # of the norm of values
+        self._ones: Tensor | None = None  # weights of the norm of values
         self._output_multiplier = output_multiplier
-        self._group: Group = ALONE  # over which heads are divided
+        self._group: Group = ALONE  # the ranks that the heads are divided over
         self._rule: AttentionRule | None = None
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Give heads to the ranks in order; where there are fewer KV heads than ranks, several ranks hold one."""
+        """Divide the heads over the ranks, in order. With fewer KV heads than ranks, several ranks share a KV head."""
         heads, kv_heads = Share.part(self.num_heads, groups.tp), shared_heads(self.num_kv_heads, groups.tp)
         q, k, v = heads.times(self._head_dim), kv_heads.times(self._head_dim), kv_heads.times(self._value_dim)
         shares = {"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": k, "v_proj": v}
@@ -264,9 +264,10 @@ class Attention(SelfAttention):
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads of q, with gates behind each where there are any, of k and of v.
+        """Return the heads of q (each followed by its gate, if the layer is gated), k and v, [T, heads, dim].
 
-        Values are the keys where none are projected; a layer that reads those of another has no heads of either.
+        Without a projection of values, they are copies of the keys. A layer that reads another layer's cache has no
+        heads of k and v.
         """
         dim, value_dim = self._head_dim, self._value_dim
         keys, values = self._has_keys * self.num_kv_heads * dim, self._has_values * self.num_kv_heads * value_dim
@@ -285,5 +286,5 @@ class Attention(SelfAttention):
 
 
 def shared_heads(count: int, group: Group) -> Share:
-    """Return the KV heads of a rank, which its query heads read; where they are fewer than ranks, several have one."""
+    """Return the KV heads that this rank's query heads read. If there are fewer than ranks, several ranks share one."""
     return Share(group.rank * count // group.size, max(1, count // group.size), count)

@@ -1,16 +1,16 @@
-"""Layers, the rows that they are given, their parameters, and the slots that checkpoint tensors go into.
+"""Layers, their parameters, and the slots that load checkpoint tensors into parameters.
 
-    checkpoint tensor ──name──> Slot ──share, rows──> Parameter of a Layer ──finish()──> what the kernels read
+    checkpoint tensor ──name──> Slot ──share, rows──> Parameter of a Layer ──finish()──> the layout that kernels read
 
-A layer's attribute path is its name in the checkpoint (`model.layers.0.self_attn.q_norm.weight`). Where several
-checkpoint tensors share one parameter (q, k and v in one matrix), the layer says so by offering several slots.
+A layer's attribute path is its name in the checkpoint (`model.layers.0.self_attn.q_norm.weight`). A parameter that is
+made of several checkpoint tensors (q, k and v in one matrix) has a slot for each of them.
 
-Models are constructed whole, without knowledge of ranks. Then `divide` reduces each layer to the part of one rank,
-before memory is allocated: parameters shrink, and their slots take a share of the checkpoint's tensor. Mixtures must
-know whose rows they are given: experts may serve other ranks' rows.
+A model is first constructed whole, without knowledge of ranks. Then `divide` reduces each layer to one rank's part,
+before memory is allocated: parameters shrink, and each slot takes only a share of its checkpoint tensor. Feed-forward
+layers also get `TokenRows`, since experts may compute the tokens of other data-parallel ranks.
 
-Layers are plain objects: inference needs neither autograd nor hooks, and a step makes hundreds of calls. Importing this
-module loads no torch, as model files begin with it.
+Layers are plain objects, not `nn.Module`s: inference needs neither autograd nor hooks, and a step makes hundreds of
+calls. Importing this module does not import torch, because model files import it where only configs are read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of one dimension of a checkpoint's tensor: a stretch, or a stretch of each of some sections."""
+    """One rank's share of one dimension of a checkpoint tensor: one contiguous range, or several (`sections`)."""
 
     start: int
     size: int
     whole: int
-    sections: tuple[Share, ...] = ()  # of a share that is no single stretch: its stretches, in order
+    sections: tuple[Share, ...] = ()  # the ranges, in order, if there are several; () for one range
 
     @classmethod
     def all(cls, whole: int) -> Share:
@@ -44,14 +44,14 @@ class Share:
 
     @classmethod
     def part(cls, whole: int, group: Group) -> Share:
-        """Return one of equal parts, in rank order."""
+        """Return this rank's part of a dimension that is divided into equal parts, in rank order."""
         size, rest = divmod(whole, group.size)
         assert not rest, f"{whole} does not divide by {group.size}: `check_division` comes before layers are divided"
         return cls(group.rank * size, size, whole)
 
     @classmethod
     def of_sections(cls, shares: Sequence[Share]) -> Share:
-        """Return the share of a dimension whose sections lie one behind the other, given that of each section."""
+        """Return the share of a dimension that is a concatenation of sections, given the share of each section."""
         whole, stretches = sum(share.whole for share in shares), list[Share]()
         behind = 0
         for share in shares:
@@ -61,8 +61,10 @@ class Share:
 
     @classmethod
     def of_parts(cls, items: Share, widths: Sequence[int]) -> Share:
-        """Return these items of a dimension that holds item by item, of each a part of every width, part by part: the
-        first parts of all items, then the second ones, and so on.
+        """Return the share of `items`, reordered by part, in a dimension that is stored item by item.
+
+        Each item has one part of each width in `widths`. The ranges of the share are the first parts of all items, then
+        the second parts, and so on.
         """
         size, starts = sum(widths), accumulate(widths, initial=0)
         whole = items.whole * size
@@ -83,28 +85,28 @@ class Share:
 
     @property
     def slice(self) -> slice:
-        """The part of the dimension that has all of it."""
+        """One slice of the dimension that contains the whole share."""
         return slice(0, self.whole) if self.sections else slice(self.start, self.end)
 
     def times(self, width: int) -> Share:
-        """Return the same share where each element is `width` of them."""
+        """Return the same share of a dimension in which each element has become `width` elements."""
         return Share(self.start * width, self.size * width, self.whole * width)
 
 
 class Parameter:
-    """A tensor that a checkpoint fills. Declared by its shape; memory comes with `allocate`, values with its slots."""
+    """A tensor with values from a checkpoint. It has a shape at first; `allocate` adds memory, its slots add values."""
 
     __slots__ = ("_data", "dtype", "shares", "typical")
 
     def __init__(self, *shape: int, typical: float = 0.0, dtype: torch.dtype | None = None) -> None:
         self.shares = tuple(Share.all(size) for size in shape)  # of each dimension
-        self.typical = typical  # the value around which a trained model's lie: dummy weights are drawn around it
-        self.dtype = dtype  # None: the model's
+        self.typical = typical  # the usual value in a trained model: dummy weights are drawn around it
+        self.dtype = dtype  # None: the model's dtype
         self._data: Tensor | None = None
 
     @staticmethod
     def part(*shares: Share, typical: float = 0.0, dtype: torch.dtype | None = None) -> Parameter:
-        """Declare a parameter by a rank's share of each dimension."""
+        """Declare a parameter by this rank's share of each dimension."""
         parameter = Parameter(*(share.whole for share in shares), typical=typical, dtype=dtype)
         parameter.shares = shares
         return parameter
@@ -115,7 +117,7 @@ class Parameter:
         return tuple(share.size for share in self.shares)
 
     def keep(self, dimension: int, share: Share) -> None:
-        """Hold only this share of the dimension. Comes before `allocate`."""
+        """Hold only this share of the dimension. Must be called before `allocate`."""
         before = self.shares[dimension].size
         assert share.whole == before, f"a share of {share.whole}, where there are {before}"
         shares = list(self.shares)
@@ -138,24 +140,27 @@ class Parameter:
         self._data = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
 
     def release(self) -> None:
-        """Give the memory back, once a packed copy serves."""
+        """Free the memory, once a packed copy has replaced it."""
         self._data = None
 
     def slot(self, name: str, start: int = 0, rows: Share | None = None) -> Slot:
-        """Add the place of checkpoint tensor `name`, whose `rows` lie here from row `start` on; None: all rows."""
+        """Return a slot for checkpoint tensor `name`, whose `rows` go to rows `start`... of this parameter.
+
+        `rows` None means all rows.
+        """
         return Slot(name, self, start, rows)
 
 
 class Slot:
-    """The place of one checkpoint tensor: `rows` of it go to rows of a parameter, from `start` on, every `step`-th.
+    """Loads one checkpoint tensor: its `rows` go to rows `start`, `start + step`, ... of a parameter.
 
-    With `item`, rows of that item of a stack [items, rows, ...]. A slot whose share is empty is for a tensor that lies
-    on other ranks: the checkpoint must have it, and it is not read here.
+    With `item`, the parameter is a stack [items, rows, ...], and the rows go to that item. A slot with an empty share
+    is for a tensor that only other ranks hold: the checkpoint must contain it, but this rank does not read it.
     """
 
     __slots__ = ("item", "name", "parameter", "shares", "start", "step")
 
-    stored_as: tuple[str, ...] = ()  # safetensors' types of the checkpoint's tensor; (): any floating-point type
+    stored_as: tuple[str, ...] = ()  # allowed safetensors dtypes of the checkpoint tensor; (): any floating-point type
 
     def __init__(
         self,
@@ -173,53 +178,53 @@ class Slot:
         self.step = step
         self.item = item
         held = parameter.shares if item is None else parameter.shares[1:]
-        self.shares = held if rows is None else (rows, *held[1:])  # of each dimension of the checkpoint's tensor
+        self.shares = held if rows is None else (rows, *held[1:])  # one for each dimension of the checkpoint tensor
 
     @classmethod
     def elsewhere(cls, name: str, shape: Sequence[int], parameter: Parameter) -> Slot:
-        """Return the slot of a checkpoint tensor of this shape that other ranks hold, in their `parameter`."""
+        """Return a slot for a checkpoint tensor of this shape that only other ranks hold, in their `parameter`."""
         slot = cls(name, parameter)
         slot.shares = tuple(Share(0, 0, size) for size in shape)
         return slot
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the checkpoint's tensor."""
+        """The shape of the whole checkpoint tensor."""
         return tuple(share.whole for share in self.shares)
 
     @property
     def share_shape(self) -> tuple[int, ...]:
-        """The shape of the part that goes here."""
+        """The shape of this rank's share of it."""
         return tuple(share.size for share in self.shares)
 
     @property
     def num_elements(self) -> int:
-        """The number of values that go here."""
+        """The number of values in this rank's share."""
         return math.prod(self.share_shape)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that it fills in a model of this type."""
+        """Return the number of bytes that it fills in a model of this dtype."""
         return self.num_elements * (self.parameter.dtype or dtype).itemsize
 
     @property
     def takes_8_bits(self) -> bool:
-        """True where the values are 8-bit codes that mean nothing without their scales."""
+        """True if the parameter keeps 8-bit codes, which mean nothing without their scales."""
         return self.parameter.dtype is not None and self.parameter.dtype.itemsize == 1
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a checkpoint tensor of this shape can go here."""
+        """Return whether the slot can load a checkpoint tensor of this shape."""
         return shape == self.shape
 
     def index(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the index of a part of a checkpoint tensor that has all that goes here; () where all of it does."""
+        """Return slices of the checkpoint tensor that contain this rank's share; () if the whole tensor is needed."""
         if all(share.slice == slice(0, share.whole) for share in self.shares):
             return ()
         return tuple(share.slice for share in self.shares)
 
     def place(self, tensor: Tensor) -> None:
-        """Copy a checkpoint's tensor, or the share of it that goes here, converting type and device.
+        """Copy a checkpoint tensor, or this rank's share of it, into the parameter; convert its dtype and device.
 
-        Raises `WeightsError` for another shape.
+        Raises `WeightsError` if the tensor has another shape.
         """
         self._place(self._cut(tensor))
 
@@ -243,7 +248,7 @@ class Slot:
 
 
 class Layer:
-    """Parameters, layers and lists of layers as plain attributes."""
+    """A part of a model, with parameters, layers and lists of layers as plain attributes."""
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield this layer's own parameters by attribute name."""
@@ -260,14 +265,14 @@ class Layer:
                 yield from ((f"{name}.{index}", item) for index, item in enumerate(value) if isinstance(item, Layer))
 
     def slots(self, path: str = "") -> Iterator[Slot]:
-        """Yield the place of every checkpoint tensor that this layer and those below it are made of."""
+        """Yield a slot for every checkpoint tensor that this layer and the layers below it are loaded from."""
         for name, parameter in self.parameters():
             yield parameter.slot(join(path, name))
         for name, child in self.children():
             yield from child.slots(join(path, name))
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Make this layer its rank's share of it, before `allocate`. By default its children are divided."""
+        """Reduce this layer to the rank's share, before `allocate`. By default only its children are divided."""
         for _, child in self.children():
             child.divide(groups)
 
@@ -278,7 +283,7 @@ class Layer:
             child.allocate(device, dtype)
 
     def finish(self) -> None:
-        """Lay weights out for the kernels, one layer at a time. Called once all slots are filled."""
+        """Bring the weights into the kernels' layout, one layer at a time. Called once all slots are filled."""
         for _, child in self.children():
             child.finish()
 
@@ -287,7 +292,7 @@ Kind = TypeVar("Kind", bound=Layer)
 
 
 def layers_of(kind: type[Kind], layer: Layer, path: str = "") -> list[tuple[str, Kind]]:
-    """Return all of a kind that `layer` is or has below it, by path."""
+    """Return the path and the layer of every instance of `kind` in the tree of `layer`, itself included."""
     found = [(path, layer)] if isinstance(layer, kind) else []
     for name, child in layer.children():
         found += layers_of(kind, child, join(path, name))
@@ -295,24 +300,24 @@ def layers_of(kind: type[Kind], layer: Layer, path: str = "") -> list[tuple[str,
 
 
 def join(path: str, name: str) -> str:
-    """Return the path of a layer's part. Without a name, the part is where the layer is."""
+    """Return the path of a layer's part. With an empty name, the part has the path of the layer."""
     return f"{path}.{name}" if path and name else path or name
 
 
 class Held:
-    """The items of a stack of `whole` that a rank holds, in the order of their places."""
+    """The items (experts) that a rank holds of a stack of `whole` items, in the order in which they lie in memory."""
 
     def __init__(self, items: Sequence[int], whole: int) -> None:
         assert len(set(items)) == len(items), "an item lies in one place of a rank"
         self.items = tuple(items)
         self.whole = whole
         first = min(items, default=0)
-        self.places = Share(0, len(self.items), whole)  # of a parameter with a row each item
-        self.share = Share(first, max(items, default=-1) + 1 - first, whole)  # the smallest that has all of them
+        self.places = Share(0, len(self.items), whole)  # first dimension of a parameter with an entry for each item
+        self.share = Share(first, max(items, default=-1) + 1 - first, whole)  # the smallest range with all items
 
 
 class StackSlot(Slot):
-    """The place of those items of a checkpoint's stack that are held."""
+    """Loads the held items of a checkpoint's stack."""
 
     __slots__ = ("_held",)
 
@@ -323,7 +328,7 @@ class StackSlot(Slot):
 
     def _place(self, share: Tensor) -> None:
         for target, index in zip(self.parameter.data, self._held.items, strict=True):
-            # To the device first: what is done to an item is done there.
+            # Copied to the device first, so that subclasses convert the item there.
             self._place_item(target, share[index - self._held.share.start].to(target.device))
 
     def _place_item(self, target: Tensor, item: Tensor) -> None:
@@ -332,11 +337,11 @@ class StackSlot(Slot):
 
 @dataclass(frozen=True)
 class RankRows:
-    """The number of rows that each data-parallel rank has in a step that all run together, in rank order."""
+    """The number of rows of each data-parallel rank in a lockstep step, in rank order."""
 
     tokens: tuple[int, ...]
-    wanted: tuple[int, ...]  # behind the attention of the last layer
-    seqs: tuple[int, ...]  # behind the attention of a draft layer, and in each of its guesses
+    wanted: tuple[int, ...]  # after the attention of the last layer
+    seqs: tuple[int, ...]  # after the attention of a draft layer, and in each further draft step
 
 
 @dataclass(frozen=True)
@@ -344,12 +349,12 @@ class TokenRows:
     """The rows of hidden states [T, hidden_size] that go through a feed-forward layer."""
 
     slots: Tensor  # int64 [T]: where each token's KV went; -1 marks padding
-    of_ranks: tuple[int, ...] | None = None  # of each data-parallel rank; None: as many as here
+    of_ranks: tuple[int, ...] | None = None  # row counts of all data-parallel ranks; None: T on each
     layer_inputs: Tensor | None = None  # [T, layers * width]: see `layers.decoder`
 
 
 def rows_at(x: Tensor, wanted: Tensor) -> Tensor:
-    """Return x[wanted] of x [T] or [T, N] and indices [R] int64. On a CPU it is a call that can be recorded."""
+    """Return x[wanted] for x [T] or [T, N] and indices [R] int64. CPU graphs can record it."""
     if not x.is_cpu:
         return x[wanted]
     from baton.kernels.embedding import embedding

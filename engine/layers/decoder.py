@@ -1,6 +1,6 @@
-"""A decoder-only language model: embedding, the layers of a family (`engine.models`), last norm, head.
+"""A decoder-only language model: embedding, the decoder layers of a family (`engine.models`), last norm, head.
 
-Per-layer embeddings: every layer has a small input of its own for each token (Gemma 3n and Gemma 4).
+Models with per-layer embeddings (Gemma 3n and Gemma 4) give every layer a small extra input for each token:
 
     token id ── embedding ──────────────────────┐
     hidden state ── projection ── norm of each ─┴─ mean x sqrt(2) ──> inputs [T, layers x width], once a step
@@ -35,7 +35,7 @@ from .rotary import cos_sin_table
 
 
 class Decoder(Layer):
-    """Embedding, layers, last norm: token ids [T] -> hidden states [T, hidden], or those of the `wanted` tokens [R]."""
+    """Embedding, layers, last norm: token ids [T] -> hidden states [T, hidden], or [R, hidden] of `wanted` tokens."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
         scales = config.scales
@@ -47,12 +47,12 @@ class Decoder(Layer):
         self.layer_inputs = None if config.layer_inputs is None else LayerInputs(config, config.layer_inputs)
         self._names = config.rules.names
         self._drafted_from = config.drafted_from
-        self._reads_total = config.num_layers in config.drafted_from  # whether what goes into the last norm is read
+        self._reads_total = config.num_layers in config.drafted_from  # the draft head reads the last norm's input, too
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
             if child is self.layer_inputs:
-                yield from child.children()  # checkpoints have no name for it
+                yield from child.children()  # it is no level of its own in checkpoints' names
             else:
                 yield self._names.get(name, name), child
 
@@ -64,7 +64,7 @@ class Decoder(Layer):
         ranks: RankRows | None = None,
         inputs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Give hidden states behind the last norm. `inputs`, where given, gets those of the layers `drafted_from`."""
+        """Return hidden states after the last norm. Append the inputs of layers `config.drafted_from` to `inputs`."""
         hidden = self.embed_tokens(token_ids)
         if self.layer_inputs is not None:
             context = replace(context, layer_inputs=self.layer_inputs(token_ids, hidden))
@@ -79,9 +79,9 @@ class Decoder(Layer):
                 inputs.append(stream.total)
             layer(step)
         if inputs is not None:
-            # The last layer's, where it is named; of a shortened model, in the place of those that are left out.
+            # The last layer's input, if the draft head reads it; a shortened model repeats it for the layers left out.
             inputs += [stream.total] * (len(self._drafted_from) - len(inputs) - self._reads_total)
-        # Of most prompt tokens only the KV is used: the last layer ends for them where that is written.
+        # Most prompt tokens only need their KV written: after its attention, the last layer drops all but `wanted`.
         self.layers[-1](LayerStep(stream, last, wanted))
         if inputs is not None and self._reads_total:
             inputs.append(stream.total)
@@ -89,7 +89,7 @@ class Decoder(Layer):
 
 
 class CausalLM(Layer):
-    """The whole model, as the runner sees it. Checkpoints give the names `model` and `lm_head`, or a family others."""
+    """The whole model, as the runner sees it. Checkpoints name its parts `model` and `lm_head`, or as `names` says."""
 
     def __init__(
         self, config: ModelConfig, layers: list[DecoderLayer], draft_layers: Sequence[DecoderLayer] = ()
@@ -100,7 +100,7 @@ class CausalLM(Layer):
         for layer in draft_layers:
             assert config.rules.draft is not None, "a config whose draft layers are run says where they lie"
             self.draft_heads.append(DraftHead(config, config.rules.draft, layer))
-        # In a tuple, so that they are no layers below this one.
+        # In a tuple, so that `Layer.children` does not find them a second time.
         self._attention = _one_of_each_group([*layers, *draft_layers])
         self.lm_head: Head | TiedHead
         if config.tie_word_embeddings:
@@ -119,7 +119,7 @@ class CausalLM(Layer):
                 yield rules.names.get(name, name), child
 
     def _draft_paths(self) -> Iterator[str]:
-        """Yield where each draft layer lies in the checkpoint."""
+        """Yield the path of each draft layer in the checkpoint."""
         rules = self.config.rules.draft
         return iter(() if rules is None else [rules.path(self.config, i) for i in range(len(self.draft_heads))])
 
@@ -138,14 +138,15 @@ class CausalLM(Layer):
 
     @property
     def num_kv_heads(self) -> int:
-        """In this rank's cache."""
+        """The number of KV heads in this rank's cache."""
         return self._attention[0].num_kv_heads
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Patterns of checkpoint tensors that go unread.
+        """Patterns of checkpoint tensors that are not loaded.
 
-        Rope frequencies and a second copy of a tied embedding say nothing new; scales are for a cache in 8 bits.
+        Rope frequencies and a second copy of a tied embedding are redundant; scales of keys and values are only needed
+        with an FP8 KV cache.
         """
         tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
         rules = self.config.rules
@@ -167,7 +168,7 @@ class CausalLM(Layer):
         self._cos_sin = CosSin(of_all, of_all if windowed is None else windowed)
 
     def prepare(self, caches: Sequence[GroupCache | StateCache]) -> tuple[GroupCache | StateCache, ...]:
-        """Return what the layers' attention shares in a step, worked out once before the first of them."""
+        """Return the caches with the attention kernels' plan of this step, made once for each cache group."""
         return tuple(
             replace(cache, batch=self._attention[group].prepare(cache)) if isinstance(cache, GroupCache) else cache
             for group, cache in enumerate(caches)
@@ -175,7 +176,7 @@ class CausalLM(Layer):
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Leave the model one layer of each kind, and the last one, while within: all kernels of a step, each once."""
+        """Within this context, run only one layer of each kind, and the last: every kernel of a step runs once."""
         layers = self.model.layers
         self.model.layers = [*self._one_of_each_kind(), layers[-1]]
         try:
@@ -184,7 +185,7 @@ class CausalLM(Layer):
             self.model.layers = layers
 
     def shorten(self) -> None:
-        """Drop for good the layers that `shortened` leaves out."""
+        """Drop the layers that `shortened` leaves out, for good."""
         self.model.layers = list(dict.fromkeys([*self._one_of_each_kind(), self.model.layers[-1]]))
 
     def _one_of_each_kind(self) -> list[DecoderLayer]:
@@ -198,12 +199,12 @@ class CausalLM(Layer):
         wanted: Tensor | None = None,
         ranks: RankRows | None = None,
     ) -> Tensor:
-        """Return hidden states [T, hidden] of token_ids [T] (an integer type), all sequences of the step in turn.
+        """Return hidden states [T, hidden] for token_ids [T] (an integer type), the step's sequences concatenated.
 
-        Writes what the layers keep of these tokens into `caches`, one a cache group of the config. With `wanted` [R]
-        int64, indices of tokens, it returns [R, hidden] and saves the last layer's work on all others.
-        `ranks` says how many tokens the other data-parallel ranks run in this step, where they run it together; without
-        it, as many as this one.
+        The layers write keys, values and states of these tokens into `caches`, one for each cache group of the config.
+        With `wanted` [R] int64, indices of tokens, only their states [R, hidden] are returned, and the last layer skips
+        most of its work for the others. In lockstep, `ranks` has the number of tokens of each data-parallel rank;
+        without it, all have as many as this rank.
         """
         return self.model(token_ids, self._context(caches), wanted, ranks)
 
@@ -213,12 +214,12 @@ class CausalLM(Layer):
     def forward_all(
         self, token_ids: Tensor, caches: Sequence[GroupCache | StateCache], ranks: RankRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of all tokens, as `forward` does, and what a draft head reads of them [T, ...].
+        """Return the hidden states of all tokens, as `forward` does, and the input of the draft head [T, ...].
 
-        These are the same, or the inputs of the layers that the config's head names, side by side.
+        That input is the same hidden states, or the concatenated inputs of the layers `config.drafted_from`.
         """
         if ranks is not None:
-            ranks = replace(ranks, wanted=ranks.tokens)  # every rank has all of them go on
+            ranks = replace(ranks, wanted=ranks.tokens)  # every rank computes all of its tokens to the end
         if not self.config.drafted_from:
             hidden = self.forward(token_ids, caches, None, ranks)
             return hidden, hidden
@@ -240,21 +241,21 @@ class CausalLM(Layer):
         of_ranks: tuple[int, ...] | None = None,
         number: int = 0,
     ) -> DraftStates:
-        """Run draft layer `number` on hidden states [T, hidden] of all tokens of a step, and on the tokens `token_ids`
-        [T], each `number` + 1 behind the token of its hidden state.
+        """Run draft layer `number` on `hidden` [T, hidden], the states of all tokens of a step, and on `token_ids` [T].
 
-        Gives the states of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones tell the token that
-        comes behind its token id. Writes what the head keeps of all tokens into `caches`. `of_ranks` is R of each
-        data-parallel rank, where they run this together; None: the same everywhere.
+        `token_ids[i]` is the token `number` + 1 positions after the one that `hidden[i]` belongs to. Returns the states
+        of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones predict the token after `token_ids[i]`.
+        Writes the keys and values of all T tokens into `caches`. In lockstep, `of_ranks` has R of each data-parallel
+        rank; None: the same on all.
         """
         context = replace(self._context(caches), rows_of_ranks=of_ranks)
         return self.draft_heads[number](self.model.embed_tokens(token_ids), hidden, context, wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, vocab] of hidden states [R, hidden], scaled and capped; in float32 on a CPU, else in the model's type.
+        """Return logits [R, vocab] of hidden states [R, hidden], scaled and capped.
 
-        Written to `out`, of the model's type, where one is given.
+        They are float32 on a CPU, else of the model's dtype, and written to `out` (of the model's dtype) if given.
         """
         logits, factor, cap = (
             self.lm_head.logits(hidden, out=out),
@@ -269,7 +270,7 @@ class CausalLM(Layer):
 
 
 def _one_of_each_group(layers: Sequence[DecoderLayer]) -> tuple[SelfAttention, ...]:
-    """Return the attention of the first layer in each cache group, in the order of the groups; states come last."""
+    """Return the attention of each cache group's first layer, in the order of groups. Groups of states come last."""
     first: dict[int, SelfAttention] = {}
     for layer in layers:
         for _, child in layer.children():
@@ -286,9 +287,9 @@ def _kernels_of(layer: Layer) -> tuple[object, ...]:
 
 
 class LayerInputs(Layer):
-    """Token ids [T] and the embeddings that the stream begins with [T, hidden] -> inputs of all layers [T, L * width].
+    """Per-layer embeddings: token ids [T] and their embeddings [T, hidden] -> inputs of all L layers [T, L * width].
 
-    Each layer's width is normed by itself.
+    The input of each layer is normed by itself.
     """
 
     def __init__(self, config: ModelConfig, shape: LayerInputShape) -> None:
@@ -306,7 +307,7 @@ class LayerInputs(Layer):
 
 
 class LayerInput(FeedForward):
-    """projection(gelu(gate(x)) * the layer's input); `layer` is its index in the model."""
+    """projection(gelu(gate(x)) * per-layer input of layer `layer`)."""
 
     def __init__(self, hidden_size: int, width: int, layer: int) -> None:
         self.per_layer_input_gate = Linear(hidden_size, width)

@@ -1,6 +1,6 @@
-"""One layer of a decoder, and the step that it is given: the contract between model files and the decoder.
+"""`DecoderLayer` and `LayerStep`: the contract between model files and the decoder.
 
-Importing this module loads no torch, as model files begin with it.
+Importing this module does not import torch, because model files import it where only configs are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Branch:
 
 
 class LayerStep:
-    """A step as decoder layers see it: the residual stream, and what attention and MLPs read beside it.
+    """A step as decoder layers see it: the residual stream, and the other inputs of attention and MLPs.
 
     step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
     step.attend(self.mamba, self.self_attn, ...)     x = x + mamba(norm(x)) + attention(norm(x))
@@ -38,18 +38,18 @@ class LayerStep:
     """
 
     def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
-        """Let only the `wanted` tokens [R] go on behind attention, where that is given; without it, through the MLP."""
+        """Begin a step. Tokens other than `wanted` [R] are dropped after attention, or without it before the MLP."""
         self._stream = stream
         self._context = context
         self._wanted = wanted
         self._rows = TokenRows(context.slots, context.rows_of_ranks, context.layer_inputs)
 
     def attend(self, *mixers: TokenMixer, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(mixer(before(x)))` to the stream, of several mixers the sum of what each gives of the same x."""
+        """Add `behind(mixer(before(x)))` to the stream. Several mixers read the same x; their outputs are summed."""
         assert before is not None or len(mixers) == 1, "several mixers do not read what they add to"
         stream, wanted = self._stream, self._wanted
         x, norm = stream.read(before)
-        if len(mixers) > 1 and norm is not None:  # once for all, and out of the sum that they add to
+        if len(mixers) > 1 and norm is not None:  # norm once for all mixers, into a tensor that none of them adds to
             x, norm = norm(x), None
         self._keep_wanted()
         result = stream.target if behind is None else None
@@ -69,7 +69,7 @@ class LayerStep:
         stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
 
     def feed_forward_side_by_side(self, *branches: Branch, behind: RMSNorm) -> None:
-        """Add the norm of what the branches give together. Comes behind the layer's attention."""
+        """Add the norm of the sum of the branches' outputs to the stream. Called after the layer's attention."""
         assert self._wanted is None, "tokens that go no further have left behind attention"
         x, _ = self._stream.read(None)
         total: Tensor | None = None
@@ -84,7 +84,7 @@ class LayerStep:
         self._stream.multiply(factor)
 
     def _keep_wanted(self) -> None:
-        """Let only the wanted tokens go on; what was read before still has all. Once, by the layer's first block."""
+        """Drop all tokens but the wanted ones from the stream, once, in the layer's first block after it was read."""
         if self._wanted is not None:
             self._stream.keep(self._wanted)
             inputs = self._rows.layer_inputs
@@ -97,7 +97,7 @@ class LayerStep:
 
 
 class DecoderLayer(Layer, abc.ABC):
-    """One layer of a decoder: blocks as attributes under their names in checkpoints, and how they follow each other."""
+    """One layer of a decoder: its blocks, as attributes with their names in checkpoints, and the order they run in."""
 
     @abc.abstractmethod
     def __call__(self, step: LayerStep) -> None:

@@ -2,7 +2,7 @@
 
     q, k, v = conv(x W_qkv)       out = norm(delta rule(q, k, v, gates of x W_a, x W_b)) * silu(x W_z)
 
-Its cache is a slot a sequence: the tail of the convolution's inputs, and a matrix a head.
+The cache of a sequence is one slot: the last inputs of the convolution, and a state matrix for each head.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .recurrent import DeltaMixer, DepthwiseConv, LayerStates, MergedConv
 
 
 class GatedDeltaNet(DeltaMixer):
-    """One layer of it, with `A_log` and `dt_bias` in the checkpoint, and under these names in each form:
+    """One layer of Gated DeltaNet. Checkpoints have `A_log`, `dt_bias` and, depending on their form:
 
         "merged"        `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `conv1d`, `norm`, `out_proj`
-        "by key head"   `in_proj_qkvz` and `in_proj_ba`, whose outputs lie key head by key head: its query and key, then
-                        the values and the gates of all heads that share them; the rest as before
-        "apart"         `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `q_conv1d` and those of k and v,
+        "by key head"   `in_proj_qkvz` and `in_proj_ba`, whose outputs are stored key head by key head: its query and
+                        key, then the values and gates of all value heads that share it; the rest as in "merged"
+        "apart"         `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `q_conv1d`, `k_conv1d`, `v_conv1d`,
                         `o_norm`, `o_proj`
 
-    Here projections lie in the order of "merged" whatever the form; those of b and a are the gates of `DeltaMixer`.
-    `norm_eps` is that of the norm behind the rule, None: the model's.
+    In memory, the projections are always in the order of "merged"; b and a are the `gates` of `DeltaMixer`. `norm_eps`
+    is the epsilon of the norm after the delta rule; None: the model's.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GatedDeltaNet(DeltaMixer):
             yield names.get(name, name), child
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Give key heads to the ranks in order, and the value heads that share them."""
+        """Divide the key heads over the ranks, in order, and with each key head the value heads that share it."""
         shape, tp = self.shape, groups.tp
         key_heads, heads = Share.part(shape.num_key_heads, tp), Share.part(shape.num_value_heads, tp)
         self._keep_projections(*self._projections(key_heads, heads))
@@ -125,7 +125,7 @@ class GatedDeltaNet(DeltaMixer):
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
 
     def _projections(self, key_heads: Share, heads: Share) -> tuple[dict[str, Share], dict[str, Share]]:
-        """Return the outputs of each projection that these heads have: of the wide ones, and of b and a."""
+        """Return these heads' share of the outputs of each projection: of the wide ones, and of b and a."""
         shape = self.shape
         keys, values = key_heads.times(shape.key_dim), heads.times(shape.value_dim)
         if self._stored == "apart":
@@ -142,6 +142,6 @@ class GatedDeltaNet(DeltaMixer):
         }
 
     def _convolutions(self, key_heads: Share, heads: Share) -> dict[str, Share]:
-        """Return the channels of q, k and v that these heads have."""
+        """Return these heads' share of the channels of each convolution."""
         keys, values = key_heads.times(self.shape.key_dim), heads.times(self.shape.value_dim)
         return {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}

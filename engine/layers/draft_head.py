@@ -1,12 +1,13 @@
-"""A decoder layer behind the last one, which guesses the token behind the next one (arXiv:2412.19437, section 2.2).
+"""A draft (multi-token prediction) layer, which predicts the token after the next one (arXiv:2412.19437, section 2.2).
 
-    hidden state of token i, behind the last norm ──norm──┐
+    hidden state of token i, after the last norm ───norm──┐
                                                           ├──projection──> layer ──norm──> the model's head: token i + 2
     embedding of token i + 1 ─────────────────────norm────┘
 
-Its keys and values lie with those of the model's own layers, as of token i. Further tokens are guessed with what it
-gives in the place of the model's hidden state, and its guess as the next token. Or further layers guess them, one each,
-from the same hidden state (before the last norm) and the tokens i + 2, i + 3.
+Its keys and values are cached like those of the model's own layers, at the position of token i. For further drafts, a
+model with one draft layer runs it again, with its own output in place of the model's hidden state and its draft as the
+next token. A model with several draft layers runs each of them once, all with the same hidden state (before the last
+norm) and the tokens i + 2, i + 3.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .norm import ResidualStream, RMSNorm
 class DraftStates(NamedTuple):
     """The results of a draft head for R tokens, each [R, hidden_size]."""
 
-    normed: Tensor  # for the model's head
-    hidden: Tensor  # for the next guess, in the place of the model's hidden states
+    normed: Tensor  # the input of the model's head
+    hidden: Tensor  # replaces the model's hidden states when the next token is drafted
 
 
 class DraftHead(Layer):
@@ -53,10 +54,10 @@ class DraftHead(Layer):
     def __call__(
         self, embedded: Tensor, hidden: Tensor, context: LayerContext, wanted: Tensor | None = None
     ) -> DraftStates:
-        """Give the states of hidden [T, hidden_size], or of the `wanted` [R] int64 tokens of it.
+        """Return the draft states for `hidden` [T, hidden_size], or only for the `wanted` [R] int64 tokens.
 
-        `embedded` [T, hidden_size] is of the tokens behind them. Writes keys and values of all T tokens. The context's
-        `rows_of_ranks` are of the states that are given.
+        `embedded` [T, hidden_size] has the embeddings of the tokens that follow. Writes keys and values of all T
+        tokens. `context.rows_of_ranks` counts the returned rows of each data-parallel rank.
         """
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=1)
         stream = ResidualStream(self.projection(both), in_place=not hidden.is_cpu)

@@ -1,11 +1,11 @@
-"""An EAGLE-3 head (arXiv:2503.01840): guesses from hidden states of several of the model's layers.
+"""An EAGLE-3 head (arXiv:2503.01840), which drafts tokens from hidden states of several of the model's layers.
 
     inputs of three layers for token i ──fc──> h ──norm──┐
                                                          ├──> attention + h ──> MLP ──norm──> head: token i + 2
     embedding of token i + 1, the model's ────────norm───┘
 
-Further tokens are guessed with what it gives before the last norm in the place of h. The head knows fewer tokens than
-the model; `d2t` says how far behind its own number of each lies the model's.
+For further drafts, the head's own state before the last norm takes the place of h. The head's vocabulary is smaller
+than the model's: its token i is the model's token `i + d2t[i]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Eagle3Layer(Layer):
         self._adds_to_normed = shape.goes_on_normed
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: LayerContext, wanted: Tensor | None) -> Tensor:
-        """[R, hidden_size] of the wanted tokens [R], or of all [T], of embedded and hidden [T, hidden_size]."""
+        """Return states [R, hidden_size] of the `wanted` tokens [R], or [T, hidden_size] of all.
+
+        `embedded` and `hidden` are [T, hidden_size].
+        """
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_layernorm(embedded), normed), dim=1)
         total = normed if self._adds_to_normed else hidden
@@ -65,13 +68,13 @@ class Eagle3Head(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Head(config.hidden_size, shape.vocab_size)
         self.d2t = Parameter(shape.vocab_size, dtype=torch.int64) if shape.vocab_size < config.vocab_size else None
-        self._embedding = (embedding,)  # in a tuple, so that it is no layer below this one
-        self._token_ids: Tensor | None = None  # of the model, by those of the head
+        self._embedding = (embedding,)  # in a tuple, so that `Layer.children` does not find it
+        self._token_ids: Tensor | None = None  # the model's token id for each of the head's
         self._cos_sin: CosSin | None = None
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Patterns of tensors that go unread: the other direction of `d2t`, and the model's embedding once more."""
+        """Patterns of tensors that are not loaded: `t2d`, the inverse of `d2t`, and a copy of the model's embedding."""
         unmapped = ("d2t",) if self.d2t is None else ()
         return ("t2d", "embed_tokens.weight", "*.rotary_emb.inv_freq", *unmapped)
 
@@ -87,7 +90,7 @@ class Eagle3Head(Layer):
         table = cos_sin_table(config.rope, config.rotary_dim, config.max_model_len, device)
         self._cos_sin = CosSin(table, table)
         if self.d2t is not None:
-            self.d2t.data.zero_()  # numbers of tokens, also where no checkpoint fills it
+            self.d2t.data.zero_()  # valid token ids even if no checkpoint fills it
 
     def finish(self) -> None:
         super().finish()
@@ -105,9 +108,10 @@ class Eagle3Head(Layer):
         of_ranks: tuple[int, ...] | None = None,
         number: int = 0,
     ) -> DraftStates:
-        """Give what `CausalLM.draft` does. `hidden` [T, ...] is what the head reads of the model: the inputs of several
-        layers side by side, or the states that it gave for the guess before. `of_ranks` changes nothing: data-parallel
-        ranks have a whole head each.
+        """Return draft states, as `CausalLM.draft` does.
+
+        `hidden` [T, ...] is the concatenated inputs of several of the model's layers, or the head's own states from the
+        previous draft step. `of_ranks` is ignored: each data-parallel rank has a whole head.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
         (cache,) = caches
@@ -121,7 +125,7 @@ class Eagle3Head(Layer):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, vocab] of hidden states [R, hidden]: minus infinity for tokens that the head does not know."""
+        """Return logits [R, vocab] of hidden states [R, hidden]: -inf for tokens outside the head's vocabulary."""
         assert out is None, "logits of guesses are not kept"
         logits = self.lm_head.logits(hidden)
         if logits.is_cpu:

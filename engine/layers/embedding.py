@@ -1,4 +1,4 @@
-"""Token embedding and the head that turns hidden states into logits. Both are divided over ranks by the vocabulary."""
+"""Token embedding, and the head that turns hidden states into logits. The vocabulary is divided over ranks in both."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from baton.kernels.linear import PackedWeight, linear, pack
 from .base import Layer, Parameter, Share
 from .linear import Linear
 
-_ALIGNMENT = 16  # rows of the vocabulary: products like widths that are a multiple of it
+_ALIGNMENT = 16  # a rank's rows are a multiple of it: matrix products are faster at such widths
 
 
 class Vocabulary:
-    """This rank's rows of the vocabulary: all ranks have equal room, which the last ones need not fill."""
+    """This rank's rows of the vocabulary. All ranks reserve equally many; the last ranks may use fewer, or none."""
 
     def __init__(self, size: int, group: Group = ALONE) -> None:
         self.size = size
@@ -30,7 +30,7 @@ class Vocabulary:
         return Share(start, min(self._room, self.size - start), self.size)
 
     def gather(self, logits: Tensor, out: Tensor | None) -> Tensor:
-        """[R, vocab] of every rank's [R, rows of its share], in `out` where that is given."""
+        """Concatenate all ranks' logits [R, rows of the rank's share] to [R, vocab], in `out` if given."""
         group, missing = self.group, self._room - logits.shape[1]
         if missing:
             logits = functional.pad(logits, (0, missing))
@@ -40,9 +40,9 @@ class Vocabulary:
 
 
 class Embedding(Layer):
-    """Rows of weight [vocab, hidden] by token id [T] -> [T, hidden], times `scale`.
+    """Look-up of token ids [T] in weight [vocab, hidden] -> [T, hidden], times `scale`.
 
-    The scale is rounded to the weight's type, unless `rounds_scale` says no.
+    The scale is rounded to the weight's dtype, unless `rounds_scale` is false.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, rounds_scale: bool = True) -> None:
@@ -71,7 +71,7 @@ class Embedding(Layer):
 
 
 class Head(Linear):
-    """Logits [R, vocab] of hidden states [R, hidden], by a weight of its own."""
+    """Logits [R, vocab] of hidden states [R, hidden], with a weight of its own."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__(hidden_size, vocab_size)
@@ -88,10 +88,10 @@ class Head(Linear):
 
 
 class TiedHead(Layer):
-    """Logits by the embedding's own weight: no parameter, and no tensor in the checkpoint."""
+    """Logits with the embedding's weight: the head has no parameter, and no tensor in the checkpoint."""
 
     def __init__(self, embedding: Embedding) -> None:
-        self._shared = (embedding,)  # in a tuple, so that it is no layer below this one
+        self._shared = (embedding,)  # in a tuple, so that `Layer.children` does not find it
         self._packed: PackedWeight | None = None
 
     def finish(self) -> None:

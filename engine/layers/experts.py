@@ -1,4 +1,4 @@
-"""The experts of a mixture, and the router that chooses among them."""
+"""The experts of a mixture of experts, and the router that chooses among them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from .plain_experts import STACKS, PlainExperts
 class ExpertRouter(Layer):
     """Chooses the experts of each token and the weight of each expert's output."""
 
-    norms_hidden = False  # whether it has a norm of its own for what it reads, in place of the experts'
+    norms_hidden = False  # true: the router norms its input itself, instead of reading the experts' normed input
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         wide = torch.float32 if config.wide_router else None
         self.weight = Parameter(config.num_experts, hidden_size, dtype=wide)
         self.bias = Parameter(config.num_experts) if config.router_bias else None
-        # Added to the scores where experts are chosen; it evens out their loads (DeepSeek-V3, arXiv:2412.19437).
+        # Added to the scores when experts are chosen, not to their weights: it evens out the experts' loads
+        # (DeepSeek-V3, arXiv:2412.19437).
         self.e_score_correction_bias = (
             Parameter(config.num_experts, dtype=torch.float32) if config.score_correction else None
         )
@@ -45,14 +46,14 @@ class ExpertRouter(Layer):
     def __call__(self, hidden: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, top_k] int32 and their weights [T, top_k] float32 for hidden [T, hidden_size].
 
-        Tokens whose slot (`slots` int64 [T]) is -1 are padding: their expert is -1.
+        Tokens with slot -1 in `slots` [T] int64 are padding: their expert ids are -1.
         """
         logits = router_logits(hidden, self.weight.data, _data(self.bias))
         return route(logits, self.rule, bias=_data(self.e_score_correction_bias), slots=slots)
 
 
 class NormedRouter(ExpertRouter):
-    """The router of Gemma 4: of RMS-normed hidden states, with a scale for each of their dimensions and each expert.
+    """The router of Gemma 4: it RMS-norms hidden states, and has a scale for each hidden dimension and each expert.
 
     logits = proj(hidden / rms(hidden) * scale / sqrt(hidden_size))
     weights = softmax over the chosen experts' logits, times their per_expert_scale
@@ -82,9 +83,9 @@ class NormedRouter(ExpertRouter):
 
 
 class Experts(Layer):
-    """MLPs of one shape, with gates or without.
+    """The experts of a layer: MLPs of one shape, gated or not.
 
-    Their matrices are stored, held and multiplied by a method (`layers.method`).
+    An `ExpertsMethod` (`layers.method`) defines how their matrices are stored, held in memory and multiplied.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
@@ -105,7 +106,7 @@ class Experts(Layer):
         self.use(Mxfp4Experts() if config.stored == "mxfp4" else PlainExperts(config.stored))
 
     def use(self, method: ExpertsMethod) -> None:
-        """Store, hold and multiply the matrices by this method. Comes before `allocate`."""
+        """Store, hold and multiply the matrices by this method. Must be called before `allocate`."""
         self.method = method
         self.weights = method.declare(self.shape)
 
@@ -114,14 +115,14 @@ class Experts(Layer):
         return self.shape.held
 
     def keep_width(self, share: Share) -> None:
-        """Compute only this stretch of every expert's width; the caller sums the outputs over the ranks."""
+        """Compute only this part of every expert's intermediate width; the caller sums the outputs over the ranks."""
         self.shape = replace(self.shape, width=share)
         self.use(self.method)
         if self.gate_up_bias is not None:
             self.gate_up_bias.keep(1, share.times(self.shape.parts))
 
     def keep_experts(self, held: Sequence[int]) -> None:
-        """Hold only these experts, each once, in this order; what `expert_ids` name are their places in it."""
+        """Hold only these experts, each once, in this order. From then on, `expert_ids` are indices in `held`."""
         self.shape = replace(self.shape, held=Held(held, self.held.whole))
         self.use(self.method)
         for bias in (self.gate_up_bias, self.down_bias):
@@ -129,7 +130,7 @@ class Experts(Layer):
                 bias.keep(0, self.held.places)
 
     def parts_at(self, path: str) -> list[str]:
-        """Return the checkpoint's linear layers, or stacks of matrices, that this one at `path` is made of."""
+        """Return the names of the checkpoint's linear layers, or stacks of matrices, behind this layer at `path`."""
         if self.stored != "each":
             return [join(path, name) for name in STACKS[self.stored]]
         names = self.shape.projections
@@ -145,7 +146,7 @@ class Experts(Layer):
         return self._packed.multiply(hidden, expert_ids, weights, add_to)
 
     def finish(self) -> None:
-        adds_bias = self.shape.width.start == 0  # added once, by the rank with the first part of the width
+        adds_bias = self.shape.width.start == 0  # only the rank with the first part of the width adds it
         self._packed = self.method.pack(
             {name: parameter.data for name, parameter in self.weights.items()},
             gate_up_bias=_data(self.gate_up_bias),

@@ -1,10 +1,10 @@
-"""FP8: weights that stay in 8 bits, and those that come in 8 bits to a layer that computes otherwise.
+"""FP8 weights: those that stay in 8 bits, and those that are dequantized for a layer without FP8 kernels.
 
-checkpoint                         parameter                        kernels
-weight            [N, K] E4M3      weight [N, K] E4M3         ─┐
-weight_scale(_inv) one a block     scales [N / 128, K / 128]  ─┼──> Fp8Weight
-                   one a row, or   scales [N]                 ─┘
-                   one in all
+checkpoint                           parameter                        kernels
+weight             [N, K] E4M3       weight [N, K] E4M3         ─┐
+weight_scale(_inv) one per block     scales [N / 128, K / 128]  ─┼──> Fp8Weight
+                   one per row, or   scales [N]                 ─┘
+                   one per tensor
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class BlockScales(Parameter):
-    """Scales, one of each block of 128 x 128 of a weight [N, K]."""
+    """Scales, one for each block of 128 x 128 values of a weight [N, K]."""
 
     def __init__(self, rows: Share, columns: Share) -> None:
         kept = _blocks_of(rows), _blocks_of(columns)
@@ -44,7 +44,7 @@ class BlockScales(Parameter):
 
 
 def _blocks_of(share: Share) -> Share:
-    """Return the blocks of 128 that a share of values is made of."""
+    """Return the share of the blocks of 128 that contain this share of values."""
     if share.sections:
         blocks = tuple(_blocks_of(each) for each in share.sections)
         return Share(0, sum(each.size for each in blocks), -(-share.whole // BLOCK), blocks)
@@ -53,7 +53,7 @@ def _blocks_of(share: Share) -> Share:
 
 
 class RowScales(Parameter):
-    """Scales, one of each row of a weight."""
+    """Scales, one for each row of a weight."""
 
     def __init__(self, rows: Share) -> None:
         super().__init__(rows.whole, typical=1.0, dtype=torch.float32)
@@ -64,14 +64,14 @@ class RowScales(Parameter):
 
 
 class ScalarScale(RowScales):
-    """One scale of everything."""
+    """One scale for a whole tensor."""
 
     def __init__(self) -> None:
         super().__init__(Share.all(1))
 
 
 class _RowScalesSlot(Slot):
-    """The place of scales that a checkpoint stores as a row, as a column, or as one for all rows."""
+    """Loads scales that a checkpoint stores as [N], as [N, 1], or as one value for all rows."""
 
     __slots__ = ()
 
@@ -92,12 +92,12 @@ class _RowScalesSlot(Slot):
 
 @dataclass(frozen=True)
 class Fp8Linear(LinearMethod):
-    """E4M3 codes, and scales of blocks or rows."""
+    """E4M3 codes, with a scale for each block or each row."""
 
     quantization: Quantization
 
     def fits(self, columns: Share, parts: Sequence[Share]) -> bool:
-        """Return true where no block belongs to two of the merged layers, or to two ranks."""
+        """Return whether no block of scales straddles two of the merged layers, or two ranks."""
         sizes = (columns.whole, *(part.whole for part in parts[:-1]))
         stretches = [stretch for share in (columns, *parts) for stretch in share.stretches]
         borders = [border for each in stretches for border in (each.start, each.end) if border < each.whole]
@@ -108,8 +108,9 @@ class Fp8Linear(LinearMethod):
         return {"weight": Parameter.part(rows, columns, dtype=E4M3), self.quantization.scale_name: scales}
 
     def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
-        """Multiply the scales: codes stay what they are. Merged layers and sections (`Share.sections`) share no block,
-        so neither do factors.
+        """Multiply the scales; the codes stay as they are.
+
+        No block of scales has two factors, since none straddles two merged layers or sections (`Share.sections`).
         """
         each = BLOCK if self.quantization.in_blocks else 1
         counts = [(-(-count // each), factor) for count, factor in factors]
@@ -121,7 +122,7 @@ class Fp8Linear(LinearMethod):
 
 @dataclass(frozen=True)
 class Fp8LinearWeight(LinearWeight):
-    """A weight for the kernels of `kernels.fp8`, which bring their inputs to 8 bits."""
+    """A weight for the kernels of `kernels.fp8`, which quantize their inputs to 8 bits."""
 
     weight: fp8.Fp8Weight
 
@@ -144,9 +145,9 @@ class Fp8LinearWeight(LinearWeight):
 
 @dataclass(frozen=True)
 class Fp8Experts(FusedMethod):
-    """E4M3 codes, and a scale for each 128 x 128 values of a gate, an up or a down matrix; stored one by one.
+    """E4M3 codes, with a scale for each 128 x 128 values of a gate, up or down matrix; each matrix a tensor of its own.
 
-    Where a checkpoint has one scale of each matrix, all of its blocks have that.
+    If the checkpoint has one scale per matrix, it is repeated for all of the matrix's blocks.
     """
 
     quantization: Quantization
@@ -154,7 +155,7 @@ class Fp8Experts(FusedMethod):
     dtype = E4M3
 
     def fits(self, shape: ExpertsShape) -> bool:
-        """Return whether there are kernels for it, and no block belongs to two ranks."""
+        """Return whether there are kernels for this shape, and no block of scales straddles two ranks."""
         width = shape.width
         return self.quantization.keeps_experts(shape.hidden_size, width.start, width.end, width.whole)
 
@@ -176,7 +177,7 @@ class Fp8Experts(FusedMethod):
 
 
 class _OneScaleSlot(Slot):
-    """The place of one scale of a whole matrix: all of its blocks."""
+    """Loads the one scale of a matrix, and repeats it for all of the matrix's blocks."""
 
     __slots__ = ()
 
@@ -191,16 +192,16 @@ class _OneScaleSlot(Slot):
         return ()
 
     def place(self, tensor: Tensor) -> None:
-        if tensor.numel() == 1:  # others are dummy weights
+        if tensor.numel() == 1:  # dummy weights already have a value for each block
             tensor = tensor.reshape(()).expand(self.shape)
         super().place(tensor)
 
 
 def plain_weight(data: Tensor, scale: Tensor, in_blocks: bool, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] that E4M3 `data` and its `scale` stand for, for a layer that takes no 8 bits.
+    """Dequantize a weight [N, K] from E4M3 `data` and its `scale`, for a layer without FP8 kernels.
 
-    Of a stack [E, N, K] with the scales of each matrix, or one of all, the same. Raises `WeightsError` where they do
-    not belong together.
+    `data` may also be a stack [E, N, K], with scales for each matrix or one for all. Raises `WeightsError` if the
+    shapes of data and scales do not match.
     """
     if data.dim() == 3:
         if scale.numel() == 1:

@@ -3,8 +3,8 @@
     q, k, v = conv(x W_q, x W_k, x W_v)             decays = x F_a F_b, beta = x W_b (`kernels.gated_delta.Gate`)
     out = norm(delta rule(q, k, v, decays, beta)) * sigmoid(x G_a G_b)
 
-Its cache is a slot a sequence: the tail of the convolutions' inputs, those of q, k and v one after another, and a
-matrix a head.
+The cache of a sequence is one slot: the last inputs of the convolutions of q, k and v, concatenated, and a state matrix
+for each head.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from .recurrent import DeltaMixer, LayerStates, MergedConv
 
 
 class KimiDeltaAttention(DeltaMixer):
-    """One layer of it, in the checkpoint `q_proj`, `q_conv1d` and those of k and v, `f_a_proj`, `f_b_proj`, `b_proj`,
-    `g_a_proj`, `g_b_proj`, `o_norm`, `o_proj`, `A_log` [1, 1, heads, 1] and `dt_bias` [heads * head_dim].
+    """One layer of Kimi Delta Attention.
 
-    The first matrices of decays and output gates, and that of beta, are the gates of `DeltaMixer`.
+    Checkpoints have `q_proj`, `k_proj`, `v_proj`, `q_conv1d`, `k_conv1d`, `v_conv1d`, `f_a_proj`, `f_b_proj`, `b_proj`,
+    `g_a_proj`, `g_b_proj`, `o_norm`, `o_proj`, `A_log` [1, 1, heads, 1] and `dt_bias` [heads * head_dim].
+    `f_a_proj`, `g_a_proj` and `b_proj` are the `gates` of `DeltaMixer`.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         shape = config.linear
         assert shape is not None, "a config of this family has linear attention"
         assert shape.gate_rank is not None, "its gates are of a low rank"
-        self.shape = shape  # of this rank
+        self.shape = shape  # this rank's, after `divide`
         heads, keys, values, rank = shape.num_value_heads, shape.key_width, shape.value_width, shape.gate_rank
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
         gates = {"f_a_proj": rank, "g_a_proj": rank, "b_proj": heads}
@@ -56,7 +57,7 @@ class KimiDeltaAttention(DeltaMixer):
         self._states = LayerStates(config, self.place)
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Give heads to the ranks in order; every rank has what the gates of all heads come from."""
+        """Divide the heads over the ranks, in order. `f_a_proj` and `g_a_proj` are whole on every rank."""
         shape, tp = self.shape, groups.tp
         heads = Share.part(shape.num_value_heads, tp)
         keys, values = heads.times(shape.key_dim), heads.times(shape.value_dim)

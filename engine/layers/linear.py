@@ -1,8 +1,9 @@
-"""Linear layers. Their weights are stored, held and multiplied by a method (`layers.method`).
+"""Linear layers. A `LinearMethod` (`layers.method`) defines how weights are stored, held in memory and multiplied.
 
-Divided over ranks, a layer computes some of its outputs from everything, or everything from some of its inputs:
+There are two ways to divide a layer over ranks r. Each rank computes some outputs from all inputs (column-parallel in
+Megatron's words), or a partial sum of all outputs from some inputs (row-parallel):
 
-    keep_rows       y_r = x @ W[rows_r].T          outputs are as divided as what reads them
+    keep_rows       y_r = x @ W[rows_r].T                              the next layer reads only y_r
     keep_columns    y = sum over r of x_r @ W[:, columns_r].T          one all-reduce
 """
 
@@ -26,27 +27,27 @@ class Linear(Layer):
         self.rows, self.columns = Share.all(out_features), Share.all(in_features)  # of the weight, on this rank
         self.bias = Parameter(out_features) if bias else None
         self.packed: LinearWeight | None = None
-        self._sum: Group = ALONE  # whose products are summed
-        self._adds = True  # whether the bias, and what the result is added to, are this rank's to add
+        self._sum: Group = ALONE  # the group whose products are summed
+        self._adds = True  # whether this rank adds the bias and `add_to`: one rank of the group does
         self.use(PLAIN)
 
     def use(self, method: LinearMethod) -> None:
-        """Store, hold and multiply the weight by this method. Comes before `allocate`."""
+        """Store, hold and multiply the weight by this method. Must be called before `allocate`."""
         self.method = method
         self.weights = method.declare(self.rows, self.columns)
 
     @property
     def out_features(self) -> int:
-        """The number on this rank."""
+        """The number of outputs on this rank."""
         return self.rows.size
 
     @property
     def in_features(self) -> int:
-        """The number on this rank."""
+        """The number of inputs on this rank."""
         return self.columns.size
 
     def parts_at(self, path: str) -> dict[str, Share]:
-        """Return the checkpoint's layers that this one at `path` is made of, and which of their outputs are here."""
+        """Return the names of the checkpoint's layers behind this one at `path`, and the outputs of each held here."""
         return {path: self.rows}
 
     def keep_rows(self, share: Share) -> None:
@@ -58,9 +59,9 @@ class Linear(Layer):
             self.bias.keep(0, share)
 
     def keep_columns(self, share: Share, group: Group, *, summed: bool = True) -> None:
-        """Take only these inputs, as the other ranks of the group take the others.
+        """Read only these inputs; the other ranks of the group read the others.
 
-        Results are sums over the group, unless the caller wants to sum them: `summed=False`.
+        The layer sums results over the group. With `summed=False`, the caller does.
         """
         assert share.whole == self.columns.size, f"a share of {share.whole} inputs, where there are {self.columns.size}"
         self.columns = share
@@ -80,9 +81,9 @@ class Linear(Layer):
                 start += rows.size
 
     def multiply_rows(self, factors: Sequence[tuple[int, float]]) -> None:
-        """Multiply so many outputs after another by a factor each: their weights and biases, rounded to their type.
+        """Multiply successive runs of outputs, given as (number of outputs, factor), by their factors.
 
-        Comes when all slots are filled, before `finish`.
+        Weights and biases are multiplied and rounded to their dtype. Called once all slots are filled, before `finish`.
         """
         if all(factor == 1.0 for _, factor in factors):
             return
@@ -106,8 +107,8 @@ class Linear(Layer):
     ) -> Tensor:
         """Multiply, fused with the operations before and after the product: see `LinearWeight.multiply`.
 
-        A layer whose columns are divided adds the first rank's `add_to` only, which need not be what is returned. Its
-        results are sums, so it takes no activation.
+        A layer with divided columns adds the `add_to` of the group's first rank only, and may return another tensor.
+        It must not have an activation, since its results are summed over ranks.
         """
         assert self.packed is not None, "finish() comes before the first call"
         bias = None if self.bias is None or not self._adds else self.bias.data
@@ -118,9 +119,9 @@ class Linear(Layer):
 
 
 class MergedLinear(Linear):
-    """Several linear layers of the same input as one matrix, their outputs side by side.
+    """Several linear layers with the same input as one matrix, their outputs concatenated.
 
-    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its output size.
+    `parts` maps the name of each in the checkpoint, a sibling of this layer, to its output size.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
@@ -128,7 +129,7 @@ class MergedLinear(Linear):
         self.parts = {name: Share.all(rows) for name, rows in parts.items()}
 
     def keep_parts(self, shares: Mapping[str, Share]) -> None:
-        """Compute only these outputs of the named parts here; of the others all."""
+        """Compute only these outputs of the named parts here, and all outputs of the other parts."""
         self.parts.update(shares)
         size = sum(share.size for share in self.parts.values())
         self.keep_rows(Share(0, size, self.rows.size))

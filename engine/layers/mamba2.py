@@ -1,9 +1,9 @@
-"""Mamba-2: a mixer whose state decays at a rate of each head (arXiv:2405.21060; `kernels.ssd`).
+"""Mamba-2: a mixer with a recurrent state that decays at a rate per head (arXiv:2405.21060; `kernels.ssd`).
 
     z, xBC, dt = x W_in          x, B, C = silu(conv(xBC))          out = norm(SSD(x, B, C, dt), silu(z)) W_out
 
-Its cache is a slot a sequence: the tail of the convolution's inputs, and a matrix a head. Heads of a group share B and
-C, as query heads share keys; the norm is one of each group's width.
+The cache of a sequence is one slot: the last inputs of the convolution, and a state matrix for each head. Heads of a
+group share B and C, as query heads share keys; the norm is computed over each group's width.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .recurrent import DepthwiseConv, LayerStates
 
 
 class Mamba2(TokenMixer):
-    """One layer of it, in the checkpoint `in_proj`, `conv1d`, `A_log`, `D`, `dt_bias`, `norm` and `out_proj`.
+    """One layer of Mamba-2. Checkpoints have `in_proj`, `conv1d`, `A_log`, `D`, `dt_bias`, `norm` and `out_proj`.
 
-    Multipliers of the config go into the weights of the projections when these have been loaded.
+    The config's multipliers are multiplied into the weights of the projections once they are loaded.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         shape = config.mamba
         assert shape is not None, "a config of this family has Mamba-2"
-        self.shape = shape  # of this rank
+        self.shape = shape  # this rank's, after `divide`
         self.in_proj = Linear(config.hidden_size, sum(shape.parts), bias=shape.projection_bias)
         self.conv1d = DepthwiseConv(shape.conv_channels, shape.conv_width, bias=shape.conv_bias)
         self.A_log, self.D, self.dt_bias = (Parameter(shape.num_heads, dtype=torch.float32) for _ in range(3))
@@ -50,10 +50,10 @@ class Mamba2(TokenMixer):
         self._eps = config.rms_norm_eps
         self._states = LayerStates(config, self.place)
         self._groups = Share.all(shape.num_groups)
-        self._group: Group = ALONE  # whose ranks share groups of heads, where these are fewer
+        self._group: Group = ALONE  # the ranks, if they are more than the groups of heads and so share them
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Give heads to the ranks in order, and the groups that they belong to; several ranks may share one."""
+        """Divide the heads over the ranks, in order, with the groups they belong to. Ranks may share a group."""
         shape, tp = self.shape, groups.tp
         heads, self._groups = Share.part(shape.num_heads, tp), shared_heads(shape.num_groups, tp)
         values, keys = heads.times(shape.head_dim), self._groups.times(shape.state_dim)
@@ -107,7 +107,7 @@ class Mamba2(TokenMixer):
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
-        """Return out [T, width] with its gate and its norm, in out's dtype."""
+        """Return `out` [T, width], gated by `z` and normed, in out's dtype."""
         if self.norm is None:
             return activation_and_mul(torch.cat([z, out], 1), Activation.SILU)
         if self._group.size > 1:
@@ -123,13 +123,13 @@ class Mamba2(TokenMixer):
         return normed.flatten(1)
 
     def _normed_over_ranks(self, out: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        """Do the same where ranks have parts of one group: its mean of squares is one of all of them."""
+        """Do the same if several ranks have parts of one group: they all-reduce its mean of squares."""
         gate, values = functional.silu(z.float()), out.float()
         if self._order is MambaNorm.GATE_FIRST:
             values = values * gate
         squares = values.new_zeros(len(values), self._groups.whole)
         squares[:, self._groups.start] = values.square().sum(1)
-        sharing = self._group.size // self._groups.whole  # ranks, of one group
+        sharing = self._group.size // self._groups.whole  # number of ranks that share a group
         means = self._group.all_reduce(squares)[:, self._groups.start, None] / (self.shape.width * sharing)
         normed = values * torch.rsqrt(means + self._eps) * weight.float()
         return (normed if self._order is MambaNorm.GATE_FIRST else normed * gate).to(out.dtype)

@@ -2,14 +2,14 @@
 
     checkpoint ──slots──> parameters ──pack──> packed weight ──multiply(x, bias, activation, ...)──> y
 
-`Linear` and `Experts` know shapes, ranks and biases, and leave everything else to their method. They begin with the
-plain one; `weights.loader` gives the layers that a checkpoint has quantized another (`use`), before memory is
-allocated. A method never sees the device: a device without kernels for it gets plain weights.
+`Linear` and `Experts` know shapes, ranks and biases, and leave everything else to their method. At first this is the
+plain method. Before memory is allocated, `weights.loader` gives another one (`use`) to layers that the checkpoint has
+quantized. A method does not know the device: on a device without kernels for a format, layers keep the plain method.
 
-    method           stored                                       in memory       multiplied by
-    plain            any floating-point type                       model's dtype   kernels.linear, kernels.moe
-    FP8              E4M3, a scale a block, row or tensor          the same        kernels.fp8, kernels.moe
-    MXFP4 (experts)  E2M1 in bytes, a power of two a group of 32   model's dtype   kernels.moe
+    method           stored as                                       in memory       multiplied by
+    plain            any floating-point type                         model's dtype   kernels.linear, kernels.moe
+    FP8              E4M3, a scale per block, row or tensor          the same        kernels.fp8, kernels.moe
+    MXFP4 (experts)  E2M1 in bytes, a power of two per group of 32   model's dtype   kernels.moe
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .base import Held, Parameter, Share, Slot
 
 
 class LinearWeight(abc.ABC):
-    """A weight [N, K] as its kernels read it."""
+    """A weight [N, K] in the layout of its kernels."""
 
     @abc.abstractmethod
     def multiply(
@@ -40,41 +40,43 @@ class LinearWeight(abc.ABC):
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute y = norm(x) @ weight.T + bias: x [T, K] -> [T, N]. With the activation of a gate, and gates in the
-        first half of y, `activation(gates) * ups` [T, N / 2] of it; with another, that of each value.
+        """Compute y = norm(x) @ weight.T + bias: x [T, K] -> [T, N].
 
-        Without an activation, the result is written to `out` or added to `add_to` in place where one is given.
+        An `Activation` takes the first half of y as gates and returns `activation(gates) * ups` [T, N / 2]; a
+        `Pointwise` is applied to each value. Without an activation, the result is written to `out`, or added to
+        `add_to` in place, if one is given.
         """
 
 
 class LinearMethod(abc.ABC):
-    """The way in which the weight [N, K] of a linear layer is stored, held and multiplied."""
+    """Defines how the weight [N, K] of a linear layer is stored, held in memory and multiplied."""
 
     def fits(self, columns: Share, parts: Sequence[Share]) -> bool:
-        """Return whether a rank's shares of these columns, and of the rows of these layers, can be one matrix.
+        """Return whether this method can hold these columns, and these rows of merged layers (`parts`), in one matrix.
 
-        Layers stay plain whose merging or division would cut what belongs together, such as values under one scale.
+        It cannot if a border between layers or ranks would cut a block of values that share a scale. Such layers keep
+        the plain method.
         """
         return True
 
     @abc.abstractmethod
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
-        """Return the parameters for a rank's share, by their names in the checkpoint behind the layer's.
+        """Return the parameters for a rank's share, by the last part of their names in the checkpoint (`weight`).
 
-        `Parameter.slot` is asked for the slot of each checkpoint tensor, with the first row and the rows of the weight.
+        `Linear.slots` calls `Parameter.slot` for each checkpoint tensor, with the first row here and the tensor's rows.
         """
 
     @abc.abstractmethod
     def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
-        """Multiply so many rows of the weight after another by a factor each, in what was loaded."""
+        """Multiply successive runs of the loaded weight's rows, given as (number of rows, factor), by their factors."""
 
     @abc.abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
-        """Lay out for the kernels what was loaded into the declared parameters, by the same names."""
+        """Return the loaded tensors of the declared parameters, by the same names, in the kernels' layout."""
 
 
 def multiply_stretches(rows: Tensor, factors: Sequence[tuple[int, float]]) -> None:
-    """Multiply so many rows after another by a factor each, in place."""
+    """Multiply successive runs of rows, given as (number of rows, factor), by their factors in place."""
     first = 0
     for count, factor in factors:
         rows[first : first + count].mul_(factor)
@@ -99,7 +101,7 @@ PLAIN = PlainMethod()
 
 @dataclass(frozen=True)
 class PlainWeight(LinearWeight):
-    """A matrix, in panels on a CPU."""
+    """A matrix, in panels of rows on a CPU."""
 
     packed: PackedWeight
 
@@ -120,40 +122,40 @@ class PlainWeight(LinearWeight):
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The part of a layer's experts that a rank holds: some of the experts, and of each a stretch of its width."""
+    """The part of a layer's experts that a rank holds: some experts, and a range of the intermediate width of each."""
 
     held: Held
     width: Share
     hidden_size: int
-    projections: tuple[str, ...]  # names of an expert's gate, up and down projection, stored by itself; or up and down
+    projections: tuple[str, ...]  # names of one expert's gate (if gated), up and down projections in checkpoints
 
     @property
     def parts(self) -> int:
-        """The rows of `gate_up` for each value of the width: a gate and an up, or an up."""
+        """The rows of `gate_up` for each value of the width: 2 (gate and up), or 1 without gates."""
         return len(self.projections) - 1
 
 
 class PackedExperts(abc.ABC):
-    """The experts of a layer as their kernels read them."""
+    """The experts of a layer in the layout of their kernels."""
 
     @abc.abstractmethod
     def multiply(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None) -> Tensor:
-        """Sum the outputs of each token's experts by their weights, on top of `add_to` in place where there is one.
+        """Return the weighted sum of the outputs of each token's experts, added to `add_to` in place if given.
 
         hidden [T, hidden_size], expert_ids and weights [T, top_k] -> [T, hidden_size].
         """
 
 
 class ExpertsMethod(abc.ABC):
-    """The way in which the matrices of a layer's experts are stored, held and multiplied."""
+    """Defines how the matrices of a layer's experts are stored, held in memory and multiplied."""
 
     @abc.abstractmethod
     def declare(self, shape: ExpertsShape) -> dict[str, Parameter]:
-        """Return the parameters for a rank's part by name. Each begins with the dimension of the experts held."""
+        """Return the parameters for a rank's part, by name. The first dimension of each is the held experts."""
 
     @abc.abstractmethod
     def slots(self, shape: ExpertsShape, parameters: Mapping[str, Parameter], path: str) -> Iterator[Slot]:
-        """Yield the checkpoint tensors below `path` that fill the declared parameters."""
+        """Yield the slots of checkpoint tensors below `path` that fill the declared parameters."""
 
     @abc.abstractmethod
     def pack(
@@ -164,4 +166,4 @@ class ExpertsMethod(abc.ABC):
         down_bias: Tensor | None,
         activation: GatedActivation | Pointwise,
     ) -> PackedExperts:
-        """Lay out for the kernels what was loaded into the declared parameters, by the same names."""
+        """Return the loaded tensors of the declared parameters, by the same names, in the kernels' layout."""

@@ -24,11 +24,11 @@ from .base import Layer, Parameter, Share, rows_at
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
 
-LATENT_NORM_EPS = 1e-6  # whatever the config says of the other norms
+LATENT_NORM_EPS = 1e-6  # not the config's epsilon, which is for the other norms
 
 
 class KeyValueUp(Layer):
-    """The projection from latents to keys and values of every head. Attention multiplies with it, from either side."""
+    """`kv_b_proj`, from latents to every head's keys and values. The attention kernels read its weight themselves."""
 
     def __init__(self, num_heads: int, shape: LatentShape) -> None:
         self.weight = Parameter(num_heads * (shape.nope_dim + shape.value_dim), shape.rank)
@@ -36,7 +36,7 @@ class KeyValueUp(Layer):
         self._shape = shape
 
     def keep_heads(self, share: Share) -> None:
-        """Serve only these heads here."""
+        """Hold only these heads here."""
         self.weight.keep(0, share.times(self._shape.nope_dim + self._shape.value_dim))
         self._num_heads = share.size
 
@@ -45,7 +45,7 @@ class KeyValueUp(Layer):
 
 
 class LatentAttention(SelfAttention):
-    """Projections, norms, rotation, the write into the cache and attention of one decoder layer."""
+    """Projections, norms, rotation, the write to the KV cache and attention of one decoder layer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         shape = config.latent
@@ -68,7 +68,7 @@ class LatentAttention(SelfAttention):
         self._shape = shape
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Give heads to the ranks in order; every rank has the latents."""
+        """Divide the heads over the ranks, in order. Every rank computes and caches the latents."""
         heads = Share.part(self.num_heads, groups.tp)
         queries = heads.times(self._shape.head_dim)
         if self.q_b_proj is None:
@@ -114,7 +114,7 @@ class LatentAttention(SelfAttention):
 
 
 def score_scale(shape: LatentShape, rope: Rope) -> float:
-    """Return the factor of scores: YaRN's temperature is part of it where the config names `mscale_all_dim`."""
+    """Return the factor of attention scores. It includes YaRN's temperature if the config has `mscale_all_dim`."""
     scale = shape.head_dim**-0.5
     if isinstance(rope, YarnRope) and rope.mscale_all_dim:
         scale *= (0.1 * rope.mscale_all_dim * math.log(max(rope.factor, 1.0)) + 1.0) ** 2

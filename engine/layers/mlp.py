@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated ones, of Llama and its successors (SwiGLU and GEGLU, arXiv:2002.05202), and plain ones."""
+"""Feed-forward layers: gated (SwiGLU and GEGLU, arXiv:2002.05202), as in Llama and its successors, and plain."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from baton.kernels.linear import Activation, Pointwise, RowNorm
 from .base import Layer, Share, TokenRows
 from .linear import Linear, MergedLinear
 
-CPU_SLICE = 512  # tokens whose intermediate activations stay in the last-level cache between the two products
+CPU_SLICE = 512  # tokens per pass: their intermediate activations stay in the last-level cache between both products
 
 
 class FeedForward(Layer, abc.ABC):
-    """The part of a decoder layer behind attention."""
+    """The feed-forward part of a decoder layer: an MLP or a mixture of experts."""
 
     @abc.abstractmethod
     def __call__(
         self, hidden: Tensor, rows: TokenRows, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        """Compute [T, hidden_size] of hidden [T, hidden_size], which are the `rows`, through `norm` first.
+        """Return the output [T, hidden_size] for hidden [T, hidden_size], which goes through `norm` first, if given.
 
-        With `add_to` the result is added to what that holds, in place where the layer is not divided over ranks; what
-        is returned is the sum. What padding gives is arbitrary.
+        `rows` describes the T tokens. With `add_to`, the sum of `add_to` and the output is returned; the addition is in
+        place unless the layer is divided over ranks. Outputs of padding are arbitrary.
         """
         ...
 
@@ -65,9 +65,10 @@ class MLP(FeedForward):
 class GatedMLP(FeedForward):
     """down(activation(gate(x)) * up(x)).
 
-    merged      the checkpoint has gates and ups in one tensor, `input_linear`, and calls the other `output_linear`
+    merged      the checkpoint has gates and ups in one tensor, `input_linear`, and calls the down one `output_linear`
 
-    Multipliers, of what the gate and what all of it gives, go into the weights when these have been loaded.
+    `gate_multiplier` and `output_multiplier`, factors of the gate's and of the MLP's output, are multiplied into the
+    weights once they are loaded.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GatedMLP(FeedForward):
         self.divide_over(groups.tp)
 
     def divide_over(self, group: Group, *, summed: bool = True) -> None:
-        """`summed=False`: the caller sums what the ranks give."""
+        """Divide the intermediate width over the group. With `summed=False`, the caller sums the ranks' outputs."""
         share = Share.part(self.down_proj.in_features, group)
         parts = {"gate_proj": share, "up_proj": share}
         self.gate_up_proj.keep_parts({"input_linear": Share.of_sections([share, share])} if self._merged else parts)

@@ -1,4 +1,4 @@
-"""A feed-forward layer of many experts, of which each token goes to a few, and some that serve every token."""
+"""A mixture of experts: many routed experts, of which each token goes to a few, and shared experts for every token."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .mlp import MLP, FeedForward, GatedMLP
 class MoE(FeedForward):
     """shared(x) + the weighted sum of the experts that `gate(x)` chooses.
 
-    In the checkpoint `gate`, `experts` (see `layers.plain_experts`), and `shared_experts` where there are any, or what
-    `names` calls them. With `gated_expert` there is one of these, `shared_expert`, whose output is multiplied by
-    sigmoid(x @ shared_expert_gate). `shared` is a block to use for them, and `router` one to use for `gate`. With a
-    `latent_size`, experts compute fc2_latent_proj(experts(fc1_latent_proj(x))).
+    Checkpoints name the parts `gate`, `experts` (see `layers.plain_experts`) and `shared_experts`, or as `names` maps
+    them. With `gated_expert`, the shared part is one `shared_expert`, and its output is multiplied by
+    sigmoid(x @ shared_expert_gate). The caller may pass its own block for the shared experts (`shared`) and for `gate`
+    (`router`). With a `latent_size`, routed experts compute fc2_latent_proj(experts(fc1_latent_proj(x))).
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class MoE(FeedForward):
         self.shared_experts: GatedMLP | MLP | None = shared
         if shared is None and shared_size:
             self.shared_experts = (GatedMLP if config.is_gated else MLP)(hidden_size, shared_size)
-        self.spread: SpreadExperts | None = None  # None: every expert is here, or a stretch of its width
-        self._group: Group = ALONE  # over which results are summed
+        self.spread: SpreadExperts | None = None  # None: every expert is here, or a part of its width
+        self._group: Group = ALONE  # the group that results are summed over
         self.shared_expert_gate = Linear(hidden_size, 1) if gated_expert else None
-        self._names = dict(names or {})  # of children, where they are not those of the attributes
+        self._names = dict(names or {})  # names of children in checkpoints, if other than their attributes
         if gated_expert:
             self._names["shared_experts"] = "shared_expert"
 
@@ -64,9 +64,9 @@ class MoE(FeedForward):
             yield self._names.get(name, name), child
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Give every rank a stretch of the shared experts' width, and of the others' unless those are spread.
+        """Divide the width of the shared experts over the tensor-parallel ranks, and the routed experts, too.
 
-        Then it has some of them whole.
+        With expert parallelism, each rank holds some whole routed experts; otherwise a part of every expert's width.
         """
         self._group = groups.tp
         if groups.spread is not None and groups.ep.size > 1:
@@ -90,20 +90,20 @@ class MoE(FeedForward):
         add_to = self._with_shared(hidden, add_to)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return self._group.all_reduce(self._routed(hidden, expert_ids, weights, rows, add_to))
-        # The second projection is that of a sum over ranks: each rank's part goes through it before they are summed.
+        # fc2 is linear: each rank applies it to its partial sum, so that one all-reduce sums routed and shared experts.
         latents = self._routed(self.fc1_latent_proj(hidden), expert_ids, weights, rows, None)
         return self._group.all_reduce(self.fc2_latent_proj(latents, add_to=add_to))
 
     def _routed(
         self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, rows: TokenRows, add_to: Tensor | None
     ) -> Tensor:
-        """Return what the routed experts of this rank give, on top of `add_to`."""
+        """Return the output of this rank's routed experts, plus `add_to`."""
         if self.spread is None:
             return self.experts(hidden, expert_ids, weights, add_to)
         return self.spread(hidden, expert_ids, weights, rows.of_ranks, add_to)
 
     def _with_shared(self, hidden: Tensor, add_to: Tensor | None) -> Tensor | None:
-        """Return `add_to`, which is the first rank's to add, and what the shared experts give of this rank's width."""
+        """Return `add_to` (on the first rank only) plus the output of this rank's part of the shared experts."""
         if self.shared_experts is not None and self.shared_expert_gate is None:
             return self.shared_experts(hidden, add_to=add_to)
         if self._group.rank > 0:
@@ -115,13 +115,13 @@ class MoE(FeedForward):
 
 
 class SpreadExperts:
-    """Experts of which this rank holds some, and other ranks the others.
+    """Experts under expert parallelism: this rank holds some, other ranks the others.
 
-    Which ones changes while serving: `placement`, `table` and the weights always say the same.
+    The placement may change while serving. `placement`, `table` and the weights always agree with each other.
     """
 
     def __init__(self, experts: Experts, groups: ParallelGroups, spread: ExpertSpread, top_k: int) -> None:
-        """Take the experts that are not this rank's out of `experts`. Comes before memory is allocated."""
+        """Remove the experts of other ranks from `experts`. Must be called before memory is allocated."""
         self.experts = experts
         self._top_k = top_k
         self._one_of_each_rank = (1,) * groups.dp.size
@@ -141,7 +141,10 @@ class SpreadExperts:
         self._table.write(placement.replicas())
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Send a token without experts the eager way and back, as captured steps may go another. All ranks call it."""
+        """Launch the kernels of the eager dispatch, with one token without experts. All ranks call it.
+
+        Captured steps may use another dispatch, so they do not cover these kernels.
+        """
         device, shape = self.table.places.device, (1, self._top_k)
         token = RoutedTokens(
             torch.zeros(1, self.experts.shape.hidden_size, dtype=dtype, device=device),
@@ -152,7 +155,7 @@ class SpreadExperts:
         self.dispatches.eager.finalize(torch.zeros_like(served.hidden, memory_format=torch.contiguous_format), served)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Take note of where experts lie now. The caller has moved their weights."""
+        """Record a new placement of experts. The caller has already moved their weights."""
         self.placement = placement
         self.table.write(placement.replicas())
 
@@ -164,7 +167,7 @@ class SpreadExperts:
         of_ranks: tuple[int, ...] | None,
         add_to: Tensor | None,
     ) -> Tensor:
-        """Compute what `Experts` does, but for the sum over the ranks that have the same tokens."""
+        """Compute the same as `Experts`; the caller still sums over the tensor-parallel ranks with the same tokens."""
         dispatch = self.dispatches.captured if of_ranks is None else self.dispatches.eager
         served = dispatch.prepare(RoutedTokens(hidden, expert_ids, weights), self.table, of_ranks)
         if dispatch.is_local:

@@ -1,10 +1,10 @@
-"""Experts in 4 bits (MXFP4), multiplied out while they are loaded.
+"""Experts in 4 bits (MXFP4), dequantized while they are loaded.
 
-    <name>_blocks  [items, rows, groups, 16] bytes: 32 neighbours of a row, two a byte, the first in the low half
-    <name>_scales  [items, rows, groups] bytes: a power of two for 32 values
+    <name>_blocks  [items, rows, groups, 16] bytes: 32 neighbours of a row, two per byte, the first in the low half
+    <name>_scales  [items, rows, groups] bytes: a power of two for each 32 values
 
-A value is a sign, two bits of exponent and one of mantissa (E2M1), a scale an exponent with bias 127 (E8M0): OCP
-Microscaling Formats 1.0, section 5.
+A value has a sign, two bits of exponent and one of mantissa (E2M1). A scale is an exponent with bias 127 (E8M0).
+Source: OCP Microscaling Formats 1.0, section 5.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .plain_experts import FusedMethod
 
 GROUP = 32  # values of a row that share a scale
 SCALE_BIAS = 127
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its three bits below the sign
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 magnitudes, indexed by the three bits below the sign
 
 
 class Mxfp4Experts(FusedMethod):
-    """Matrices in the model's dtype, stored as blocks and scales: gates and ups next to each other."""
+    """Matrices in the model's dtype, stored as blocks and scales, with rows of gates and ups interleaved."""
 
     def slots(self, shape: ExpertsShape, parameters: Mapping[str, Parameter], path: str) -> Iterator[Slot]:
         for name, parameter in (("gate_up_proj", parameters["gate_up"]), ("down_proj", parameters["down"])):
@@ -41,7 +41,7 @@ def packed_slots(name: str, parameter: Parameter, held: Held) -> Iterator[Packed
 
 
 class PackedSlot(StackSlot):
-    """Blocks or scales of a weight. Whichever comes first waits for the other; then the weight is multiplied out."""
+    """Loads the blocks or the scales of a weight. Once both have arrived, in any order, the weight is dequantized."""
 
     __slots__ = ("_halves", "_which")
 
@@ -55,7 +55,7 @@ class PackedSlot(StackSlot):
         within = (Share.all(GROUP // 2),) if which == "blocks" else ()
         self.shares = (items, rows, groups, *within)
         self._which = which
-        self._halves = halves  # of this weight, until it is whole
+        self._halves = halves  # this weight's blocks and scales, until both have arrived
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         return self.num_elements
@@ -76,9 +76,9 @@ class PackedSlot(StackSlot):
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values [rows, 32 * groups] of blocks uint8 [rows, groups, 16] and scales uint8 [rows, groups].
 
-    Exact, but for values that `dtype` cannot hold.
+    The result is exact, except for values that `dtype` cannot represent.
     """
-    exact = torch.float32 if dtype == torch.float16 else dtype  # whose exponents reach as far as the scales'
+    exact = torch.float32 if dtype == torch.float16 else dtype  # a dtype with the exponent range of the scales
     values = functional.embedding(blocks.int(), _pairs(exact, blocks.device)).flatten(2)  # [rows, groups, 32]
     powers = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - SCALE_BIAS)
     return values.mul_(powers[..., None]).flatten(1).to(dtype)
@@ -86,7 +86,7 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[256, 2]: the values that a byte holds."""
+    """Return a table [256, 2] of the two values in each byte."""
     values = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], dtype=dtype, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)

@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv:1910.07467), and the sum through a decoder that every layer reads through a norm and adds to."""
+"""RMSNorm (arXiv:1910.07467), and the residual stream that every layer reads through a norm and adds its output to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .base import Layer, Parameter, Share, Slot, rows_at
 class RMSNorm(Layer):
     """x / rms(x) * (offset + weight) over the last dimension.
 
-    With an offset, `weight` holds the sum, in float32: the model's type would round it, and products then have no
-    addition to make.
+    With an offset, `weight` holds `offset + weight`, so that kernels need no addition. It is float32, since the model's
+    dtype would round the sum.
     """
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
@@ -27,7 +27,7 @@ class RMSNorm(Layer):
 
     @property
     def of_rows(self) -> RowNorm:
-        """This norm, for a linear layer to begin with."""
+        """This norm as an argument of a linear layer, which then norms its input."""
         return RowNorm(self.weight.data, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -36,13 +36,13 @@ class RMSNorm(Layer):
         return out
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual) in one pass."""
+        """Return (norm of x + residual, x + residual), computed in one pass."""
         normed, total = rms_norm(x, self.weight.data, self.eps, residual)
         return normed, total
 
 
 class OffsetParameter(Parameter):
-    """The sum of what a checkpoint stores and `offset`, in float32."""
+    """A float32 parameter that holds the checkpoint's values plus `offset`."""
 
     __slots__ = ("offset",)
 
@@ -63,9 +63,10 @@ class _OffsetSlot(Slot):
 
 
 def norms_over_ranks(parts: Sequence[tuple[RMSNorm, Tensor]], group: Group) -> list[Tensor]:
-    """Normalize tensors [T, N] each by its norm, over widths of which every rank of the group holds an equal part.
+    """Normalize each tensor [T, N] by its norm over the full width, of which every rank of the group holds a part.
 
-    Parts that several ranks hold count as often, so that they do not change the mean. One all-reduce for all tensors.
+    All parts are equally wide. A part that several ranks hold is counted once per rank, which leaves the mean as it is.
+    One all-reduce serves all tensors.
     """
     if group.size == 1:
         return [norm(x) for norm, x in parts]
@@ -78,31 +79,31 @@ def norms_over_ranks(parts: Sequence[tuple[RMSNorm, Tensor]], group: Group) -> l
 
 
 class ResidualStream:
-    """Hidden states [T, hidden_size], to which one layer after the other adds.
+    """Hidden states [T, hidden_size], a sum that one layer after the other adds to.
 
         x, norm = stream.read(before)
-        stream.take(layer(x, norm=norm, add_to=stream.target))      the layer of before(sum), added to the sum
-        stream.take(layer(x, norm=norm), behind)                    behind(the layer of before(sum)), added to the sum
+        stream.take(layer(x, norm=norm, add_to=stream.target))      sum += layer(before(sum))
+        stream.take(layer(x, norm=norm), behind)                    sum += behind(layer(before(sum)))
 
-    in_place    the product that ends a layer adds to the sum, and the one that begins the next norms it: no pass of
-                their own over the hidden states, and with few tokens no kernels of their own
-    otherwise   what the last layer gave waits beside the sum; the next norm adds it in the same pass
+    in_place    a layer's last matrix product adds to the sum, and the next layer's first one norms it: adding and
+                norming need no pass over the hidden states, and with few tokens no kernel
+    otherwise   the last layer's result is kept beside the sum, until the next norm adds it in its own pass
     """
 
     def __init__(self, hidden: Tensor, *, in_place: bool) -> None:
-        """Take over `hidden`, which is written to."""
+        """Take ownership of `hidden`, which is written to."""
         self._sum = hidden
         self._last: Tensor | None = None
-        self._behind: RMSNorm | None = None  # the norm that the last result has gone through
+        self._behind: RMSNorm | None = None  # the norm that produced `_last`, if any
         self._in_place = in_place
 
     @property
     def target(self) -> Tensor | None:
-        """Return the tensor to which the next layer adds its result; None where it returns the result alone."""
+        """The tensor that the next layer adds its result to; None: it returns the result alone."""
         return self._sum if self._in_place else None
 
     def read(self, norm: RMSNorm | None) -> tuple[Tensor, RowNorm | None]:
-        """Return the next layer's input, and the norm that it has to go through first, if it has not yet."""
+        """Return the next layer's input, and the norm that the layer must still apply to it, if any."""
         if norm is None:
             self._add_last()
             return self._sum, None
@@ -118,11 +119,11 @@ class ResidualStream:
 
     @property
     def total(self) -> Tensor:
-        """The sum with all that was added to it, in memory of its own."""
+        """A copy of the sum, with the last layer's result added."""
         return self._sum.clone() if self._last is None else self._sum + self._last
 
     def take(self, result: Tensor, behind: RMSNorm | None = None) -> None:
-        """Take the result of a layer that had `target` to add to, or none where a norm follows it."""
+        """Take a layer's result. The layer has added it to `target`, unless a norm `behind` follows."""
         assert self._last is None, "a layer reads the stream before it adds to it"
         if not self._in_place:
             self._last, self._behind = (result if behind is None else behind(result)), behind
@@ -141,11 +142,11 @@ class ResidualStream:
             return
         if self._behind is None:
             self._sum = self._sum + self._last
-        else:  # of the two that this gives only the sum is wanted, but it is a call that CPU graphs can record
+        else:  # only the sum is needed, but unlike `+` this call can be recorded in a CPU graph
             _, self._sum = self._behind.after_add(self._last, self._sum)
         self._last = None
 
     def keep(self, wanted: Tensor) -> None:
-        """Let only the `wanted` tokens [R] go on. Comes after the stream was read."""
+        """Drop all tokens but the `wanted` ones [R]. Must be called after `read`."""
         assert self._last is None, "what waits has to be added first"
         self._sum = rows_at(self._sum, wanted)

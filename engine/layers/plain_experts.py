@@ -1,14 +1,14 @@
 """Experts in the model's dtype, and the forms in which checkpoints store them (`ExpertsConfig.stored`).
 
-Below the name of the layer, for E experts of width F in a model of hidden size H:
+Tensor names below the layer's name, for E experts of width F in a model of hidden size H:
 
     each         0.gate_proj.weight [F, H], 0.up_proj.weight [F, H], 0.down_proj.weight [H, F], 1.gate_proj.weight, ...
                  (without gates: 0.up_proj.weight, 0.down_proj.weight, 1.up_proj.weight, ...)
     stacked      gate_up_proj [E, 2 F, H], gates before ups; down_proj [E, H, F]
-    linears      the same as input_linear.weight and output_linear.weight
-    transposed   gate_up_proj [E, H, 2 F], gates and ups next to each other; down_proj [E, F, H]
+    linears      the same shapes as "stacked", named input_linear.weight and output_linear.weight
+    transposed   gate_up_proj [E, H, 2 F], columns of gates and ups interleaved; down_proj [E, F, H]
 
-In memory gates and ups are row by row next to each other, as `kernels.moe.ExpertWeights` describes.
+In memory, rows of gates and ups are interleaved, as `kernels.moe.ExpertWeights` describes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.kernels.moe import ExpertWeights, GatedActivation, fused_experts
 from .base import Held, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
 
-# The names of stacks, of all experts' gates and ups, and of all downs, in each form that has them.
+# Names of the two stacks (gates and ups, downs), for each form that stacks all experts.
 STACKS = {
     "stacked": ("gate_up_proj", "down_proj"),
     "linears": ("input_linear", "output_linear"),
@@ -36,7 +36,7 @@ STACKS = {
 
 @dataclass(frozen=True)
 class FusedExperts(PackedExperts):
-    """Experts that `kernels.moe.fused_experts` multiplies with."""
+    """Experts for `kernels.moe.fused_experts`."""
 
     experts: ExpertWeights
 
@@ -47,7 +47,7 @@ class FusedExperts(PackedExperts):
 class FusedMethod(ExpertsMethod):
     """A method whose parameters are fields of `ExpertWeights`: `gate_up` [E, 2 F, H] or [E, F, H], `down` [E, H, F]."""
 
-    dtype: torch.dtype | None = None  # of the matrices; None: the model's
+    dtype: torch.dtype | None = None  # dtype of the matrices; None: the model's
 
     def declare(self, shape: ExpertsShape) -> dict[str, Parameter]:
         places, depth = shape.held.places, Share.all(shape.hidden_size)
@@ -71,7 +71,7 @@ class FusedMethod(ExpertsMethod):
 
 
 class PlainExperts(FusedMethod):
-    """Matrices in the model's dtype, stored one by one, stacked or transposed."""
+    """Matrices in the model's dtype, stored in one of the forms above."""
 
     def __init__(self, stored: str) -> None:
         self._stored = stored
@@ -96,7 +96,7 @@ class PlainExperts(FusedMethod):
 
 
 def slots_of_each(shape: ExpertsShape, gate_up: Parameter, down: Parameter, path: str, suffix: str) -> Iterator[Slot]:
-    """Yield the slots of every expert's matrices, or of their scales: tensors `path.expert.projection.suffix`."""
+    """Yield slots for every expert's matrices, or for their scales: tensors `{path}.{expert}.{projection}.{suffix}`."""
     places = {expert: place for place, expert in enumerate(shape.held.items)}
     *upper_names, down_name = shape.projections
     width, depth = down.shares[2], gate_up.shape[2]
@@ -116,7 +116,7 @@ def slots_of_each(shape: ExpertsShape, gate_up: Parameter, down: Parameter, path
 
 
 class HalvesSlot(StackSlot):
-    """Experts' gates before their ups, [E, 2 F, H], to where gates and ups are next to each other."""
+    """Loads [E, 2 F, H] with gates before ups into a parameter in which their rows are interleaved."""
 
     __slots__ = ()
 
@@ -132,7 +132,7 @@ class HalvesSlot(StackSlot):
 
 
 class TransposedSlot(StackSlot):
-    """Matrices whose rows are the parameter's columns."""
+    """Loads matrices that the checkpoint stores transposed."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Blocks of layers with recurrent states: projections, the convolution, and views of the states in their slots."""
+"""Parts of layers with recurrent states: projections, the convolution, and views of the states in cache slots."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .linear import MergedLinear
 
 
 class DeltaMixer(TokenMixer):
-    """A mixer of the delta rule, which projects hidden states to wide outputs and to small ones for its gates.
+    """A delta-rule mixer, which projects hidden states to wide outputs (q, k, v, ...) and to small ones for its gates.
 
-    All of them are one matrix, `in_proj`. Checkpoints in 8 bits have the projections of gates plain, or their rows end
-    within a block of scales: there these are a matrix of their own, `gate_proj`.
+    All projections are one matrix, `in_proj`. In a quantized checkpoint the gates' projections are a matrix of their
+    own, `gate_proj`, because they are not quantized, or their rows end within a block of scales.
     """
 
     in_proj: MergedLinear
     gate_proj: MergedLinear | None
 
     def _make_projections(self, config: ModelConfig, wide: Mapping[str, int], gates: Mapping[str, int]) -> None:
-        """Make the matrices of all ranks; both map names in the checkpoint to output sizes."""
+        """Make the undivided matrices. `wide` and `gates` map names in the checkpoint to output sizes."""
         together = config.quantization is None
         self.in_proj = MergedLinear(config.hidden_size, {**wide, **gates} if together else wide)
         self.gate_proj = None if together else MergedLinear(config.hidden_size, gates)
 
     def _keep_projections(self, wide: Mapping[str, Share], gates: Mapping[str, Share]) -> None:
-        """Compute only these outputs of the named projections here; of the others all."""
+        """Compute only these outputs of the named projections here, and all outputs of the others."""
         if self.gate_proj is None:
             self.in_proj.keep_parts({**wide, **gates})
         else:
@@ -41,7 +41,7 @@ class DeltaMixer(TokenMixer):
             self.gate_proj.keep_parts(gates)
 
     def _project(self, hidden: Tensor, norm: RowNorm | None, wide: Sequence[int], gates: Sequence[int]) -> list[Tensor]:
-        """Return the outputs of hidden [T, hidden_size], cut into these widths: [T, width] each, the gates' last."""
+        """Return the projections of hidden [T, hidden_size], split into tensors [T, width], those of the gates last."""
         if self.gate_proj is None:
             return list(self.in_proj(hidden, norm=norm).split([*wide, *gates], dim=1))
         projections = ((self.in_proj, wide), (self.gate_proj, gates))
@@ -49,14 +49,14 @@ class DeltaMixer(TokenMixer):
 
 
 class DepthwiseConv(Layer):
-    """A filter of `width` values for each channel, as checkpoints store it: [channels, 1, width]; and a bias."""
+    """A filter of `width` values for each channel, [channels, 1, width] as in checkpoints, and an optional bias."""
 
     def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
         self.weight = Parameter(channels, 1, width)
         self.bias = Parameter(channels) if bias else None
 
     def keep(self, channels: Share) -> None:
-        """Hold only these channels. Comes before `allocate`."""
+        """Hold only these channels. Must be called before `allocate`."""
         self.weight.keep(0, channels)
         if self.bias is not None:
             self.bias.keep(0, channels)
@@ -71,9 +71,9 @@ class DepthwiseConv(Layer):
 
 
 class MergedConv(DepthwiseConv):
-    """Several of them over channels side by side.
+    """Several depthwise convolutions as one, their channels concatenated.
 
-    `parts` maps each one's name in the checkpoint, a sibling of this layer, to its channels.
+    `parts` maps the name of each in the checkpoint, a sibling of this layer, to its number of channels.
     """
 
     def __init__(self, parts: Mapping[str, int], width: int) -> None:
@@ -81,7 +81,7 @@ class MergedConv(DepthwiseConv):
         self.parts = {name: Share.all(channels) for name, channels in parts.items()}
 
     def keep_parts(self, shares: Mapping[str, Share]) -> None:
-        """Hold only these channels of each part. Comes before `allocate`."""
+        """Hold only these channels of each part. Must be called before `allocate`."""
         self.parts = dict(shares)
         self.keep(Share.of_sections(list(shares.values())))
 
@@ -93,7 +93,7 @@ class MergedConv(DepthwiseConv):
 
 
 class LayerStates:
-    """The parts of one layer's states in the memory of its group, and of what is kept of drafts."""
+    """Views of one layer's states in its cache group's slots, and of its inputs that are kept for draft tokens."""
 
     def __init__(self, config: ModelConfig, place: CachePlace) -> None:
         states = config.caches.groups[place.group].blocks
@@ -103,25 +103,25 @@ class LayerStates:
         self._drafts = config.draft_inputs[place.group]
 
     def divide(self, rank: int, size: int) -> None:
-        """Become the states of one of `size` tensor-parallel ranks."""
+        """Reduce the layout to rank `rank` of `size` tensor-parallel ranks."""
         self._states, self._drafts = self._states.of_rank(rank, size), self._drafts.of_rank(rank, size)
 
     def slots(self, slots: Tensor) -> list[Tensor]:
-        """View the parts of the layer's states in all slots."""
+        """Return views of the parts of the layer's states in all slots."""
         return parts_of(slots, self._states, self._layer)
 
     def drafts(self, places: Tensor | None) -> list[Tensor] | None:
-        """View the inputs of the convolution, then those of the recurrence, in all places of drafts."""
+        """Return views of the kept inputs of draft tokens: the convolution's, then the recurrence's."""
         return None if places is None else parts_of(places, self._drafts, self._layer)
 
 
 def parts_of(slots: Tensor, layout: StateLayout, layer: int) -> list[Tensor]:
-    """View the parts of a layer's states in all slots."""
+    """Return views of the parts of a layer's states in all slots."""
     return [part_of(slots, layout, layer, part) for part in range(len(layout.parts))]
 
 
 def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:
-    """View one part of a layer's states in all slots, [num_slots, *shape]."""
+    """Return a view of one part of a layer's states in all slots, [num_slots, *shape]."""
     shape, dtype = layout.parts[part].shape, layout.parts[part].dtype
     size = DTYPE_BYTES[dtype]
     first = (layer * layout.layer_bytes + layout.offsets[part]) // size

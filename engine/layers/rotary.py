@@ -1,7 +1,7 @@
 """Angles of rotary position embeddings.
 
-Frequencies are computed in float32 by the same operations as in `transformers`: at position 100 000 a difference in the
-last bit of a frequency is an angle of a third of a degree.
+Frequencies are computed in float32 by the same operations as in `transformers`: at position 100 000, a difference in
+the last bit of a frequency changes the angle by a third of a degree.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from baton.engine.hf_config.rope import LinearRope, Llama3Rope, NoRope, Proporti
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return [num_positions, 2 n] float32: cosines of the n angles of a position, then their sines.
+    """Return [num_positions, 2 n] float32: the cosines of a position's n angles, then their sines.
 
-    n is head_dim / 2, or of a rope that turns the first pairs only, as many as these.
+    n is head_dim / 2, or the number of rotated pairs if the rope rotates only the first ones.
     """
     turning = _turning(rope, head_dim) if isinstance(rope, ProportionalRope) else head_dim // 2
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)[:turning]
@@ -28,7 +28,7 @@ def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.d
 
 @functools.singledispatch
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32: radians a position."""
+    """Return the frequencies [head_dim / 2] float32, in radians per position."""
     return 1.0 / _wavelengths(rope, head_dim)
 
 
@@ -50,7 +50,7 @@ def _(rope: ProportionalRope, head_dim: int) -> Tensor:
 
 
 def _turning(rope: ProportionalRope, head_dim: int) -> int:
-    """Return the number of dimension pairs that turn."""
+    """Return the number of dimension pairs that are rotated."""
     return int(rope.fraction * head_dim // 2)
 
 
@@ -58,7 +58,7 @@ def _turning(rope: ProportionalRope, head_dim: int) -> int:
 def _(rope: Llama3Rope, head_dim: int) -> Tensor:
     plain = 1.0 / _wavelengths(rope, head_dim)
     slowed = plain / rope.factor
-    turns = rope.original_max_positions / (2 * math.pi / plain)  # over the original context
+    turns = rope.original_max_positions / (2 * math.pi / plain)  # full turns over the original context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - keep) * plain / rope.factor + keep * plain
     return torch.where(turns < rope.low_freq_factor, slowed, torch.where(turns > rope.high_freq_factor, plain, blended))
@@ -75,14 +75,14 @@ def _(rope: YarnRope, head_dim: int) -> Tensor:
 
 
 def _wavelengths(rope: Rope, head_dim: int) -> Tensor:
-    """Return wavelengths in positions, over 2 pi: theta ** (2i / head_dim)."""
+    """Return the wavelengths in positions, divided by 2 pi: theta ** (2i / head_dim)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     powers: Tensor = rope.theta**exponents
     return powers
 
 
 def _yarn_ramp(rope: YarnRope, head_dim: int) -> tuple[float, float]:
-    """Dimension pairs that turn `beta_fast` and `beta_slow` times in the original context (section 3.2)."""
+    """Return the dimension pairs that turn `beta_fast` and `beta_slow` times in the original context (section 3.2)."""
 
     def pair(turns: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

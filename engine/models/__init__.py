@@ -1,9 +1,9 @@
-"""The families of models, one file each: config reading, caches, and the forward of a layer (README.md).
+"""Model families, one file each: how the config is read, what layers cache, and the forward of a layer (README.md).
 
     config.json ──ConfigRules: defaults, windows, experts, latent──> ModelConfig ──Family.layer──> decoder layers
                                                                         └─ConfigRules.cache──> CacheLayout, `baton plan`
 
-Importing this package loads no torch: `load_config` reads what a folder says, and `make_model` builds the layers.
+Importing this package does not import torch, and neither does `load_config`; `make_model` and `load_model` do.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ConfigRules):
-    """One architecture: how its config is read, what a token keeps in its caches, and its decoder layer."""
+    """One architecture: how its config is read, what its layers cache, and its decoder layer."""
 
-    layer: Callable[[ModelConfig, int], DecoderLayer]  # of a model, by index
+    layer: Callable[[ModelConfig, int], DecoderLayer]  # makes the layer with this index
 
 
 @functools.cache
 def families() -> Mapping[str, Family]:
-    """Return every family by its architecture: the `FAMILY` of each file of this package."""
+    """Return every family by its architecture: the `FAMILY` of each module in this package."""
     modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
     found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.architecture: family for family in found}
@@ -57,11 +57,12 @@ def load_config(
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in `folder`.
 
-    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the cache.
+    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the KV cache.
     `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
-    many. `load_format` "auto" and "safetensors" take the weights of the folder; "dummy" draws them from `seed` and
-    needs config.json only. With `window_caches`, layers with a window keep no more than that. With `drafts`, the
-    model's first draft layer is loaded and run, too, or all of them where each guesses one token. Raises `ModelError`.
+    many. `load_format` "auto" and "safetensors" load the weights in the folder; "dummy" draws random weights from
+    `seed` and needs only config.json. With `window_caches`, layers with a window cache only the tokens in it. With
+    `drafts`, the model's first draft layer is loaded and run, too, or all of them if each drafts one token. Raises
+    `ModelError`.
     """
     return read_config(
         folder,
@@ -77,7 +78,7 @@ def load_config(
 
 
 def make_model(config: ModelConfig) -> CausalLM:
-    """Return the whole model of `config`, before it is divided and has memory."""
+    """Return the whole model of `config`, not yet divided over ranks, and without memory."""
     from baton.engine.layers.decoder import CausalLM
 
     layer = families()[config.architecture].layer
@@ -94,9 +95,9 @@ def load_model(
 ) -> CausalLM:
     """Return the model of `config` on `device`, its weights loaded as `config.load_format` says, ready for steps.
 
-    In a group, the rank's share of the model. `progress` is called with (bytes done, bytes in all) after each tensor.
-    Raises `WeightsError` where the checkpoint's tensors are not exactly the model's parameters; that is known before
-    any weight is read.
+    With several ranks in `groups`, it is the rank's share of the model. `progress` is called with (bytes done, total
+    bytes) after each tensor. Raises `WeightsError`, before any weight is read, if the checkpoint's tensors do not match
+    the model's parameters exactly.
     """
     from baton.engine.weights.loader import load_weights
 
@@ -114,7 +115,7 @@ def load_eagle3(
     progress: Progress | None = None,
     groups: ParallelGroups = ALL_ALONE,
 ) -> Eagle3Head:
-    """Return the head of `config`, which guesses for `model`, as `load_model` does."""
+    """Return the EAGLE-3 head of `config`, which drafts tokens for `model`, loaded like a model by `load_model`."""
     from baton.engine.layers.eagle3 import Eagle3Head
     from baton.engine.weights.loader import load_weights
 
@@ -125,16 +126,16 @@ def load_eagle3(
 
 
 def check_weights(config: ModelConfig) -> None:
-    """Raise `WeightsError` where `load_model` would, before it reads a weight."""
+    """Raise `WeightsError` if `load_model` would. Reads no weights, only their headers."""
     from baton.engine.weights.loader import check_weights
 
     check_weights(make_model(config))
 
 
 def stub_model(config: ModelConfig, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE) -> CausalLM:
-    """Return a model that launches the same kernels as that of `config`: one layer of each kind, weights never filled.
+    """Return a model that launches the same kernels as the model of `config`: one layer of each kind, without weights.
 
-    It takes the memory of a few layers, the embedding and the head. `groups`: one of `ParallelGroups.stubs()`.
+    It needs the memory of a few layers, the embedding and the head. `groups` is one of `ParallelGroups.stubs()`.
     """
     from baton.engine.weights.loader import allocate_unfilled
 
@@ -148,7 +149,7 @@ def stub_model(config: ModelConfig, *, device: torch.device | str, groups: Paral
 def stub_eagle3(
     config: ModelConfig, model: CausalLM, *, device: torch.device | str, groups: ParallelGroups = ALL_ALONE
 ) -> Eagle3Head:
-    """Return a head for a stub of its model, as `stub_model` does."""
+    """Return a stub of an EAGLE-3 head for a stub of its model, as `stub_model` does."""
     from baton.engine.layers.eagle3 import Eagle3Head
     from baton.engine.weights.loader import allocate_unfilled
 

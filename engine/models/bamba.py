@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba-2 (arXiv:2405.21060), and some of attention; an MLP in each."""
+"""Bamba: most layers have Mamba-2 (arXiv:2405.21060), some attention; all have an MLP."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from . import Family
 
 
 class DeepseekV2Layer(DecoderLayer):
-    """x + latent attention(norm(x)), then x + mlp(norm(x)), the MLP a mixture of experts behind the first layers."""
+    """x + latent attention(norm(x)), then x + mlp(norm(x)); after the first layers, the MLP is a mixture of experts."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"

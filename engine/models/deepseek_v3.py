@@ -13,11 +13,11 @@ from .deepseek_v2 import DeepseekV2Layer
 
 
 class DeepseekV3Layer(DeepseekV2Layer):
-    """The layer of V2. Its experts are chosen by corrected sigmoids, which is a matter of the config."""
+    """The layer of V2. The config says that experts are chosen by sigmoid scores with a correction bias."""
 
 
 def read_v3_latent(keys: Keys) -> LatentShape:
-    if not keys.flag("rope_interleave", False):  # V2 knows no other way
+    if not keys.flag("rope_interleave", False):  # V2 is always interleaved
         raise UnsupportedModel("config.json: rope_interleave false is not supported: neighbouring dimensions turn")
     return read_latent(keys)
 
@@ -47,7 +47,7 @@ def path_of_draft_layer(config: ModelConfig, number: int) -> str:
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of the layers behind the last one, but for that which is run."""
+    """Return patterns of the draft layers' tensors, except for the draft layer that is run."""
     unread = range(config.drafts, config.num_draft_layers)
     return tuple(f"model.layers.{config.num_layers + index}.*" for index in unread)
 

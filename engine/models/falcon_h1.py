@@ -24,8 +24,8 @@ from .bamba import BambaLayer
 class FalconH1Layer(BambaLayer):
     """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)), with multipliers in many places.
 
-    They are factors of weights, and of attention's scores: a factor of attention's input is one of its queries, keys
-    and values.
+    The multipliers become factors of weights, and of attention scores: a factor of attention's input multiplies its
+    queries, keys and values.
     """
 
 

@@ -17,8 +17,8 @@ NORM_OFFSET = 1.0
 class Gemma2Layer(DecoderLayer):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); a window in every second layer.
 
-    Norms multiply by 1 + weight, MLPs have GELU, embeddings are scaled by the root of their width, and scores of
-    attention are capped, as logits are.
+    Norms multiply by 1 + weight, MLPs have GELU, embeddings are scaled by the root of their width, and attention scores
+    and logits are capped.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:

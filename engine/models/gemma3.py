@@ -1,4 +1,4 @@
-"""Gemma 3, the models of text (arXiv:2503.19786)."""
+"""Gemma 3, text models (arXiv:2503.19786)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .gemma2 import NORM_OFFSET, read_scales
 class Gemma3Layer(DecoderLayer):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); all but every sixth layer have a window.
 
-    As in Gemma 2, with a norm on every query and key head instead of the cap on scores; layers with a window have a
+    As Gemma 2, but with a norm on every query and key head instead of the cap on scores. Layers with a window have a
     rope of their own.
     """
 
@@ -36,7 +36,7 @@ class Gemma3Layer(DecoderLayer):
 
 def read_capless_scales(keys: Keys) -> Scales:
     scales = read_scales(keys)
-    if scales.score_cap is not None:  # transformers leaves the key unread
+    if scales.score_cap is not None:  # transformers ignores the key
         raise UnsupportedModel("config.json: attn_logit_softcapping is not supported: attention of Gemma 3 has no cap")
     return scales
 

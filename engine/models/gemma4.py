@@ -1,4 +1,4 @@
-"""Gemma 4, the models of text: dense, or with experts beside the MLP of every layer."""
+"""Gemma 4, text models: dense, or with experts in parallel to the MLP of every layer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ROPES: Mapping[str, Any] = {
 
 
 class Gemma4Layer(DecoderLayer):
-    """x + norm(attention(norm(x))), x + norm(mlp(norm(x))), x + norm(the layer's input, gated by x), times a factor.
+    """x + norm(attention(norm(x))), x + norm(mlp(norm(x))), x + norm(per-layer input, gated by x), times a factor.
 
-    All but every sixth layer have a window, and heads and a rope of their own. Values are normed, too. The last layers
-    may read keys and values of earlier ones, and values may be keys before norm and rotation.
+    All but every sixth layer have a window, with their own heads and rope. Values are normed, too. The last layers may
+    read keys and values of earlier ones, and values may be copies of the keys before norm and rotation.
 
     With experts, norm(mlp(norm(x))) becomes norm(norm(mlp(norm(x))) + norm(experts(norm(x)))).
     """
@@ -56,7 +56,8 @@ class Gemma4Layer(DecoderLayer):
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
-            yield "" if child is self.layer_input or child is self.moe else name, child  # parts of the layer's own
+            # In checkpoints, the parts of these two lie directly below the layer.
+            yield "" if child is self.layer_input or child is self.moe else name, child
 
     def __call__(self, step: layers.LayerStep) -> None:
         step.attend(self.self_attn, before=self.input_layernorm, behind=self.post_attention_layernorm)
@@ -74,7 +75,7 @@ class Gemma4Layer(DecoderLayer):
 
 
 def read_kinds(keys: Keys, num_layers: int) -> list[str]:
-    """Return the kinds of layers where none are listed: the last one sees all keys."""
+    """Return the kinds of layers for a config that lists none: every sixth and the last have full attention."""
     return [SLIDING if (layer + 1) % 6 and layer + 1 < num_layers else FULL for layer in range(num_layers)]
 
 
@@ -112,7 +113,7 @@ def read_scales(keys: Keys) -> Scales:
 
 
 def unread_keys_and_values(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of tensors that published checkpoints have in layers that read keys and values of others."""
+    """Return patterns of unused tensors: published checkpoints have them in layers that read another layer's cache."""
     shared = (layer for layer in range(config.num_layers) if config.kv_source(layer) != layer)
     names = ("k_proj.*", "v_proj.*", "k_norm.*", "v_norm.*")
     return tuple(f"model.layers.{layer}.self_attn.{name}" for layer in shared for name in names)

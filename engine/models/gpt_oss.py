@@ -15,7 +15,7 @@ from . import Family
 class GptOssLayer(DecoderLayer):
     """x + attention(norm(x)), then x + experts(norm(x)); biases, a sink in every head, a window in every second layer.
 
-    The activations of experts have limits, and checkpoints call the gate that chooses them a router.
+    Experts clamp their activations. Checkpoints call the gate that chooses experts `router`.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -38,7 +38,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         intermediate_size=keys.integer("intermediate_size"),
         intermediate_size_key="intermediate_size",
         shared_intermediate_size=0,
-        renormalize=True,  # softmax over the chosen experts' logits: the same as over all, divided by the sum
+        renormalize=True,  # softmax over the chosen experts' logits equals softmax over all, renormalized
         router_bias=True,
         expert_biases=True,
         gate_slope=keys.number("swiglu_alpha", 1.702),

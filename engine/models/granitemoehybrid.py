@@ -1,4 +1,4 @@
-"""Granite 4, the hybrids: layers of Mamba-2 (arXiv:2405.21060) and some of attention; mixtures of experts, or MLPs."""
+"""Granite 4 hybrids: most layers have Mamba-2 (arXiv:2405.21060), some attention; with mixtures of experts or MLPs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from . import Family
 
 
 class GraniteMoeHybridLayer(DecoderLayer):
-    """x + mixer(norm(x)) * m, then x + (experts(norm(x)) + mlp(norm(x))) * m, with m a multiplier of the residual.
+    """x + mixer(norm(x)) * m, then x + (experts(norm(x)) + mlp(norm(x))) * m, with `residual_multiplier` m.
 
-    The mixer is Mamba-2 or attention, which rotates where the config says so. Without experts the MLP is alone.
+    The mixer is Mamba-2 or attention. Attention rotates only if the config says so. Some models have no experts.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -46,7 +46,7 @@ class GraniteMoeHybridLayer(DecoderLayer):
             self.shared_mlp = layers.MoE(size, config.moe, names=names, shared=mlp)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        """Name the parts of a mixture as checkpoints do: the layer's own."""
+        """Yield the mixture under the layer's own path: in checkpoints, its parts lie directly below the layer."""
         for name, child in super().children():
             yield "" if child is self.shared_mlp and self._has_experts else name, child
 
@@ -79,7 +79,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig | None:
         intermediate_size=keys.integer("intermediate_size"),
         intermediate_size_key="intermediate_size",
         shared_intermediate_size=keys.integer("shared_intermediate_size", 1024),
-        renormalize=True,  # softmax over the chosen experts' logits: the same as over all, divided by the sum
+        renormalize=True,  # softmax over the chosen experts' logits equals softmax over all, renormalized
         scale=keys.number("residual_multiplier", 1.0),
         stored="linears",
         sparse_layers=(True,) * num_layers,

@@ -1,4 +1,4 @@
-"""Kimi Linear (arXiv:2510.26692): three layers of Kimi Delta Attention, then one of latents; mixtures of experts."""
+"""Kimi Linear (arXiv:2510.26692): three layers of Kimi Delta Attention, then one of latent attention; mixtures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from . import Family
 
 
 class KimiLinearLayer(DecoderLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is delta attention, or of latents that are not rotated."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is delta attention, or latent attention without rope."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.linear is not None, "a config of this family has linear attention"
@@ -47,7 +47,7 @@ class KimiLinearLayer(DecoderLayer):
             self.mlp, self._mlp_name = layers.GatedMLP(size, config.intermediate_size), config.moe.dense_name
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        """Name the MLP as checkpoints do."""
+        """Yield the MLP under its name in checkpoints."""
         for name, child in super().children():
             yield self._mlp_name if child is self.mlp else name, child
 
@@ -57,14 +57,14 @@ class KimiLinearLayer(DecoderLayer):
 
 
 def read_unrotated_latent(keys: Keys) -> LatentShape:
-    refuse(keys, "tie_word_embeddings")  # transformers leaves it unread
+    refuse(keys, "tie_word_embeddings")  # transformers ignores it
     if not keys.flag("mla_use_nope", True):
         raise UnsupportedModel("config.json: mla_use_nope false is not supported, only true: latents are not rotated")
     return read_latent(keys)
 
 
 def read_delta_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
-    """Read `linear_attn_config` as the models' authors write it, or the keys that transformers makes of it."""
+    """Read `linear_attn_config`, as the model's authors write it, or the keys that transformers writes instead."""
     nested = keys.values.get("linear_attn_config") or {}
     if not isinstance(nested, Mapping):
         raise InvalidModelConfig(f"config.json: 'linear_attn_config' must be an object, not {nested!r}")
@@ -85,7 +85,7 @@ def read_delta_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
 
 
 def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Return the kind of each layer: those that are named, counted from 1, else every fourth behind the first full."""
+    """Return the kind of each layer. Lists count layers from 1; without lists, layers 4, 8, ... are full (from 0)."""
     full, linear = nested.get("full_attn_layers"), nested.get("kda_layers")
     if full is None or linear is None:
         return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(num_layers)]

@@ -10,7 +10,7 @@ from . import Family
 
 
 class LlamaLayer(DecoderLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); biases where the config asks for them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with biases if the config says so."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         bias = config.attention_bias

@@ -23,7 +23,7 @@ class MiMoV2FlashLayer(DecoderLayer):
     """x + attention(norm(x)), then x + experts(norm(x)), in the first layer x + mlp(norm(x)).
 
     Most layers have a window, twice as many KV heads as the others, and a sink in every head. Keys are wider than
-    values, a third of each is rotated, and what attention gives is multiplied by a factor. A draft layer has a window,
+    values, a third of each is rotated, and attention's output is multiplied by a factor. A draft layer has a window,
     no experts, and another name for its second norm.
     """
 
@@ -77,7 +77,7 @@ def read_heads(keys: Keys) -> tuple[HeadShape, HeadShape]:
 
 
 def read_kinds(keys: Keys, num_layers: int) -> list[str]:
-    """Return the kinds of layers: 1 stands for a window in the authors' list."""
+    """Return the kinds of layers. In the authors' list, 1 stands for a window."""
     pattern = keys.values.get("hybrid_layer_pattern")
     if pattern is None:
         return [SLIDING if layer and (layer + 1) % 6 else FULL for layer in range(num_layers)]
@@ -112,12 +112,12 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
 
 
 def read_scales(keys: Keys) -> Scales:
-    """Return the scales: a factor of all values is one of what attention makes of them."""
+    """Return the scales. The config's factor of values is applied to attention's output, which is the same."""
     return Scales(attention_output=keys.number("attention_value_scale", 1.0))
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Return the pattern of layers that predict further tokens, where they are not run."""
+    """Return the pattern of the draft layers' tensors, if draft layers are not run."""
     return () if config.drafts else ("model.mtp.*",)
 
 
@@ -144,7 +144,7 @@ FAMILY = Family(
         "attention_value_scale": 0.707,
         "rope_theta": 5_000_000.0,
         "rope_local_base_freq": 10_000.0,
-        "num_nextn_predict_layers": 3,  # the authors' config.json has no word of them
+        "num_nextn_predict_layers": 3,  # missing in the authors' config.json
     },
     key_names={"swa_rope_theta": "rope_local_base_freq", "layernorm_epsilon": "rms_norm_eps"},
     heads=read_heads,

@@ -11,7 +11,7 @@ from . import Family
 
 
 class MistralLayer(DecoderLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); no biases. The window is a value of the config."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); no biases. The config may set a window."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)

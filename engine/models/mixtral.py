@@ -30,7 +30,7 @@ class MixtralLayer(DecoderLayer):
         step.feed_forward(self.mlp, before=self.post_attention_layernorm)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        """Name the mixture as checkpoints do: those that store experts one by one have a name of their own for it."""
+        """Yield the mixture under its name in checkpoints, which differs for those that store experts one by one."""
         for name, child in super().children():
             renamed = child is self.mlp and self.mlp.experts.stored == "each"
             yield "block_sparse_moe" if renamed else name, child

@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: layers of one block each (arXiv:2504.03624)."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is a single block (arXiv:2504.03624)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
 
-LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}  # of `hybrid_override_pattern`
+LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}  # letters of `hybrid_override_pattern`
 KEYS = MambaKeys(
     num_heads="mamba_num_heads",
     head_dim="mamba_head_dim",
@@ -38,7 +38,7 @@ KEYS = MambaKeys(
 class NemotronHLayer(DecoderLayer):
     """x + block(norm(x)); the block is Mamba-2, attention without rotation, an MLP, or a mixture of experts.
 
-    MLPs and experts have a squared ReLU and no gates; experts may read and give latents.
+    MLPs and experts have a squared ReLU and no gates. Experts may work on latents instead of hidden states.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -79,7 +79,7 @@ def read_blocks(keys: Keys) -> Blocks:
 
 
 def read_nemotron(keys: Keys, num_layers: int) -> MambaShape:
-    """Time steps are limited by `time_step_limit`, as where the models were trained, not by `time_step_min`."""
+    """Read the Mamba-2 mixers. Time steps are limited by `time_step_limit`, as in training, not by `time_step_min`."""
     refuse(keys, "attention_bias", "mlp_bias", "residual_in_fp32", "tie_word_embeddings")
     activation = keys.values.get("mamba_hidden_act") or "silu"
     if activation != "silu":

@@ -10,7 +10,7 @@ from . import Family
 
 
 class Olmo2Layer(DecoderLayer):
-    """x + norm(attention(x)), then x + norm(mlp(x)); all query heads together are normed, and all key heads."""
+    """x + norm(attention(x)), then x + norm(mlp(x)); one norm over all query heads, and one over all key heads."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         bias = config.attention_bias

@@ -12,13 +12,13 @@ from baton.engine.layers.decoder_layer import DecoderLayer
 from . import Family
 from .qwen3_5 import draft_layers
 
-DELTA_NORM_EPS = 1e-5  # behind the delta rule, whatever `rms_norm_eps` is
+DELTA_NORM_EPS = 1e-5  # epsilon of the norm after the delta rule, whatever `rms_norm_eps` is
 
 
 class OlmoHybridLayer(DecoderLayer):
     """x + delta net(norm(x)), x + mlp(norm(x)); or x + norm(attention(x)), x + norm(mlp(x)), as in OLMo 2.
 
-    All query heads together are normed, and all key heads. Attention rotates them where the config has a rope.
+    Attention has one norm over all query heads, and one over all key heads. It rotates them if the config has a rope.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -62,14 +62,14 @@ def read_delta_nets(keys: Keys, num_layers: int) -> LinearAttentionShape:
 
 
 def _kinds(num_layers: int) -> list[str]:
-    """Return the kind of each layer where none are listed: every fourth has attention, or else the last."""
+    """Return the kind of each layer for a config that lists none: every fourth has attention, or at least the last."""
     if num_layers < 4:
         return [LINEAR] * (num_layers - 1) + [FULL]
     return [FULL if layer % 4 == 3 else LINEAR for layer in range(num_layers)]
 
 
 def rotates(keys: Keys) -> bool:
-    """Return false where `rope_theta` is null; a config that leaves it out has a rope, as in transformers."""
+    """Return false if `rope_theta` is null. A config without the key has a rope, as in transformers."""
     rope = keys.values.get("rope_scaling") or keys.values.get("rope_parameters") or {}
     values = {**keys.values, **rope} if isinstance(rope, dict) else keys.values
     return values.get("rope_theta", DEFAULT_THETA) is not None

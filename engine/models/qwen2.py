@@ -13,7 +13,7 @@ from . import Family
 class Qwen2Layer(DecoderLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Queries, keys and values have a bias, whatever the config says; nothing else has.
+    The projections of queries, keys and values have biases, whatever the config says; nothing else has.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Qwen3, the dense models (arXiv:2505.09388)."""
+"""Qwen3, dense models (arXiv:2505.09388)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, the dense models of text: three layers of Gated DeltaNet (arXiv:2412.06464), then one of attention."""
+"""Qwen3.5, dense text models: three layers of Gated DeltaNet (arXiv:2412.06464), then one of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NORM_OFFSET = 1.0
 
 
 class Qwen35Layer(DecoderLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a delta net, or attention with a gate for every head.
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is Gated DeltaNet, or attention with a gate for every head.
 
     A norm on every query and key head comes before the rotation, which turns a quarter of each head.
     """

@@ -1,4 +1,4 @@
-"""Qwen3.5, the mixtures of experts of text: the layers of `qwen3_5`, with a mixture in place of the MLP."""
+"""Qwen3.5, text models with experts: the layers of `qwen3_5`, with a mixture of experts in place of the MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .qwen3_moe import read_experts
 
 
 class Qwen35MoeLayer(Qwen35Layer):
-    """A layer as in the dense models, with a mixture: every token goes to some experts, and to one that has a gate."""
+    """The dense models' layer with a mixture: each token goes to some experts, and to a shared expert with a gate."""
 
     def make_mlp(self, config: ModelConfig, index: int) -> layers.FeedForward:
         assert config.moe is not None, "a config of this family has experts"
@@ -36,7 +36,7 @@ FAMILY = Family(
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 256,
-        "intermediate_size": 512,  # of no layer: all are mixtures
+        "intermediate_size": 512,  # unused: all layers are mixtures
         "num_experts": 256,
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,

@@ -1,4 +1,4 @@
-"""Qwen3, the mixtures of experts (arXiv:2505.09388)."""
+"""Qwen3, mixtures of experts (arXiv:2505.09388)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import Family
 
 
 class Qwen3MoeLayer(DecoderLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)), the MLP a mixture of experts in all layers or in some.
+    """x + attention(norm(x)), then x + mlp(norm(x)); in all or some layers, the MLP is a mixture of experts.
 
     A norm on every query and key head comes before the rotation.
     """

@@ -12,7 +12,7 @@ from .qwen3_5_moe import Qwen35MoeLayer, read_experts_and_shared
 
 
 class Qwen3NextLayer(Qwen35MoeLayer):
-    """A layer as in Qwen3.5's mixtures, or dense where the config says; delta nets are stored key head by key head."""
+    """The layer of Qwen3.5's mixtures, or a dense one if the config says so. Delta nets are stored by key head."""
 
     def make_delta_net(self, config: ModelConfig, index: int) -> layers.GatedDeltaNet:
         return layers.GatedDeltaNet(config, index, stored="by key head")

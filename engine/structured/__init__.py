@@ -2,8 +2,8 @@
 
 docs/reference/structured_outputs.md says which parts of each are supported.
 
-xgrammar_backend.py    grammars as the scheduler asks for them; the cache of compiled and refused ones
-output_grammar.py      the grammar of one output: its masks, and those behind guesses
+xgrammar_backend.py    `GrammarSource` of the scheduler; the cache of compiled and refused grammars
+output_grammar.py      the grammar of one output: token masks for the next token and after draft tokens
 compiler.py            the client of a compiler process, with a FIFO lock for its threads
 compiler_process.py    the compiler process: its limits, and xgrammar's compiler
 schema_checks.py       keywords of JSON Schema that xgrammar ignores, and Baton refuses

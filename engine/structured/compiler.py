@@ -1,4 +1,4 @@
-"""Client of a grammar compiler process, which is started when needed, and again after a failure."""
+"""Client of a grammar compiler process. It starts the process when needed, and again after a failure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .compiler_messages import (
     write_frame,
 )
 
-LOOK_MS = 200  # between checks whether a request still waits for the grammar
+LOOK_MS = 200  # interval of checks whether a request still waits for the grammar
 
 
 class CompilerFailed(Exception):
-    """The compiler process does not start."""
+    """The compiler process could not be started."""
 
 
 class CompilerClosed(CompilerFailed):
@@ -47,7 +47,7 @@ class CompilesTooSlowly(Exception):
 
 
 class Abandoned(Exception):
-    """Every request that asked for this grammar has gone."""
+    """Every request that asked for this grammar has ended."""
 
     def __init__(self) -> None:
         super().__init__("nobody waits for this grammar any more")
@@ -58,7 +58,7 @@ def always() -> bool:
 
 
 class GrammarCompiler:
-    """One compiler process. Threads use it within their `turn`. It ends with this process, or with `close`."""
+    """One compiler process. A thread must hold its `turn` to use it. It ends with this process, or with `close`."""
 
     def __init__(self, vocabulary: GrammarVocabulary, limits: CompileLimits = CompileLimits()) -> None:
         self._setup = CompilerSetup(vocabulary, limits)
@@ -69,17 +69,17 @@ class GrammarCompiler:
         self._closed = False
 
     def turn(self) -> AbstractContextManager[None]:
-        """Enter the compiler's lock, in the order in which threads came."""
+        """Return a context manager that holds the compiler's lock. Threads get it first come, first served."""
         return self._turns.turn()
 
     @property
     def num_in_line(self) -> int:
-        """Threads that have the turn or wait for it."""
+        """The number of threads that hold the turn or wait for it."""
         return self._turns.num_in_line
 
     @property
     def process_id(self) -> int | None:
-        """The process's id; None before the first grammar, and once a limit has ended the process."""
+        """The id of the process; None before the first grammar, and after a limit has ended the process."""
         return None if self._process is None else self._process.pid
 
     def tokenizer_info(self) -> str:
@@ -111,14 +111,14 @@ class GrammarCompiler:
         return reply.grammar
 
     def stop(self) -> None:
-        """End the process; the next grammar starts another."""
+        """End the process. The next grammar starts a new one."""
         process = self._process
         if process is not None:
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """Give up the grammar that is being compiled, and compile nothing any more."""
+        """Abort the grammar that is being compiled, and refuse further ones."""
         self._closed = True
         self.stop()
 
@@ -127,10 +127,10 @@ class GrammarCompiler:
             return self._process
         if self._closed:
             raise CompilerClosed
-        # In a session of its own, since this process handles interrupts from the keyboard.
+        # In a session of its own, so that Ctrl-C reaches this process only.
         command = [sys.executable, "-m", "baton.engine.structured.compiler_process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._process = process  # set before `_closed` is read: either `close` sees the process, or it is ended here
+        self._process = process  # set before `_closed` is read: so either `close` or this method ends the process
         reply = None if self._closed else _ask(process, self._setup)
         if not isinstance(reply, CompilerReady):
             process.kill()
@@ -159,7 +159,7 @@ class GrammarCompiler:
 def _ask(
     process: subprocess.Popen[bytes], message: msgspec.Struct, is_wanted: Callable[[], bool] = always
 ) -> CompilerReady | CompiledReply | RefusedReply | None:
-    """Return the reply; None if the process has ended, which it must if nobody wants the reply any more."""
+    """Return the reply; None if the process has ended. It is ended here once no request wants the reply any more."""
     try:
         write_frame(_pipe(process.stdin), message)
     except OSError:
@@ -180,7 +180,7 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 class FifoLock:
-    """A lock that threads get in the order in which they came, which Python's do not promise. Not reentrant."""
+    """A first-come-first-served lock, which Python's locks do not guarantee to be. Not reentrant."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -16,16 +16,16 @@ _LENGTH_BYTES = 8
 class GrammarVocabulary(msgspec.Struct, frozen=True):
     """The vocabulary that grammars constrain."""
 
-    tokenizer: str  # folder
-    vocab_size: int  # of the model's output layer
+    tokenizer: str  # the tokenizer's folder
+    vocab_size: int  # size of the model's output layer
     eos_token_ids: list[int]
 
 
 class CompileLimits(msgspec.Struct, frozen=True):
-    """Limits of compiling one grammar."""
+    """Limits for compiling one grammar."""
 
     compile_s: int = 30
-    memory_bytes: int = 2 << 30  # beyond what the process takes before its first grammar
+    memory_bytes: int = 2 << 30  # in addition to what the process uses before its first grammar
 
 
 class CompilerSetup(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class CompilerReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class CompiledReply(msgspec.Struct, frozen=True, tag=True):
-    grammar: str  # xgrammar's, serialized
+    grammar: str  # xgrammar's compiled grammar, serialized
 
 
 class RefusedReply(msgspec.Struct, frozen=True, tag=True):

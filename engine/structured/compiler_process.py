@@ -1,7 +1,7 @@
-"""Main module of a compiler process: it compiles grammars one at a time, within limits of time and memory.
+"""Main module of a compiler process, which compiles grammars one at a time, within limits of time and memory.
 
-Grammars that make the compiler hang, grow or crash do so here. An alarm and the memory limit end this process, and the
-engine starts another one.
+A grammar that makes the compiler hang, crash or exhaust its memory harms only this process, not the engine. An alarm
+and the memory limit end the process, and the engine starts another one.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .schema_checks import check_schema, check_structural_tag, parts_of
 if TYPE_CHECKING:
     import xgrammar
 
-NICENESS = 5  # an engine on the same cores comes first
+NICENESS = 5  # an engine on the same cores has priority
 _MOST_THREADS = 8
-_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and source line of xgrammar's messages
+_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and source line in xgrammar's messages
 _OUT_OF_MEMORY = "bad_alloc"
-_REASON_CHARS = 500  # of a refusal, which may quote a grammar
+_REASON_CHARS = 500  # maximal length of a refusal's reason, which may quote a grammar
 _WARNING = re.compile(r"Warning: (.*)")
 
 
 def main() -> None:
     orders, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that prints of libraries do not mix with replies
+    os.dup2(2, 1)  # libraries that print to stdout must not corrupt replies
     os.nice(NICENESS)
     first = read_frame(orders)
     if first is None:
@@ -57,7 +57,7 @@ def main() -> None:
     except GrammarRefused as refused:
         write_frame(replies, RefusedReply(f"is not supported with this model: {refused}"))
         return
-    except TextError as error:  # its message names files of this machine
+    except TextError as error:  # its message names local files, so it is for the log only
         reason = "is not supported with this model: the engine cannot read its tokenizer"
         write_frame(replies, RefusedReply(reason, detail=str(error)))
         return
@@ -67,15 +67,15 @@ def main() -> None:
 
 
 def tokenizer_info(vocabulary: GrammarVocabulary) -> xgrammar.TokenizerInfo:
-    """Return the bytes of every token, as xgrammar takes them.
+    """Return xgrammar's tokenizer info, with the bytes of every token.
 
-    Special tokens and ids beyond the tokenizer have none, so grammars never allow them. The marks that the model puts
-    around parts of its answers are text.
+    Special tokens and ids beyond the tokenizer have no bytes, so grammars never allow them. Marks that the model puts
+    around parts of its answers (tool calls, reasoning) count as text.
     """
     tokenizer = Tokenizer.from_folder(vocabulary.tokenizer)
     if tokenizer.byte_decoder is None:
         raise GrammarRefused("this model's tokenizer does not say which bytes a token stands for")
-    import xgrammar  # seconds, with torch and transformers
+    import xgrammar  # takes seconds: it imports torch and transformers
 
     special = tokenizer.special_token_ids - tokenizer.special_ids_of(tokenizer.marks)
     pieces = [b"" if token in special else tokenizer.token_bytes(token) for token in range(vocabulary.vocab_size)]
@@ -83,11 +83,11 @@ def tokenizer_info(vocabulary: GrammarVocabulary) -> xgrammar.TokenizerInfo:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the memory that is allocated from now on."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which the limit counts
+    """Limit the memory that the process may allocate from now on."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, which count towards the limit
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps of a crashed compiler
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps if the compiler crashes
 
 
 def serve(orders: IO[bytes], replies: IO[bytes], info: xgrammar.TokenizerInfo, limit_s: int) -> None:
@@ -109,7 +109,7 @@ def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsP
             grammar = compile_grammar(compiler, asked).serialize_json()
     except GrammarRefused as refused:
         return RefusedReply(f"cannot be kept: {_cut(str(refused))}", refused.place)
-    except (RuntimeError, ValueError) as error:  # xgrammar's own
+    except (RuntimeError, ValueError) as error:  # raised by xgrammar
         if _OUT_OF_MEMORY in str(error):
             return RefusedReply("needs more memory to compile than it may have: simplify it")
         return RefusedReply(f"cannot be compiled: {_reason(error)}", _broken_part(asked))
@@ -119,7 +119,7 @@ def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsP
 
 
 def _reason(error: Exception) -> str:
-    """Return xgrammar's words without the place in its source, and without its full stops: the sentence goes on."""
+    """Return xgrammar's message without its source position and final full stops, to be used within a sentence."""
     return _cut(_SOURCE.sub("", str(error)).strip().rstrip(".")) or "it is malformed"
 
 
@@ -128,7 +128,7 @@ def _cut(reason: str) -> str:
 
 
 def _broken_part(asked: StructuredOutputsParams) -> str:
-    """Return the path of the first part of a structural tag that is refused by itself; "" if there is none."""
+    """Return the path of the first part of a structural tag that xgrammar refuses on its own; "" if there is none."""
     if asked.structural_tag is None:
         return ""
     for place, part in parts_of(asked.structural_tag):
@@ -175,13 +175,13 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputs
 
 
 def choice_grammar(choices: list[str]) -> str:
-    """Return an EBNF grammar of the choices; its strings have JSON's escapes."""
+    """Return an EBNF grammar of the choices. EBNF strings have the same escapes as JSON strings."""
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 @contextmanager
 def capture_warnings() -> Iterator[list[str]]:
-    """Collect xgrammar's warnings on standard error, in a list that is filled at the end."""
+    """Collect xgrammar's warnings from standard error. The yielded list is filled when the context ends."""
     warnings: list[str] = []
     before = os.dup(2)
     with tempfile.TemporaryFile() as stderr:

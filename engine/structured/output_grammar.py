@@ -1,4 +1,4 @@
-"""The grammar of one output: the tokens that may come next, and those that may be guessed behind them."""
+"""The grammar of one output: masks of the tokens that may come next, and after draft tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..core.grammar import GrammarRefused, LookAhead
 if TYPE_CHECKING:
     import xgrammar
 
-TokenMask = NDArray[np.int32]  # token t is in where bit t % 32 of word t // 32 is set
+TokenMask = NDArray[np.int32]  # token t is allowed if bit t % 32 of word t // 32 is set
 
-QUICK_MASK_S = 0.0002  # a grammar looks ahead as long as no mask takes longer: most take some microseconds
-_MOST_WORDS = 64  # of a mask that are looked through for the only text that may come
+QUICK_MASK_S = 0.0002  # look-ahead stops when a mask takes longer; most take some microseconds
+_MOST_WORDS = 64  # masks with more non-zero words are not searched for a forced token
 
 
 class OutputGrammar:
@@ -35,8 +35,8 @@ class OutputGrammar:
         self._num_words = -(-vocab_size // 32)
         self._token_bytes = token_bytes
         self._allowed = allowed
-        self._words = np.zeros(self._num_words, np.int32)  # the newest mask
-        self._mask_s = 0.0  # processor time that it took
+        self._words = np.zeros(self._num_words, np.int32)  # the latest mask
+        self._mask_s = 0.0  # CPU time that the latest mask took
 
     def advance(self, token_ids: Sequence[int]) -> bytes:
         """Implement `Grammar.advance`."""
@@ -85,13 +85,13 @@ class OutputGrammar:
         return bool(self._words[token_id >> 5] >> (token_id & 31) & 1)
 
     def _only_continuation(self) -> int | None:
-        """Return the token that goes furthest in the only text that may come; None where there is no such text.
+        """Return the longest token of the forced text, if the grammar allows only one text next; otherwise None.
 
-        A token that reaches behind this text is returned only if it is the only one.
+        A token that extends beyond the forced text is returned only if no other token does.
         """
         try:
             text = self._matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError:  # xgrammar 0.2.8 has no string for a text that begins or ends within a character
+        except UnicodeDecodeError:  # xgrammar 0.2.8 fails if the forced text begins or ends within a character
             return None
         if not text:
             return None
@@ -106,7 +106,7 @@ class OutputGrammar:
         return None if ends_open else longest
 
     def _allowed_tokens(self) -> list[int]:
-        """Return the tokens of the newest mask; none where they are in more than `_MOST_WORDS` words of it."""
+        """Return the tokens that the latest mask allows; [] if more than `_MOST_WORDS` of its words are non-zero."""
         numbers = np.flatnonzero(self._words)
         if len(numbers) > _MOST_WORDS:
             return []

@@ -1,7 +1,6 @@
-"""Refuses JSON schemas that the compiler would accept without enforcing all of them, with path and keyword.
+"""Refuses JSON schemas with keywords that xgrammar would silently ignore. The error names path and keyword.
 
-Keywords that the compiler itself warns of are refused in `compiler_process.py`; these are the ones that it ignores
-silently.
+Keywords that xgrammar ignores with a warning are refused in `compiler_process.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _NEVER_KEPT = (
     *("contains", "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef"),
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_NEEDS_TYPE = {  # keywords are enforced only beside one of these types
+_NEEDS_TYPE = {  # keyword -> types; it is enforced only if the schema has one of them
     **dict.fromkeys(_NUMBERS, ("integer", "number")),
     **dict.fromkeys(("minLength", "maxLength", "pattern"), ("string",)),
     **dict.fromkeys(("minItems", "maxItems"), ("array",)),
@@ -32,7 +31,7 @@ _ALONE = (
     "anyOf",
     "oneOf",
     "allOf",
-)  # the compiler enforces the first of these and ignores the rest
+)  # xgrammar enforces the first of these keywords in a schema, and ignores the rest
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
@@ -49,7 +48,7 @@ _JSON_TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def check_schema(text: str) -> None:
-    """Refuse a schema that answers could violate. Raises `GrammarRefused`."""
+    """Raise `GrammarRefused` for a schema that xgrammar would not fully enforce."""
     try:
         _check(json.loads(text), "#")
     except json.JSONDecodeError as error:
@@ -59,7 +58,7 @@ def check_schema(text: str) -> None:
 
 
 def check_structural_tag(text: str) -> None:
-    """Check the schemas within a structural tag, whose own structure the compiler checks. Raises `GrammarRefused`."""
+    """Check the schemas in a structural tag like `check_schema`. xgrammar checks the tag's own structure."""
     try:
         for place, part in parts_of(text):
             try:
@@ -73,7 +72,7 @@ def check_structural_tag(text: str) -> None:
 
 
 def parts_of(tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas, patterns and grammars in a structural tag with their paths: `.format.elements[0]`."""
+    """Yield the schemas, patterns and grammars in a structural tag, with their paths, such as `.format.elements[0]`."""
     yield from _parts_in(json.loads(tag), "")
 
 
@@ -91,7 +90,7 @@ def _parts_in(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _check(schema: Any, place: str) -> None:
     if not isinstance(schema, dict):
-        return  # true, false, or a value that the compiler refuses
+        return  # true, false, or a value that xgrammar refuses
     for keyword in _NEVER_KEPT:
         if schema.get(keyword, False) is not False:
             raise GrammarRefused(f"{place}: {keyword!r} is not supported")

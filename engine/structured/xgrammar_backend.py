@@ -2,8 +2,8 @@
 
 open ──> known? ──no──> quick compiler ──longer than QUICK_S──> slow compiler ──longer than its limit──> refused
 
-Each compiler is a process that compiles one grammar at a time, in the order of requests. So an ordinary grammar waits
-for each slow one before it for `QUICK_S` and the start of a process, never for the whole limit.
+Each compiler is a process that compiles one grammar at a time, first come, first served. A slow grammar in front
+therefore delays an ordinary one by `QUICK_S` and the start of a process, not by the slow compiler's whole limit.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# xgrammar 0.2.8 allows control characters in strings with minLength or maxLength, which JSON forbids. Tabs between the
-# parts of an answer can be missed; line breaks within strings are excluded by xgrammar itself.
+# xgrammar 0.2.8 allows control characters in strings with minLength or maxLength, which is invalid JSON. Such grammars
+# exclude these bytes everywhere. That also forbids tabs between JSON tokens, which answers do not need. Line breaks are
+# not in the set: xgrammar itself excludes them within strings.
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _BOUNDED = re.compile(r"(min|max)Length")
 
-QUICK_S = 2  # grammars that take longer move to the slow compiler
+QUICK_S = 2  # grammars that take longer are compiled by the slow compiler
 
 STARTING_THREAD = "baton-grammars-start"
 
 
 class XGrammarBackend:
-    """Compiles each grammar once, as long as the cache holds it. Any thread may call all methods.
+    """Compiles grammars and caches them. Methods may be called by any thread.
 
     The process for slow grammars runs only while it compiles one. Nothing is loaded or started before `start` or the
     first grammar.
@@ -55,7 +56,7 @@ class XGrammarBackend:
         quick: GrammarCompiler | None = None,
         slow: GrammarCompiler | None = None,
     ) -> None:
-        """`quick` and `slow` replace the compilers that `limits` ask for."""
+        """`quick` and `slow` replace the compilers that would be made with `limits`."""
         self._vocabulary = vocabulary
         quick_limits = CompileLimits(min(QUICK_S, limits.compile_s), limits.memory_bytes)
         self._quick = quick or GrammarCompiler(vocabulary, quick_limits)
@@ -66,9 +67,7 @@ class XGrammarBackend:
         self._pieces: list[bytes] | None = None
 
     def start(self) -> None:
-        """Start a thread, and return at once. The thread starts the compiler and loads everything that the first
-        grammar needs.
-        """
+        """Return at once, and let a thread start the compiler and load everything that the first grammar needs."""
         threading.Thread(target=self._start, name=STARTING_THREAD, daemon=True).start()
 
     def _start(self) -> None:
@@ -78,10 +77,10 @@ class XGrammarBackend:
         except GrammarRefused as refused:
             logger.info(
                 "no output can be structured: %s", refused.detail or refused
-            )  # requests that ask for one get the same reason
+            )  # requests with a grammar get the same reason
         except CompilerClosed:
-            return  # the engine has ended
-        except (CompilerFailed, OSError) as failure:  # OSError: no memory for another process
+            return  # the engine is shutting down
+        except (CompilerFailed, OSError) as failure:  # OSError: for example no memory for another process
             logger.warning("the compiler of grammars is started again with the first one: %s", failure)
 
     def knows(self, asked: StructuredOutputsParams) -> bool:
@@ -110,14 +109,14 @@ class XGrammarBackend:
     def _compile(
         self, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
     ) -> xgrammar.CompiledGrammar:
-        """Return the compiled grammar. If several requests ask for it at once, the first compiles it for all."""
+        """Return the compiled grammar. If several requests need it at once, the first one compiles it for all."""
         with self._quick.turn():
             if (known := self._cache.get(key)) is not None:
                 return known
             if not is_wanted():
                 raise Abandoned
             if not self._cache.is_slow(key):
-                try:  # never abandoned: the start of another process would take as long
+                try:  # never abandoned: restarting the process would take as long as finishing
                     return self._compile_by(self._quick, asked, key, always)
                 except CompilesTooSlowly:
                     self._cache.note_slow(key)
@@ -136,7 +135,7 @@ class XGrammarBackend:
     def _compile_by(
         self, compiler: GrammarCompiler, asked: StructuredOutputsParams, key: bytes, is_wanted: Callable[[], bool]
     ) -> xgrammar.CompiledGrammar:
-        """Compile within this thread's turn, and cache the result."""
+        """Compile while this thread has the turn, and cache the result."""
         try:
             serialized = compiler.compile(asked, is_wanted)
         except GrammarRefused as refused:
@@ -150,13 +149,13 @@ class XGrammarBackend:
         return compiled
 
     def _vocabulary_as_xgrammar(self, compiler: GrammarCompiler) -> xgrammar.TokenizerInfo:
-        """Return xgrammar's tokenizer info, within this thread's turn.
+        """Return xgrammar's tokenizer info. The thread must have the compiler's turn.
 
         Raises `GrammarRefused` for tokenizers whose tokens have no fixed bytes, and `CompilerFailed`.
         """
         if self._tokenizer_info is None:
             serialized = compiler.tokenizer_info()
-            import xgrammar  # about a second, with transformers
+            import xgrammar  # takes about a second: it imports transformers
 
             self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(serialized)
         return self._tokenizer_info
@@ -170,7 +169,7 @@ class XGrammarBackend:
         return self._printable
 
     def _token_bytes(self) -> list[bytes]:
-        """Return the text of each token, once a grammar was compiled."""
+        """Return the bytes of each token. A grammar must have been compiled before."""
         if self._pieces is None:
             assert self._tokenizer_info is not None
             self._pieces = self._tokenizer_info.decoded_vocab
@@ -182,21 +181,21 @@ def _has_bounded_strings(asked: StructuredOutputsParams) -> bool:
     return text is not None and _BOUNDED.search(text) is not None
 
 
-CACHE_BYTES = 256 << 20  # of compiled grammars, least recently used first out
-MOST_SLOW = 256  # slow grammars that are remembered
-MOST_REFUSALS = 256  # refusals that are remembered ...
-REFUSAL_S = 60.0  # ... so that repeated requests do not block the compiler for others
+CACHE_BYTES = 256 << 20  # compiled grammars; the least recently used are evicted
+MOST_SLOW = 256  # number of slow grammars that are remembered
+MOST_REFUSALS = 256  # number of refusals that are remembered, so that repeated ones do not block the compiler ...
+REFUSAL_S = 60.0  # ... for this long
 
 
 class GrammarCache:
-    """Compiled grammars by their encoded request. Any thread may call all methods."""
+    """Compiled grammars by their encoded `StructuredOutputsParams`. Methods may be called by any thread."""
 
     def __init__(self) -> None:
         self.num_hits = self.num_compiled = self.num_refused = 0
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
-        self._refused: OrderedDict[bytes, tuple[GrammarRefused, float]] = OrderedDict()  # reason, and when it expires
+        self._refused: OrderedDict[bytes, tuple[GrammarRefused, float]] = OrderedDict()  # reason, expiry time
         self._slow: OrderedDict[bytes, None] = OrderedDict()
 
     def get(self, key: bytes) -> xgrammar.CompiledGrammar | None:

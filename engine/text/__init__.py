@@ -1,4 +1,4 @@
-"""Text and token ids. Imports no torch, so that gateways stay small."""
+"""Converts between text and token ids. Does not import torch, so that gateways stay small."""
 
 from .chat import ChatTemplate
 from .control_tokens import ChatPrompt

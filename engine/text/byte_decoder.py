@@ -1,12 +1,12 @@
-"""Bytes of single tokens, for decoders that only concatenate.
+"""Converts single tokens to bytes, for tokenizers whose decoder only concatenates.
 
-With most decoders each token stands for some bytes, whatever its neighbours are, and the text is those bytes read as
-UTF-8. Two families do:
+With most decoders, each token stands for the same bytes whatever its neighbours are, and the text is their
+concatenation, decoded as UTF-8. There are two families:
 
     byte level      "Ġhé" ............ each character stands for one byte (GPT-2, Llama 3, Qwen)
-    sentence piece  "▁h", "<0xC3>" ... a mark for the space, bytes for what the vocabulary lacks (Llama 2, Mistral)
+    sentence piece  "▁h", "<0xC3>" ... "▁" stands for a space; text without tokens is bytes (Llama 2, Mistral)
 
-The second drops the space before the first word of a text.
+The second family drops the space before the first word of a text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LeadingSpace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ByteDecoder:
-    """Converts a token to the bytes that a concatenating decoder makes of it."""
+    """Converts a token to its bytes, as the tokenizer's concatenating decoder does."""
 
     byte_level: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
@@ -60,7 +60,7 @@ class ByteDecoder:
 
 
 def byte_decoder_of(backend: Backend) -> ByteDecoder | None:
-    """Return the byte decoder of a tokenizer, or None if its decoder looks at more than one token."""
+    """Return the byte decoder of a tokenizer, or None if its decoder looks at several tokens together."""
     if backend.decoder is None:
         return None
     decoder = json.loads(backend.decoder.__getstate__())

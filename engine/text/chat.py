@@ -1,7 +1,7 @@
-"""Chat templates: Jinja programs in a model's folder that turn messages into the text the model was trained on.
+"""Chat templates: Jinja programs in a model's folder that turn messages into the text format the model was trained on.
 
-They come with weights from elsewhere, so they run in Jinja's immutable sandbox. Beside Jinja itself they may use what
-`transformers` gives them: https://huggingface.co/docs/transformers/chat_templating_writing
+Templates come with downloaded weights and are not trusted: they run in Jinja's immutable sandbox. They may use the
+extensions of `transformers`: https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .parsers import reasoning, tool_call_format
 from .parsers.tool_call_format import with_readable_arguments
 
 DEFAULT = "default"
-TOOL_USE = "tool_use"  # the template that some models have for chats with tools
+TOOL_USE = "tool_use"  # name of the template that some models have for chats with tools
 _RESERVED = ("messages", "tools", "add_generation_prompt")
-# The blank at its end reveals whether the template trims messages.
+# Marks the end of the message to continue. The space at its end reveals whether the template trims messages.
 _CUT = "\N{INFORMATION SEPARATOR ONE}the answer goes on here\N{INFORMATION SEPARATOR ONE} "
 _BEYOND_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]")  # surrogates are tags: see client_text.py
 
@@ -49,13 +49,13 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str]) -> None:
         """Compile the templates. Raises `ChatTemplateError` for one that does not parse."""
         self._templates: dict[str, jinja2.Template] = {}
-        self._tell_none: set[str] = set()  # templates that test content for none
+        self._tell_none: set[str] = set()  # names of templates that test content for none
         self.sources = dict(sources)
         self.source = sources.get(DEFAULT)
         self.tool_call_format = tool_call_format(sources.get(TOOL_USE) or sources.get(DEFAULT, ""))
         self.has_reasoning = any(reasoning.BEGIN in source for source in sources.values())
-        self.variables: frozenset[str] = frozenset()  # names that it reads beside the standard ones
-        self.literals: frozenset[str] = frozenset()  # texts that it writes or looks for
+        self.variables: frozenset[str] = frozenset()  # names that it reads in addition to the standard ones
+        self.literals: frozenset[str] = frozenset()  # texts that it writes or compares with
         self.rewrites_texts = False  # True if it may change a client's text
         environment = _environment()
         for name, source in sources.items():
@@ -136,7 +136,7 @@ class ChatTemplate:
         )
 
     def _introduced(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the chat with the tools described in its system message, if the template does not list them."""
+        """Return the chat. If the template does not list tools, describe them in the chat's system message."""
         if self.tool_call_format is None or not self.tool_call_format.introduction:
             return chat
         has_system = chat[0]["role"] == "system"
@@ -146,7 +146,7 @@ class ChatTemplate:
     def _turn(self, message: Mapping[str, Any], name: str) -> dict[str, Any]:
         turn = with_readable_arguments(message)
         if turn["content"] is None and name not in self._tell_none:
-            turn["content"] = ""  # Jinja would write "None"
+            turn["content"] = ""  # for None, Jinja would write "None"
         return turn if self.tool_call_format is None else self.tool_call_format.adapt_message(turn)
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -188,7 +188,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asks_for_content(template: jinja2.nodes.Template) -> bool:
-    """Return whether a template tests content for none, as DeepSeek's do, which then write something else."""
+    """Return whether a template tests content for none, as DeepSeek's do, which then write another text."""
     tests = template.find_all(jinja2.nodes.Test)
     comparisons = template.find_all(jinja2.nodes.Compare)
     asked = [test.node for test in tests if test.name == "none"]
@@ -318,7 +318,7 @@ def _concatenated(values: Iterable[Any]) -> str:
 
 
 class _RefusedByTemplate(jinja2.TemplateError):
-    """The template itself refuses the messages, in words that its author wrote for users."""
+    """The template itself refuses the messages, with an explanation that its author wrote for users."""
 
 
 def _refuse(message: str) -> NoReturn:

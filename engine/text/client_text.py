@@ -1,8 +1,8 @@
-"""Tagged strings, which keep a client's text apart from the text that a chat template writes.
+"""Tagged strings, which tell a client's text from the text that a chat template writes.
 
-The characters of a client are *tagged*: replaced, one by one, by surrogates, which no encodable text holds. A template
-may join, slice, trim, repeat and write tagged text as it likes: each character keeps its tag. So in the finished prompt
-a control token whose characters all lack a tag was written by the template, and any other was not.
+The characters of a client's text are *tagged*: each is replaced by a surrogate, which no encodable text contains. A
+template may join, slice, trim, repeat and write tagged text: each character keeps its tag. So in the finished prompt, a
+control token without any tagged character was written by the template; any other was spelled by the client.
 
     "a<|end|>"  ── tag ──>  ClientText, which holds "a" and seven surrogates, and equals "a<|end|>"
     template: "<|user|>" + text + "<|end|>"  ──>  only the last "<|end|>" is found in the tagged prompt
@@ -20,9 +20,9 @@ _TAGGED = re.compile("[\ud800-\udfff]+")
 
 
 class Tags:
-    """A tag for each character that occurs in some texts, the most frequent first.
+    """A tag for each character that occurs in some texts. If there are too few tags, the most frequent get them.
 
-    Blanks have none, so that code that looks for blanks finds them; nor have the two characters that JSON escapes.
+    Whitespace has no tags, so that templates find it, and neither have the two characters that JSON escapes.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -59,7 +59,7 @@ class ClientText(str):
 
     @property
     def _untagged(self) -> str:
-        """The untagged text. No template may get any of it; templates cannot read private names."""
+        """The untagged text. Templates must not get it, and cannot: they cannot read private names."""
         if self._plain is None:
             self._plain = self._tags.untag(with_tags(self))
         return self._plain
@@ -156,7 +156,7 @@ class ClientText(str):
         return self._with(str.join(new, self.split(old, count)))
 
     def _located(self, parts: Iterable[str], sep: str | None) -> list[str]:
-        """Cut out consecutive parts of the untagged text, separated by `sep`, or by blanks if that is None."""
+        """Return the tagged text of `parts`, consecutive parts of the plain text, between `sep` (None: whitespace)."""
         cut, end = [], 0
         for part in parts:
             start = self._untagged.index(part, end)
@@ -168,19 +168,19 @@ class ClientText(str):
         return ClientText(tagged, self._tags)
 
     def _new(self, text: str) -> ClientText:
-        """Tag a text that was derived from this one without knowing which characters are whose."""
+        """Tag a text that was derived from this one, although some of its characters may not be the client's."""
         return ClientText(self._tags.tag(text), self._tags)
 
 
 def plain(value: Any) -> Any:
-    """Return the untagged text of a `ClientText`; anything else as it is, and tuples item by item."""
+    """Return the untagged text of a `ClientText`, also within a tuple; return any other value as it is."""
     if isinstance(value, ClientText):
         return value._untagged
     return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 def with_tags(text: str) -> str:
-    """Return a text's characters, tagged ones included, as an ordinary string."""
+    """Return a text as an ordinary string, in which tagged characters stay tagged."""
     return "".join((text,))
 
 

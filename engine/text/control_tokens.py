@@ -1,12 +1,12 @@
-"""Control tokens, and chats in which only the model's template can write them.
+"""Control tokens, which only the model's template may write in a chat, not its clients.
 
-A control token steers the model: it ends a turn, names who speaks, opens a tool call. A client's text that spells one
-is encoded as text. Control tokens are all special tokens of a vocabulary, and those of its other added tokens that the
-model's chat template writes, since many makers leave tokens like `<｜User｜>` and `<tool_call>` unmarked. Further added
-tokens, such as runs of blanks or HTML tags, are ordinary parts of texts.
+A control token steers the model: it ends a turn, names the speaker, opens a tool call. If a client's text spells one,
+it is encoded as ordinary text. Control tokens are all special tokens of a vocabulary, and those other added tokens that
+the model's chat template writes, since many makers do not mark tokens like `<｜User｜>` and `<tool_call>` as special.
+Further added tokens, such as runs of blanks or HTML tags, are ordinary text.
 
-Most chats spell no control token, and are rendered once and encoded as they are. Any other is rendered a second time
-with tagged values (`client_text`), which shows the control tokens that the template wrote.
+Most chats spell no control token; they are rendered once and encoded as they are. Any other chat is rendered a second
+time with tagged values (`client_text`), which shows the control tokens that the template wrote.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tokenizers import Tokenizer as Backend
 
 from .client_text import ClientText, Tags
 
-_LEAST_CHARS = 3  # of a token that is not special; shorter ones are punctuation
+_LEAST_CHARS = 3  # shorter added tokens that are not special are punctuation, not control tokens
 _BRACKETED = re.compile(r"<[|｜].*[|｜]>")
 _ROLE = re.compile(r"[\w-]+")
 _WRITTEN_BY_MODELS = ("content", "reasoning_content")  # fields of an assistant's message
-_EDGE = 3  # characters of a control token's beginning or end that searches look for
+_EDGE = 3  # searches look for this many characters at the beginning or end of a control token
 _NOTHING = "(?!)"  # a pattern that matches nothing
-_BORDER = "\0"  # separates texts that are searched together
+_BORDER = "\0"  # separates texts in a string that is searched at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class ChatPrompt:
     """A rendered chat."""
 
     text: str
-    tagged: str | None = None  # the text with a client's characters tagged, if they may spell control tokens
+    tagged: str | None = None  # the text with the client's characters tagged; None if they spell no control token
 
     @property
     def of_template(self) -> str:
-        """The text in which only the template's own characters are untagged."""
+        """The text to search for the template's control tokens: only the template's own characters are untagged."""
         return self.text if self.tagged is None else self.tagged
 
 
@@ -52,8 +52,8 @@ class ControlTokens:
     def __init__(self, backend: Backend, template_literals: Collection[str], answer_marks: Collection[str]) -> None:
         """Find the control tokens of a vocabulary.
 
-        `template_literals` are the texts that the chat template writes itself. `answer_marks` are those that the model
-        puts around parts of its answers; they may stand in an assistant's message, unless they are special.
+        `template_literals` are the texts that the chat template itself writes. `answer_marks` are the texts that the
+        model puts around parts of its answers. Messages of the assistant may contain those that are not special.
         """
         self._backend = backend
         known = "\n".join((*template_literals, *answer_marks))
@@ -88,7 +88,7 @@ class ControlTokens:
         )
 
     def tag_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy with tagged values. The role stays untagged if it is a word, since the template writes it."""
+        """Return a copy with tagged values. A role that is a plain word stays untagged, since templates write it."""
         keeps = _WRITTEN_BY_MODELS if message["role"] == "assistant" else ()
         tagged = {key: self.tag(value, keeps_answer_marks=key in keeps) for key, value in message.items()}
         return {**tagged, "role": message["role"]} if _has_plain_role(message) else tagged
@@ -141,9 +141,9 @@ class ControlTokens:
         return "".join([*pieces, self._tag_edges(text[end:])])
 
     def _tag_edges(self, text: str) -> str:
-        """Tag what is near an end of the text or near a possible edge of a control token.
+        """Tag only characters near an end of the text, or near a possible edge of a control token.
 
-        Near means within the length of the longest such token: the rest of a long text cannot be a part of one.
+        Near means within the length of the longest control token. The rest of a long text cannot be part of one.
         """
         end, pieces = 0, []
         for start, stop in self._edges.near(text, self._reach):
@@ -170,9 +170,9 @@ class _Edges:
         self._insides = "\n".join(tokens) if opens and any(piece.startswith(tuple(ends)) for piece in pieces) else ""
 
     def are_in(self, texts: Collection[str]) -> bool:
-        """Return whether a text holds a control token, or a part that could become one beside other text."""
+        """Return whether a text contains a control token, or a part that other text next to it could complete."""
         if self._insides and any(text.strip() in self._insides for text in texts if text.strip()):
-            return True  # the template itself writes the beginning and the end of a control token
+            return True  # the template itself writes a control token's beginning and end around a client's text
         together = _BORDER + _BORDER.join(texts) + _BORDER
         if not any(character in together for character in self._outer):
             return False
@@ -187,9 +187,9 @@ class _Edges:
 
 
 def _edge_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for the first characters of a token, or its last ones behind the others.
+    """Return a pattern for a token's first characters, or for its last characters after the rest of the token.
 
-    Searching is fast, since tokens begin and end with few different characters, which are rare in texts.
+    The search is fast, since tokens begin and end with few different characters, which are rare in texts.
     """
     begins, ends = defaultdict(set), defaultdict(set)
     for token in tokens:
@@ -202,7 +202,7 @@ def _edge_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _is_control(token: AddedToken, known: str) -> bool:
-    """Return whether an added token steers the model; `known` holds the texts of its template and its answers."""
+    """Return whether an added token is a control token. `known` has the texts of the template and the answer marks."""
     content = token.content
     if not content.strip():
         return False
@@ -241,14 +241,14 @@ def _pattern(token: AddedToken) -> str:
 
 
 def _unknown_ids(backend: Backend) -> frozenset[int]:
-    """Return the ids of a noncharacter, which no vocabulary has."""
+    """Return the token ids of unknown text: those of a Unicode noncharacter, which no vocabulary contains."""
     try:
         return frozenset(backend.encode("\U0010ffff", add_special_tokens=False).ids)
     except Exception:  # the library raises bare Exception if a vocabulary has no token for unknown text
         return frozenset()
 
 
-_PRIVATE_USE = 0xF0000  # plane 15: 65 534 characters without a meaning
+_PRIVATE_USE = 0xF0000  # plane 15: 65 534 private-use characters
 _NUM_PRIVATE = 65_534
 _SECRET_CHARS = 8  # 128 bits
 
@@ -256,12 +256,12 @@ _SECRET_CHARS = 8  # 128 bits
 class GuardedEncoder:
     """A second tokenizer with the same vocabulary, in which control tokens have secret names.
 
-    The names begin with random characters, so that no text holds one by chance or on purpose. Everything else about the
-    tokens stays: where they split a text, and which blanks around them they take.
+    The names begin with random characters, so that no client can spell one. Everything else about the tokens is
+    unchanged: where they split a text, and which blanks around them they absorb.
     """
 
     def __init__(self, backend: Backend, control: Mapping[int, AddedToken], unknown_ids: frozenset[int]) -> None:
-        """`control` are the control tokens by their ids. `unknown_ids` stand for text that the vocabulary lacks."""
+        """`control` maps ids to control tokens. `unknown_ids` are the tokens of text that the vocabulary lacks."""
         self._framing = backend
         self._backend = renamed = Backend(backend.model)  # shares the vocabulary, which may be large
         for part in ("normalizer", "pre_tokenizer"):
@@ -288,12 +288,12 @@ class GuardedEncoder:
         return self._framed(ids) if add_special_tokens else ids
 
     def _spell(self, content: str) -> list[int]:
-        """Return token ids of single characters, for texts that the model itself would merge into a control token."""
+        """Return token ids of single characters, for a text that merging would turn into a control token."""
         tokens = [token for character in content for token in self._backend.model.tokenize(character)]
         return [token.id for token in tokens if token.id not in self._never]
 
     def _framed(self, ids: list[int]) -> list[int]:
-        """Add the tokens that frame every text."""
+        """Add the special tokens that the tokenizer puts around every text."""
         frame = self._framing.encode("a", add_special_tokens=True)
         text = [i for i, is_frame in enumerate(frame.special_tokens_mask) if not is_frame]
         return [*frame.ids[: text[0]], *ids, *frame.ids[text[-1] + 1 :]]

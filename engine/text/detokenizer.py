@@ -10,16 +10,16 @@ from .byte_decoder import ByteDecoder
 from .tokenizer import Tokenizer
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8
-CONTEXT_TOKENS = 6  # of the preceding text, for decoders that look at neighbours
+CONTEXT_TOKENS = 6  # tokens of preceding text that are decoded again, for decoders that look at neighbours
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
     """Turns one output's token ids into text as they arrive.
 
-    The deltas and the last `flush` add up to what decoding all tokens at once gives. A character whose bytes are spread
-    over tokens comes out once, whole, with its last byte. `prompt_token_ids` is the text that the output continues: a
-    first word keeps the space before it, and a character that the prompt began is completed.
+    The deltas and the final `flush` add up to the text of all tokens decoded at once. A character whose bytes are
+    spread over several tokens is returned whole, with its last byte. The output continues the text of
+    `prompt_token_ids`: its first word keeps the space before it, and a character that the prompt began is completed.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class IncrementalDetokenizer:
         return self._length
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens add; empty while a character is incomplete."""
+        """Return the text that these tokens add, without a character that is still incomplete."""
         text = "".join(self._stream.push(token) for token in token_ids if token not in self._skipped)
         self._length += len(text)
         return text
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD for bytes that never became a character."""
+        """Return the rest of the text at the end: U+FFFD for bytes of an incomplete character."""
         text = self._stream.flush()
         self._length += len(text)
         return text
@@ -64,7 +64,7 @@ class _Stream(Protocol):
 
 
 class _ByteStream:
-    """Detokenizes by a concatenating decoder: bytes go through an incremental UTF-8 decoder."""
+    """Detokenizes with a concatenating decoder: tokens' bytes go through an incremental UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, rule: ByteDecoder, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -88,13 +88,13 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Detokenizes by any other decoder: decodes the last tokens again and returns the text that is new."""
+    """Detokenizes with any other decoder: decodes the last tokens again, and returns the text that is new."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
         self._given = len(self._decode(self._window))
-        self._settled = len(self._window)  # tokens of the window whose text was returned
+        self._settled = len(self._window)  # number of tokens in the window whose text has been returned
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -108,7 +108,7 @@ class _WindowStream:
 
     def _give(self, text: str) -> str:
         delta = text[self._given :]
-        # Tokens whose text was returned serve as context only: the last few are enough.
+        # Tokens whose text has been returned only serve as context: keep the last few.
         self._window = self._window[max(0, self._settled - CONTEXT_TOKENS) :]
         self._settled = len(self._window)
         self._given = len(self._decode(self._window))

@@ -1,4 +1,4 @@
-"""Text of one output as users see it: detokenized piece by piece, and cut at the first stop string."""
+"""Text of one output as users see it: detokenized incrementally, and cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that some tokens added to an output."""
+    """The text that some tokens added to an output."""
 
     text: str
-    stop: str | None = None  # the stop string that ended the output: abort the request
+    stop: str | None = None  # the stop string that ended the output; the caller must abort the request
     num_tokens: int = 0  # tokens consumed: fewer than were pushed if a stop string ended the output
-    ends: list[int] = field(default_factory=list)  # offsets in `text` where what each token but the last adds ends
+    ends: list[int] = field(default_factory=list)  # for each token but the last: offset in `text` where its text ends
 
 
 class TextStream:
@@ -51,7 +51,7 @@ class TextStream:
     def push(self, token_ids: Sequence[int], *, finished: bool = False, stop_token_id: int | None = None) -> TextDelta:
         """Return the text that these tokens add.
 
-        `finished` ends the output, so that nothing is held back. `stop_token_id` is the last token if it ended the
+        `finished` ends the output: nothing is held back. `stop_token_id` is the last token, if a stop token ended the
         output.
         """
         hides_last = stop_token_id is not None and not self._shows_stop_token
@@ -79,7 +79,7 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """Text that can be sent, and the stop string that ended it, if any."""
+    """Text that can be sent, and the stop string that ended the output, if any."""
 
     text: str
     stop: str | None = None
@@ -88,8 +88,8 @@ class StopResult:
 class StopStrings:
     """Passes text on up to the first stop string, and holds back a possible beginning of one.
 
-    The first stop string is the one that is complete first; of those that end together, the longest. So the result does
-    not depend on how the text was cut. Work is proportional to the text, however long the stop strings are.
+    The first stop string is the one that is complete first; if several end at the same character, the longest. So the
+    result does not depend on how the text was cut. The work is linear in the text, whatever the length of stop strings.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
@@ -117,14 +117,14 @@ class StopStrings:
         return StopResult(held[: len(held) - keep])
 
     def pass_unchecked(self, text: str) -> str:
-        """Return `text`, and what was held back, without looking for stop strings: `min_tokens` is not reached yet."""
+        """Return `text` and the held text without looking for stop strings: `min_tokens` is not reached yet."""
         text = self.flush() + text
         for matcher in self._matchers:
             matcher.matched = 0
         return text
 
     def flush(self) -> str:
-        """Return what was held back, when the text ends without a stop string."""
+        """Return the held text, when the output ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -134,7 +134,7 @@ class StopStrings:
 
 
 class _Matcher:
-    """Tracks how much of one stop string the text ends with, by the algorithm of Knuth, Morris and Pratt."""
+    """Tracks how much of a stop string the text ends with (the algorithm of Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop

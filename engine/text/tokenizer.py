@@ -1,7 +1,7 @@
 """A model's tokenizer: text to token ids and back, and chats to prompts.
 
-Reads `tokenizer.json` through the `tokenizers` library alone, which loads in milliseconds; folders without that file go
-through `transformers`, which converts older formats.
+`tokenizer.json` is read with the `tokenizers` library alone, which is imported in milliseconds. For folders without
+that file, `transformers` converts older formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .parsers.reasoning import ReasoningStart
 from .parsers.tool_call_format import ToolCallFormat
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-COMPOSED = 4  # most characters that Unicode composition merges into one
+COMPOSED = 4  # Unicode composition merges at most this many characters into one
 
 
 class _Packed(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class _Packed(msgspec.Struct, frozen=True):
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    Immutable once loaded; any number of threads may use it. Encoding releases Python's lock.
+    Immutable once loaded; any number of threads may use it. Encoding releases the GIL.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Load the tokenizer of a Hugging Face model folder.
 
-        Raises `TokenizerError` if there is none that can be read, `ChatTemplateError` for a broken template.
+        Raises `TokenizerError` if no tokenizer can be read, `ChatTemplateError` if the template is broken.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Backend:
-        """The `tokenizers` object underneath, for a tokenizer of the same vocabulary with another template."""
+        """The underlying `tokenizers` object, to make a tokenizer with the same vocabulary and another template."""
         return self._backend
 
     @cached_property
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """The model's tool-call format; None if its chat template teaches none that can be parsed."""
+        """The model's tool-call format; None if its chat template teaches none that Baton can parse."""
         return None if self._chat_template is None else self._chat_template.tool_call_format
 
     @property
@@ -120,23 +120,23 @@ class Tokenizer:
 
     @property
     def lists_tools(self) -> bool:
-        """True if prompts of chats with `tools` list them."""
+        """True if the template lists a chat's `tools` in the prompt."""
         return self._chat_template is not None and self._chat_template.lists_tools
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the chat template reads beside those that it is always given."""
+        """Names that the chat template reads in addition to those that it is always given."""
         return frozenset() if self._chat_template is None else self._chat_template.variables
 
     def reasoning_after(self, prompt: str) -> ReasoningStart:
-        """Return how the answer to a chat's prompt may begin with reasoning, as its template says."""
+        """Return whether the answer to this chat prompt may begin with reasoning, or continues it."""
         if self._chat_template is None or not self._chat_template.has_reasoning:
             return ReasoningStart.NONE
         return ReasoningStart.BEGUN if prompt.rstrip().endswith(reasoning.BEGIN) else ReasoningStart.POSSIBLE
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that the model puts around the parts of its answers, as its template says."""
+        """Texts that the model puts around parts of its answers, according to its template."""
         template = self._chat_template
         calls = () if template is None or template.tool_call_format is None else template.tool_call_format.marks
         return (*calls, reasoning.BEGIN, reasoning.END) if template is not None and template.has_reasoning else calls
@@ -146,37 +146,37 @@ class Tokenizer:
         return self.special_token_ids & {self._backend.token_to_id(text) for text in texts}
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's tokens without encoding it, by the longest token of the vocabulary.
+        """Return a lower bound of a text's number of tokens, without encoding it: from the longest token's length.
 
-        It is 0 if there is no such bound, as for vocabularies with one token for all unknown text.
+        It is 0 if tokens have no maximal length, for example if one token stands for unknown text of any length.
         """
         return len(text) // self._most_characters if self._most_characters else 0
 
     @cached_property
     def _most_characters(self) -> int:
-        """Most characters of a text that may become one token; 0 if there is no limit."""
+        """The maximal number of a text's characters that one token may stand for; 0 if there is no limit."""
         if self.byte_decoder is None or not self.byte_decoder.byte_level:
             return 0
         if not isinstance(self._backend.normalizer, NFC | None):
             return 0
         if any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()):
-            return 0  # such a token takes all spaces beside it
+            return 0  # such a token absorbs all spaces next to it
         composed = 1 if self._backend.normalizer is None else COMPOSED
         return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; `add_special_tokens` frames it as in training. Chats: `encode_chat`."""
-        # Encoding a batch releases the interpreter's lock, so that seconds of a long text do not block other threads.
+        """Return the token ids of `text`; `add_special_tokens` adds BOS and the like. For chats, use `encode_chat`."""
+        # Encoding a batch releases the GIL: a long text, which takes seconds, does not block other threads.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids` together. Ids beyond the vocabulary, as of a padded output layer, give no
-        text.
+        """Return the text of `token_ids`, decoded together. Ids beyond the vocabulary (padding of the output layer)
+        have no text.
         """
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """Return the vocabulary's own spelling of a token, as `Ġthe`; None if it has none."""
+        """Return the vocabulary's own spelling of a token, such as `Ġthe`; None if it has none."""
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -187,7 +187,7 @@ class Tokenizer:
         return piece
 
     def token_text(self, token_id: int) -> str:
-        r"""Return one token's text for display. Bytes of a part of a character are escaped, as `\xf0\x9f`."""
+        r"""Return one token's text for display. Bytes of an incomplete character are escaped: `\xf0\x9f`."""
         return self.token_bytes(token_id).decode(errors="backslashreplace")
 
     def render_chat(
@@ -218,7 +218,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> ChatPrompt:
-        """Return the prompt, for `encode_chat`, whose text `render_chat` has made of the same arguments.
+        """Return the prompt for `encode_chat`. `text` is the result of `render_chat` with the same arguments.
 
         Text in these arguments never becomes control tokens.
         """
@@ -242,7 +242,7 @@ class Tokenizer:
         return ChatPrompt(text, with_tags(tagged))
 
     def encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a chat's prompt, which its template has framed already."""
+        """Return the token ids of a chat's prompt. Usually its template has already written BOS and the like."""
         if prompt.tagged is None:
             return self.encode(prompt.text, add_special_tokens)
         return self.control_tokens.encode(prompt, add_special_tokens)
@@ -274,12 +274,12 @@ def _load_backend(folder: Path) -> Backend:
             raise TokenizerError(f"{file} is not a tokenizer that can be read: {error}") from error
     if file.is_symlink():
         raise TokenizerError(f"{folder} has no {absent_file(file)}: {FETCH_AGAIN}")
-    # The import takes seconds, which only folders in older formats need.
+    # Imported here: it takes seconds, and only folders in older formats need it.
     from transformers import AutoTokenizer
 
     try:
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises errors of no common type
+    except Exception as error:  # the library's errors have no common base class
         reason = f"holds no tokenizer.json, and nothing to convert to one: {error}"
         raise TokenizerError(f"{folder} {reason}; {FETCH_AGAIN}") from error
     backend = getattr(converted, "backend_tokenizer", None)
@@ -331,7 +331,7 @@ def _add_missing(backend: Backend, tokens: Iterable[str]) -> None:
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
     """Return token sequences for `SamplingParams.bad_words_token_ids`: each word at a text's start and after a space.
 
-    A sequence that ends with another one is left out: the shorter bans it already.
+    A sequence that ends with a shorter one is left out, since the shorter one already bans it.
     """
     sequences: list[list[int]] = []
     for word in words:

@@ -1,5 +1,6 @@
-"""Checkpoints to parameters, streamed tensor by tensor with an exact account (`loader`), and a bar for loads that take
-longer than one would wait without wondering. Importing this package loads no torch.
+"""Loads checkpoints into parameters, tensor by tensor (`loader`), with a progress bar for long loads.
+
+Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PATIENCE_S = 2.0
 
 @contextmanager
 def loading_bar(description: str = "Loading weights") -> Iterator[Progress]:
-    """Yield a `progress` for `load_model`. The bar is drawn, on stderr, only once the load has taken `PATIENCE_S`."""
+    """Yield a `progress` callback for `load_model`. It draws a bar on stderr once loading has taken `PATIENCE_S`."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar

@@ -1,8 +1,8 @@
-"""Fills a model: first the account, from names and shapes alone, then the stream, one tensor at a time.
+"""Loads a model's weights in three steps.
 
-every tensor of the checkpoint is placed exactly once, every slot of the model is filled exactly once
-
-Before both, the layers that the checkpoint has quantized are given the weight method for it.
+methods   layers that the checkpoint has quantized get the weight method of its format
+account   by names and shapes alone: every tensor of the checkpoint has exactly one slot, and every slot its tensor
+stream    tensors are read and copied to their slots one at a time
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ logger = logging.getLogger(__name__)
 def load_weights(model: Loadable, *, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
     """Allocate the parameters on `device`, fill them as `model.config` says, and pack them for the kernels.
 
-    Holds no more than one tensor of the checkpoint beside the model, and of a divided one no more than a rank's share.
-    Weights in 8 bits stay so where the device has kernels for them, and are multiplied out elsewhere. Raises
-    `WeightsError`.
+    Beside the model, at most one checkpoint tensor is in memory, or the rank's share of it if it is divided. FP8
+    weights stay in 8 bits if the device has kernels for them, else they are dequantized. Raises `WeightsError`.
     """
     config = model.config
     device = torch.device(device)
@@ -89,24 +88,24 @@ def load_weights(model: Loadable, *, device: torch.device | str = "cpu", progres
 
 
 def check_weights(model: Loadable) -> None:
-    """Raise `WeightsError` where `load_weights` would, before it reads a weight: from headers, without memory."""
+    """Raise `WeightsError` if the account of `load_weights` would. Reads headers only, and allocates nothing."""
     checkpoint, _ = _choose_methods(model, torch.device("cpu"))
     if checkpoint is not None:
         _account_with_scales(model, {slot.name: slot for slot in model.slots()}, checkpoint)
 
 
 def allocate_unfilled(model: Loadable, *, device: torch.device | str) -> None:
-    """Do what `load_weights` does, but leave memory as it was: for steps that only launch kernels."""
+    """Do the same as `load_weights`, but leave parameters uninitialized: for steps that only launch kernels."""
     _choose_methods(model, torch.device(device))
     model.allocate(device, getattr(torch, model.config.dtype))
     model.finish()
 
 
 def _choose_methods(model: Loadable, device: torch.device) -> tuple[Checkpoint | None, list[str]]:
-    """Give layers the methods of their weights.
+    """Give layers the methods for their weights.
 
-    Returns the checkpoint that says which, None for dummy weights; and the layers whose quantized weights are
-    multiplied out although the device has kernels.
+    Return the checkpoint (None for dummy weights), and the layers whose quantized weights are dequantized although the
+    device has kernels.
     """
     config = model.config
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(config.folder)
@@ -119,7 +118,7 @@ def _choose_methods(model: Loadable, device: torch.device) -> tuple[Checkpoint |
 
 
 def _account_with_scales(model: Loadable, slots: Mapping[str, Slot], checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Account for all tensors. Returns the scales that weights are to be multiplied with, by the weights' names."""
+    """Account for all tensors. Return the scales of the weights to dequantize, by the weights' names."""
     _warn_of_unread_head(model, checkpoint)
     quantization = model.config.quantization
     scales = _scales_to_multiply_with(slots, checkpoint, quantization)
@@ -129,7 +128,7 @@ def _account_with_scales(model: Loadable, slots: Mapping[str, Slot], checkpoint:
 
 
 def _warn_of_unread_head(model: Loadable, checkpoint: Checkpoint) -> None:
-    """Warn where the config ties the head to the embedding, but the checkpoint brings another one."""
+    """Warn if the config ties the head to the embedding, but the checkpoint has another head."""
     embedding, head = (checkpoint.entries.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     if not model.config.tie_word_embeddings or embedding is None or head is None:
         return
@@ -142,9 +141,9 @@ def _warn_of_unread_head(model: Loadable, checkpoint: Checkpoint) -> None:
 
 
 def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[str, ...]) -> None:
-    """Raise `WeightsError`, naming all that is wrong, unless the checkpoint's tensors are exactly the slots.
+    """Raise `WeightsError` unless the checkpoint's tensors match the slots exactly. The error lists all differences.
 
-    `ignored` are patterns of names that a checkpoint may hold beside them.
+    `ignored` are patterns of tensors that a checkpoint may contain in addition.
     """
     entries = checkpoint.entries
     missing = [checkpoint.expected_in(name) for name in slots if name not in entries]
@@ -174,9 +173,9 @@ def account(slots: Mapping[str, Slot], checkpoint: Checkpoint, ignored: tuple[st
 def _scales_to_multiply_with(
     slots: Mapping[str, Slot], checkpoint: Checkpoint, quantization: Quantization | None
 ) -> dict[str, TensorEntry]:
-    """Return the scales of each weight that comes in 8 bits to a layer that takes none, by the weight's name.
+    """Return the scales of each FP8 weight that goes to a layer without FP8 kernels, by the weight's name.
 
-    Raises `WeightsError` for a weight in 8 bits that no scale is known of.
+    Raises `WeightsError` if such a weight has no scales.
     """
     found: dict[str, TensorEntry] = {}
     without: list[str] = []
@@ -212,7 +211,7 @@ def _read(
                         continue
                     scale = scales.get(entry.name)
                     if scale is not None:
-                        # Whole: a share of a weight may cut the blocks that its scales belong to.
+                        # Read whole: a rank's share may cut blocks of scales.
                         data = tensors.get_tensor(entry.name_in_file)
                         scaled = scale_files[scale.file].get_tensor(scale.name_in_file)
                         yield slot, plain_weight(data, scaled, in_blocks, dtype)
@@ -222,14 +221,14 @@ def _read(
                         yield slot, tensors.get_tensor(entry.name_in_file)
 
 
-SPREAD = 0.02  # standard deviation, as models are initialized
+SPREAD = 0.02  # standard deviation, as models are usually initialized
 _BANK_SIZE = 1_048_573  # prime, so that no matrix has equal rows
 
 
 class DummyWeights:
-    """Every tensor is a stretch of one bank of normal numbers, from a place that its name gives, round and round.
+    """Random weights. Each tensor is read from one cyclic bank of normal numbers, from an offset hashed from its name.
 
-    So a share of a tensor is the same whatever the others are: a model is the same over any number of ranks.
+    So a rank can produce its share of a tensor alone, and the model is the same for any number of ranks.
     """
 
     def __init__(self, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -237,7 +236,7 @@ class DummyWeights:
         self._bank = (torch.randn(_BANK_SIZE, generator=generator) * SPREAD).to(device, dtype)
 
     def tensor(self, slot: Slot) -> Tensor:
-        """Return the part of a tensor of the slot's shape that has its share, around its parameter's typical value."""
+        """Return the slot's share (and perhaps more) of its tensor, around the parameter's typical value."""
         rows, *others = slot.shares
         held = rows.slice
         values = self._stretch(slot.name, Share(held.start, held.stop - held.start, rows.whole), others)
@@ -253,11 +252,11 @@ class DummyWeights:
 
 
 def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized: Callable[[str], bool]) -> list[str]:
-    """Give the layers of `model` that the checkpoint has quantized the method for it, before anything is allocated.
+    """Give quantized layers of `model` the method of their format, before memory is allocated.
 
-    `is_quantized` tells by a linear layer's name in the checkpoint. Returns the layers that stay plain nevertheless:
-    those merged of both kinds, those of which parts or ranks would share a block, and experts that there are no
-    kernels for.
+    `is_quantized` is called with the names of linear layers in the checkpoint. Return the quantized layers that keep
+    the plain method: merged layers of which only some are quantized, layers in which a block of scales would straddle
+    parts or ranks, and experts without kernels.
     """
     plain = [path for path, layer in layers_of(Linear, model) if not _quantize(path, layer, quantization, is_quantized)]
     method = Fp8Experts(quantization)
@@ -271,7 +270,7 @@ def use_quantized_methods(model: Layer, quantization: Quantization, is_quantized
 
 
 def _quantize(path: str, layer: Linear, quantization: Quantization, is_quantized: Callable[[str], bool]) -> bool:
-    """Return false for a layer that stays plain although some of it is quantized."""
+    """Set the layer's method. Return false if it keeps the plain method although some of it is quantized."""
     method, parts = Fp8Linear(quantization), layer.parts_at(path)
     shares, quantized = list(parts.values()), [is_quantized(name) for name in parts]
     if not all(quantized) or not method.fits(layer.columns, shares):

@@ -1,4 +1,4 @@
-"""Element-wise functions around products: activations, with gates and without, and the soft cap of logits."""
+"""Element-wise functions around matrix products: activations, gated and plain, and the soft cap of logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Activation", "Pointwise", "activate_each", "activation_and_mul", "ga
 
 
 def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """Compute `activation(gate) * up` of gate_up [T, 2 F], the gates first -> [T, F]. In float32, rounded once."""
+    """Return `activation(gate) * up` [T, F] of gate_up [T, 2 F], gates first. Computed in float32, rounded once."""
     if gate_up.is_cpu:
         return cpu.activation_and_mul(gate_up, activation, out)
     if gate_up.is_cuda:
@@ -22,9 +22,9 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
 
 
 def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
-    """Replace the values of x [T, N] by `activation` of them, in place, and return x. In float32, rounded once.
+    """Apply `activation` to each value of x [T, N] in place, and return x. Computed in float32, rounded once.
 
-    Raises `ValueError` for rows that are not contiguous.
+    Raises `ValueError` if rows are not contiguous.
     """
     _check_rows(x)
     if x.is_cpu:
@@ -39,8 +39,8 @@ def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
 def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
     """Multiply the heads x [T, H, D] by `sigmoid(gate)`, with a gate for every value [T, H, D] or head [T, H, 1].
 
-    The product replaces x, or is added to `add_to` [T, H * D] in place; what was written is returned. In float32,
-    rounded once. Raises `ValueError` for values of a head that are not contiguous, or shapes that do not fit.
+    The product replaces x, or is added to `add_to` [T, H * D] in place; the written tensor is returned. Computed in
+    float32, rounded once. Raises `ValueError` if a head's values are not contiguous, or shapes do not match.
     """
     num_tokens, heads, dim = x.shape
     if gate.shape not in ((num_tokens, heads, dim), (num_tokens, heads, 1)):
@@ -57,9 +57,9 @@ def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Replace the values of x [R, N] by `cap * tanh(x / cap)`, in place, and return x. In float32, rounded once.
+    """Replace x [R, N] by `cap * tanh(x / cap)` in place, and return x. Computed in float32, rounded once.
 
-    Raises `ValueError` for a cap that is not above 0, or rows that are not contiguous.
+    Raises `ValueError` if the cap is not positive, or rows are not contiguous.
     """
     if not cap > 0:
         raise ValueError(f"cap is {cap}: give more than 0")

@@ -1,4 +1,4 @@
-"""The gated activations and the soft cap in C++ (`native/activation.cpp`); activations of every value in torch."""
+"""Gated activations and the soft cap in C++ (`native/activation.cpp`); plain activations in torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
 def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
     match activation:
         case Pointwise.RELU2:
-            return x.relu_().square_()  # the first is exact
+            return x.relu_().square_()  # rounded once: ReLU is exact
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations, with gates and without, gates of heads, and the soft cap in Triton."""
+"""Activations (gated and plain), gates of heads, and the soft cap in Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.kernels import pdl
 
 from .reference import Activation, Pointwise
 
-FEW_VALUES = 1 << 20  # so many and less: small programs, to have all of the device at work
+FEW_VALUES = 1 << 20  # up to this many, programs are small, so that they fill the device
 
 
 def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
@@ -98,12 +98,13 @@ def _shape(num_values: int) -> tuple[int, int]:
 
 @triton.jit
 def activated(values, ACTIVATION: tl.constexpr):
-    """Apply the activation of that name to float32 values: x * sigmoid(x), and GELU is x * sigmoid(2 u) if
-    1 + tanh(u) = 2 * sigmoid(2 u).
+    """Apply the activation of this name to float32 values.
+
+    SiLU is x * sigmoid(x); GELU (tanh) is x * sigmoid(2 u), because 1 + tanh(u) = 2 * sigmoid(2 u).
     """
     tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2")
     if ACTIVATION == "relu2":
-        result = tl.where(values < 0.0, 0.0, values)  # keeps what is not a number
+        result = tl.where(values < 0.0, 0.0, values)  # keeps NaN
         result *= result
     else:
         exponent = values
@@ -160,7 +161,7 @@ def gate_heads_kernel(
     ADD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute COLUMNS values of one token; those of a head lie side by side, heads and tokens any stride apart."""
+    """Compute COLUMNS values of one token. Values of a head are contiguous; heads and tokens have any stride."""
     pdl.let_next_start()
     programs_per_row: tl.constexpr = (HEADS * DIM + COLUMNS - 1) // COLUMNS
     row = (tl.program_id(0) // programs_per_row).to(tl.int64)

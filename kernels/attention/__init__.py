@@ -16,11 +16,11 @@ __all__ = ["SHORT_CONTEXTS", "AttentionBatch", "AttentionRule", "paged_attention
 
 
 def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int | None = None) -> AttentionBatch:
-    """Return the batch with the plan that its device's kernels need. Call it once a step, before the first layer.
+    """Return the batch with the plan that its device's kernels need. Call it once per step, before the first layer.
 
-    On a GPU this launches a few small kernels and looks at shapes only, so that a captured graph may hold it: whenever
-    the graph runs, the plan is made anew from the lengths that lie on the device then. `head_dim`: of queries and keys,
-    where that is not the width of the cache.
+    On a GPU this launches a few small kernels and reads shapes only, so a CUDA graph may capture it: each replay makes
+    the plan anew from the lengths that are on the device then. `head_dim` is the width of queries and keys, if it is
+    not the width of the cache.
     """
     if not batch.seq_lens.is_cuda:
         return batch
@@ -38,17 +38,16 @@ def paged_attention(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of q [T, H, D] over `layer` of kv, as `kv_rows` has it, -> [T, H, width of a value].
+    """Compute causal attention of q [T, H, D] over `layer` of kv (layout: `kv_rows`) -> [T, H, width of a value].
 
-    Query head h reads KV head h // (H / KV heads). What it makes of them is the `rule` of the layer: make it once, not
-    once a call. Sums are float32. The KV of the step's own tokens must be in the cache already; blocks past a
-    sequence's end are not read. On a CPU, a token's result is bitwise the same in any batch and however its prompt was
-    cut into chunks.
+    Query head h reads KV head h // (H / KV heads). `rule` is the layer's formula; make it once per layer, not per call.
+    Sums are float32. The KV of the step's own tokens must already be in the cache; blocks past a sequence's end are not
+    read. On a CPU, a token's result is bitwise the same in any batch, and however its prompt was cut into chunks.
 
-    Rows of padding (sequences of length 0, tokens behind the last sequence) become zero. `out` is contiguous and does
-    not overlap q. On a GPU the batch comes from `prepare`. Raises `ValueError` for heads that do not divide, another
-    number of sinks than query heads, another `out` than that, a cache of other keys, and a batch
-    that is not prepared.
+    Rows of padding (sequences of length 0, tokens after the last sequence) become zero. `out` must be contiguous and
+    not overlap q. On a GPU, the batch must come from `prepare`. Raises `ValueError` if KV heads do not divide query
+    heads, the number of sinks is not the number of query heads, `out` or the cache's width do not match, or the batch
+    is not prepared.
     """
     if q.shape[1] % kv.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide evenly over {kv.shape[1]} KV heads")

@@ -16,7 +16,7 @@ from baton.kernels.roofline import BenchCase, cycling
 from . import AttentionBatch, AttentionRule, paged_attention, prepare
 
 BLOCK_SIZE = 16
-FEW_QUERIES = 4  # of a sequence: with so many, a step is one of decodes with drafts
+FEW_QUERIES = 4  # steps with at most this many queries per sequence count as decodes with drafts
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AttentionModel:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_layers: int  # so many that no cache holds the keys and values of all
+    num_layers: int  # so many that their keys and values do not fit in a hardware cache
 
 
 SMALL = AttentionModel(16, 8, 64, num_layers=14)
@@ -115,9 +115,9 @@ def step(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[AttentionBatch, Tensor, Tensor]:
-    """Build a step of sequences (query tokens, context) in shuffled blocks: its batch, kv and q.
+    """Return batch, kv and q of a step with sequences (query tokens, context), whose blocks are shuffled.
 
-    A cache in `kv_dtype`, which must be 8 bits wide, holds random finite values.
+    With `kv_dtype`, which must be 8 bits wide, the cache holds random finite values.
     """
     query_lens, seq_lens = zip(*sequences, strict=True)
     lengths = [-(-context // BLOCK_SIZE) for context in seq_lens]

@@ -59,12 +59,12 @@ def paged_attention(
 
 
 _SIZES = ctypes.c_int64 * 15  # the integers of AttentionBatch in native/attention.cpp
-GRANULE = 16  # heads and blocks are taken in vectors of so many dimensions and tokens
+GRANULE = 16  # head dimensions and block sizes must be multiples of this: the width of vectors
 MAX_GROUP = 128  # query heads of one KV head: rows of the kernel's tile
 
 
 def _fits(q: Tensor, kv: Tensor, rows: KVRows) -> bool:
-    """Return true for shapes and types that the C++ function covers; the reference covers the rest."""
+    """Return whether the C++ function supports these shapes and dtypes; the reference computes all others."""
     return (
         q.dtype == kv.dtype
         and q.dtype in native.DTYPE_NUMBER

@@ -1,4 +1,4 @@
-"""The definition of paged attention: one sequence at a time, scores in full."""
+"""The definition of paged attention: one sequence at a time, with the full matrix of scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def paged_attention(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.attention.paged_attention`. Computes in float32, in float64 where `q` is."""
+    """See `baton.kernels.attention.paged_attention`. Computes in float32 (float64 if `q` is)."""
     value_dim = kv_rows(kv, q.shape[2]).value_dim
     out = q.new_empty((*q.shape[:2], value_dim)) if out is None else out
     compute_dtype = torch.promote_types(q.dtype, torch.float32)

@@ -9,22 +9,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-UNLIMITED = 2**31 - 1  # a window that hides nothing
+UNLIMITED = 2**31 - 1  # `limit` without a window
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The formula of one layer's attention: how scores become weights, which keys are visible, how stored values are
-    scaled.
+    """The formula of one layer's attention: visible keys, weights from scores, scales of cached keys and values.
 
-        score    scale * q k, with k = k_scale * what is stored; then soft_cap * tanh(score / soft_cap)
-        weight   e^score / (sum over the visible keys + e^sink of the query's head)
-        visible  the newest `window` keys up to the query's own, which counts
-        result   sum of weight * v, with v = v_scale * what is stored
+        score    scale * q k, with k = k_scale * stored key; then soft_cap * tanh(score / soft_cap)
+        weight   e^score / (sum of e^score over the visible keys + e^sink of the query's head)
+        visible  the newest `window` keys up to the query's own, which is counted
+        result   sum of weight * v, with v = v_scale * stored value
 
-    Raises `ValueError` for a window or a cap that makes no sense, `TypeError` for a tensor of another type than said:
-    kernels read them by address.
+    Raises `ValueError` for an invalid window or cap, and `TypeError` for a tensor of another dtype or shape than
+    stated, since kernels read tensors by address.
     """
 
     scale: float
@@ -55,7 +54,7 @@ class AttentionRule:
 
     @property
     def is_scaled(self) -> bool:
-        """True where keys or values are stored divided by a scale."""
+        """True if keys or values are stored divided by a scale."""
         return self.k_scale is not None or self.v_scale is not None
 
     @property
@@ -68,16 +67,16 @@ class AttentionRule:
 
     @cached_property
     def limit(self) -> int:
-        """The window as a number: `UNLIMITED` where there is none."""
+        """The window as a number; `UNLIMITED` without a window."""
         return UNLIMITED if self.window is None else self.window
 
     @cached_property
     def cap(self) -> float:
-        """The cap as a number: 0, which kernels do not read, where there is none."""
+        """The cap as a number; without a cap 0, which kernels do not read."""
         return self.soft_cap or 0.0
 
-    # Kernels for prefill fold the constants together: weights are 2^(score_unit * s) over their sum, with s = q k or,
-    # capped, s = tanh(q k * scale / cap), where tanh(x) = 1 - 2 / (e^2x + 1) = 1 - 2 / (2^(cap_scale * q k) + 1).
+    # Prefill kernels combine the constants: weights are 2^(score_unit * s) divided by their sum, where s = q k or,
+    # with a cap, s = tanh(q k * scale / cap), and tanh(x) = 1 - 2 / (e^2x + 1) = 1 - 2 / (2^(cap_scale * q k) + 1).
 
     @cached_property
     def score_unit(self) -> float:
@@ -85,5 +84,5 @@ class AttentionRule:
 
     @cached_property
     def cap_scale(self) -> float:
-        """The factor of the cap's exponent: 0, which kernels do not read, where there is no cap."""
+        """The factor in the cap's exponent; without a cap 0, which kernels do not read."""
         return 0.0 if self.soft_cap is None else 2 * LOG2_E * self.scale / self.soft_cap

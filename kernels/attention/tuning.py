@@ -19,7 +19,7 @@ from .gpu.decode_options import decode_plan, tuning_key
 from .gpu.decode_plan import prepared
 
 HEADS = ((16, 8, 128), (32, 8, 128), (32, 4, 128), (64, 8, 128), (32, 8, 64))  # query heads, KV heads, dimensions
-CONTEXTS = ((1, 8192), (4, 2048), (16, 2048), (64, 2048), (256, 1024))  # sequences, tokens of each
+CONTEXTS = ((1, 8192), (4, 2048), (16, 2048), (64, 2048), (256, 1024))  # number of sequences, tokens of each
 BLOCKS = ((32, 4, 2), (32, 3, 4), (64, 2, 4), (128, 1, 8))  # unit_tokens, programs, num_warps
 CANDIDATES: list[Options] = [
     {
@@ -46,7 +46,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
 def _problem(
     num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int, context: int, device: torch.device
 ) -> Problem:
-    """Return the problem of a step of `num_seqs` decodes, over so many layers that no cache holds the KV of all."""
+    """Return a step of `num_seqs` decodes, with so many layers that their KV does not fit in a hardware cache."""
 
     def make_run(options: Options) -> Callable[[], object]:
         plan = decode_plan(batch, options, num_heads=num_heads, num_kv_heads=num_kv_heads, value_dim=head_dim)

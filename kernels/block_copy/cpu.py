@@ -1,4 +1,4 @@
-"""Copies of KV blocks on a CPU: one memory copy each, as a block is one contiguous range."""
+"""Copies of KV blocks on a CPU: one memory copy per block, since a block is one contiguous range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of KV blocks in Triton: programs copy 16 KB each, of whatever type."""
+"""Copies of KV blocks in Triton: each program copies 16 KB, of any dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels import pdl
 
-WORDS = 4096  # of 4 bytes, that one program copies
+WORDS = 4096  # words of 4 bytes that one program copies
 NUM_WARPS = 8
 ALIGNMENT = 16  # bytes: addresses and lengths of ranges are multiples of it
 MAX_RANGES = 1 << 16
@@ -42,10 +42,10 @@ def copy_ranges(ranges: Tensor, num_ranges: int) -> None:
 
     One side may be memory of another process or device that is mapped into this one.
 
-    ranges [>= num_ranges, 3] int64, contiguous, in device memory or in pinned memory of the host, which is read
-    in place: it stays as it is until the kernel has run. Addresses and lengths are multiples of `ALIGNMENT`.
+    ranges [>= num_ranges, 3] is int64, contiguous, in device memory or in pinned host memory, which the kernel reads
+    directly: it must not change until the kernel has run. Addresses and lengths are multiples of `ALIGNMENT`.
 
-    Raises `ValueError` for a table of another kind, or with more than `MAX_RANGES` ranges.
+    Raises `ValueError` for a table of another shape or dtype, or with more than `MAX_RANGES` ranges.
     """
     if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1] != 3 or not ranges.is_contiguous():
         raise ValueError(f"ranges is {ranges.dtype} {list(ranges.shape)}: give contiguous int64 [n, 3]")
@@ -63,7 +63,7 @@ def _words(blocks: Tensor) -> Tensor:
 
 
 def _head_words(blocks: Tensor) -> int:
-    """Return the int32 words of one head of a block. Raises `ValueError` where that is no whole number."""
+    """Return the number of int32 words of one head of a block. Raises `ValueError` if it is not an integer."""
     num_bytes = blocks.stride(1) * blocks.element_size()
     if num_bytes % 4:
         raise ValueError(f"a head's share of a block has {num_bytes} bytes: give a multiple of 4")
@@ -108,7 +108,7 @@ def copy_kernel(
     target_ids,
     source_stride,
     target_stride,
-    source_offset,  # the first word of a row that is copied
+    source_offset,  # first word of a row to copy
     target_offset,
     NUM_WORDS: tl.constexpr,
     WORDS: tl.constexpr,

@@ -1,9 +1,9 @@
-"""Depthwise causal convolution over the tokens of each sequence, with the tail of its inputs as a state.
+"""Depthwise causal convolution over the tokens of each sequence. Its state is the sequence's last inputs (the tail).
 
 out[t, c] = silu(bias[c] + sum over i of weight[c, i] x[t - width + 1 + i, c])          width 2, 3 or 4
 
-state[slot][channel][width - 1]        the last inputs, oldest first; ranks of a tensor-parallel group divide the
-                                       channels as they do the heads that these belong to
+state[slot][channel][width - 1]        the last inputs, oldest first; channels are divided over tensor-parallel ranks
+                                       like the heads that they belong to
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def causal_conv(
 ) -> Tensor:
     """Convolve the tokens of `batch`, x [T, C], with weight [C, width] and return [T, C] in x's dtype.
 
-    Inputs before a sequence's first token are those of the state of its source, or zeros; the last width - 1 inputs are
-    written to its target, and those before each checkpoint to that one's slot. `state` is [slots, C, width - 1] of x's
-    dtype. Sums are float32, rounded once. `silu` applies x * sigmoid(x) to the sum. `drafts` [places, C] of x's dtype
-    are the places of a batch with a `Replay`, for inputs.
+    Inputs before a sequence's first token are read from its source slot, or are zeros. The last width - 1 inputs are
+    written to its target slot, and those before each checkpoint to the checkpoint's slot. `state` is
+    [slots, C, width - 1] of x's dtype. Sums are float32, rounded once. `silu` applies x * sigmoid(x) to the sum.
+    `drafts` [places, C] of x's dtype stores the inputs of draft tokens, for a batch with a `Replay`.
 
-    Tokens of x and out may lie any number of elements apart, a token's channels are contiguous. Raises `ValueError` for
-    tensors that do not fit each other.
+    Tokens of x and out may have any stride; a token's channels are contiguous. Raises `ValueError` for tensors that do
+    not match.
     """
     num_tokens, channels = x.shape
     width = weight.shape[1]

@@ -18,7 +18,7 @@ CHANNELS, WIDTH = 8192, 4
 
 @dataclass(frozen=True)
 class ConvInputs:
-    """A step's tensors, with as many inputs as no cache holds."""
+    """A step's tensors, with several inputs that together do not fit in a hardware cache."""
 
     inputs: list[Tensor]
     weight: Tensor

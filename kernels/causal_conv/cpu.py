@@ -25,7 +25,7 @@ def causal_conv(
     drafts: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.causal_conv.causal_conv`. The reference serves tensors of several types, and float64."""
+    """See `baton.kernels.causal_conv.causal_conv`. Uses the reference for float64, or if tensors differ in dtype."""
     kernel, number = _kernel(), native.DTYPE_NUMBER.get(x.dtype)
     others = [part for part in (weight, state, bias, out) if part is not None]
     if kernel is None or number is None or any(part.dtype != x.dtype for part in others):

@@ -1,9 +1,9 @@
-"""The causal convolution in Triton. A program has some channels, of a chunk of tokens or of a decode.
+"""The causal convolution in Triton. A program computes some channels of a chunk of tokens, or of a decode.
 
-It reads each input once: the last three stay in its registers, whatever the width is. The program of a sequence's first
-chunk is the one that reads the old tail, and so it is the one that writes the new one, which lies at the sequence's
-end: both are often the same slot, and that of the first checkpoint may be it, too. Other chunks find all of their
-inputs among the tokens, since no checkpoint cuts a chunk shorter than a tail (`state_batch.LEAST_CUT`).
+It reads each input once; the last three stay in its registers, for any width. The program of a sequence's first chunk
+reads the old tail, and also writes the new one, although that is made of the sequence's last inputs: both are often in
+the same slot, and so may be the first checkpoint. Other chunks find all of their inputs among the step's tokens, since
+no checkpoint makes a chunk shorter than a tail (`state_batch.LEAST_CUT`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.kernels.tuned import Options
 
 STEP: Options = {"CHANNELS": 256, "num_warps": 2}
 CHUNKS: Options = {"CHANNELS": 256, "ROWS": 8, "num_warps": 1}
-NEAR_CHUNKS = tl.constexpr(SOURCE_CUT // CHUNK)  # of a sequence, among which the first checkpoint may end one
+NEAR_CHUNKS = tl.constexpr(SOURCE_CUT // CHUNK)  # the first checkpoint in the source slot ends one of these chunks
 
 
 def causal_conv(
@@ -36,7 +36,7 @@ def causal_conv(
     step: Options | None = None,
     chunks: Options | None = None,
 ) -> Tensor:
-    """See `baton.kernels.causal_conv.causal_conv`; `step` and `chunks` are options to use instead of the tuned ones."""
+    """See `baton.kernels.causal_conv.causal_conv`. `step` and `chunks` replace the tuned options."""
     channels, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     operands = (x, weight, bias, state, batch.query_start, batch.sources, batch.targets)
@@ -139,7 +139,7 @@ def convolve_chunk_kernel(
     if (checkpoint >= 0) & (checkpoint != source):
         last = _before(inputs, x_stride, tail, source, start + count, channel, WIDTH, NUM_CHANNELS)
         _store_tail(state + checkpoint * state_stride, last, channel, WIDTH, NUM_CHANNELS)
-    if start == 0:  # what may lie where the old tail does is this program's to write, since it reads that
+    if start == 0:  # this program reads the old tail, so it also writes everything that may go to the same slot
         last = _before(inputs, x_stride, tail, source, length, channel, WIDTH, NUM_CHANNELS)
         cut = _cut_in_source(chunk_start, checkpoints, chunk, source, begin, length)
         kept = _before(inputs, x_stride, tail, source, cut, channel, WIDTH, NUM_CHANNELS)
@@ -152,9 +152,9 @@ def convolve_chunk_kernel(
 
 @triton.jit
 def _cut_in_source(chunk_start, checkpoints, chunk, source, begin, length):
-    """Return how many of a sequence's tokens the checkpoint in its source comes behind, 0 if none does.
+    """Return after how many of a sequence's tokens a checkpoint goes to its source slot; 0 if none does.
 
-    `chunk` is the sequence's first. Such a checkpoint is the first, and so the chunks before it are whole.
+    `chunk` is the sequence's first. Only the first checkpoint may go there, so the chunks before it are whole.
     """
     near = chunk + tl.arange(0, NEAR_CHUNKS)
     exists = near < tl.num_programs(1)
@@ -236,7 +236,7 @@ def convolve_decode_kernel(
                 tl.store(cells, value.to(drafts.dtype.element_ty), mask=exists)
         else:
             last1, last2, last3 = before1, before2, before3
-    tl.debug_barrier()  # all warps have read the old tail, which may lie there
+    tl.debug_barrier()  # all warps have read the old tail, which may be in the same slot
     if target >= 0 and length > 0:
         _store_tail(state + target * state_stride, (last1, last2, last3), channel, WIDTH, NUM_CHANNELS)
 
@@ -251,7 +251,7 @@ def _activated(total, SILU: tl.constexpr):
 
 @triton.jit
 def _factors(weight, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the factors [CHANNELS] of the newest input and of the three before it; 0 behind the width."""
+    """Return the factors [CHANNELS] of the newest input and of the three before it; 0 beyond the width."""
     exists = channel < NUM_CHANNELS
     last = weight + channel * WIDTH + WIDTH - 1
     newest = tl.load(last, mask=exists, other=0.0).to(tl.float32)
@@ -267,7 +267,7 @@ def _factors(weight, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
 
 @triton.jit
 def _before(inputs, x_stride, tail, source, end, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the three inputs [CHANNELS] before `end` in float32, newest first; 0 behind the width."""
+    """Return the three inputs [CHANNELS] before `end` in float32, newest first; 0 beyond the width."""
     first = _input(inputs, x_stride, tail, source, end - 1, channel, WIDTH, NUM_CHANNELS)
     second = _input(inputs, x_stride, tail, source, end - 2, channel, WIDTH, NUM_CHANNELS)
     third = _input(inputs, x_stride, tail, source, end - 3, channel, WIDTH, NUM_CHANNELS)
@@ -276,7 +276,7 @@ def _before(inputs, x_stride, tail, source, end, channel, WIDTH: tl.constexpr, N
 
 @triton.jit
 def _input(inputs, x_stride, tail, source, place, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the input [CHANNELS] at `place` of a sequence: where that is negative, from its tail, or 0."""
+    """Return the input [CHANNELS] at `place` of a sequence. If that is negative, it is from the tail, or 0."""
     is_token, in_tail = place >= 0, (place < 0) & (place >= 1 - WIDTH) & (source >= 0)
     cells = inputs + place.to(tl.int64) * x_stride + channel
     value = tl.load(cells, mask=_where(is_token, channel, NUM_CHANNELS), other=0.0).to(tl.float32)
@@ -286,13 +286,13 @@ def _input(inputs, x_stride, tail, source, place, channel, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _where(condition, channel, NUM_CHANNELS: tl.constexpr):
-    """Return the mask of the channels that exist, if the condition holds, a single one for all of them."""
+    """Return the mask of existing channels, and of none if the scalar `condition` is false."""
     return channel < tl.where(condition, NUM_CHANNELS, 0)
 
 
 @triton.jit
 def _in_tail(tail, source, BACK: tl.constexpr, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the input [CHANNELS] that lies BACK tokens behind a sequence's first one, or 0."""
+    """Return the input [CHANNELS] that is BACK tokens before a sequence's first one, or 0."""
     value = tl.zeros(channel.shape, tl.float32)
     if BACK < WIDTH:
         cells = tail + channel * (WIDTH - 1) + WIDTH - 1 - BACK

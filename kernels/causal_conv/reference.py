@@ -1,4 +1,4 @@
-"""Reference of the causal convolution: every sequence behind the tail of its inputs."""
+"""Reference of the causal convolution: the tail and the tokens of each sequence, concatenated and convolved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def causal_conv(
     drafts: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.causal_conv.causal_conv`. Computed in float64 where x is, else in float32."""
+    """See `baton.kernels.causal_conv.causal_conv`. Computes in float32 (float64 if x is)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     taps = weight.to(dtype)
@@ -42,7 +42,7 @@ def causal_conv(
             keep.append((end - begin, target))
         inputs = torch.cat([inputs, x[begin:end].to(state.dtype)])  # [width - 1 + n, C]
         wide = inputs.to(dtype)
-        # The tokens of a decode one at a time: a value must not depend on how many are computed with it.
+        # Tokens of decodes are computed one at a time: results must not depend on how many are computed together.
         for first, count in [(at, 1) for at in range(end - begin)] if seq < num_replaying else [(0, end - begin)]:
             out[begin + first : begin + first + count] = _convolved(wide[first:], count, taps, bias, silu).to(out.dtype)
         for position, slot in keep:

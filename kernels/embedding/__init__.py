@@ -40,7 +40,7 @@ def embedding(token_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _fits(token_ids: Tensor, weight: Tensor, scale: float) -> bool:
-    """Return true for tensors that the C++ function reads as they lie in memory."""
+    """Return whether the C++ function supports these tensors."""
     contiguous = token_ids.dim() == 1 and token_ids.is_contiguous() and weight.dim() == 2 and weight.is_contiguous()
     known = scale == 1.0 or weight.dtype in native.DTYPE_NUMBER
     return contiguous and known and token_ids.dtype in (torch.int32, torch.int64)

@@ -10,7 +10,7 @@ from baton.kernels.roofline import BenchCase, cycling
 
 from . import embedding
 
-BATCHES = 8  # of token ids, that a case takes turns over
+BATCHES = 8  # batches of token ids that a case cycles through
 ON_CPU = ((8192, 1024, 1), (8192, 1024, 512))  # vocabulary, hidden size, tokens
 ON_GPU = ((151_936, 1024, 1), (151_936, 4096, 64), (151_936, 4096, 1024), (151_936, 4096, 16384))
 

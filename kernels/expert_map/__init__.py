@@ -1,4 +1,4 @@
-"""The expert map of expert parallelism: logical expert ids to the places of their replicas on this rank."""
+"""The expert map of expert parallelism: maps logical expert ids to places of their replicas on this rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["ExpertMap", "map_experts"]
 def map_experts(expert_ids: Tensor, table: ExpertMap, *, places: range, counted: range) -> Tensor:
     """Map expert ids [T, K] int32 to their places among `places`: [T, K] int32.
 
-    Numbers that are no expert's stand for none: -1, and what a collective leaves whose group has ended. The result
-    counts from the start of `places`; -1 where the expert lies outside of them. Token t goes to replica
-    t % (how many the expert has), so equal ids give equal places on every rank. Tokens `counted` add to `table.loads`.
+    The result counts from the start of `places`; it is -1 if the expert's place is outside of them. Token t goes to
+    replica t % (number of the expert's replicas), so that all ranks map equal ids to equal places. Tokens in the range
+    `counted` are added to `table.loads`. Ids that are not an expert's stand for no expert: -1 for padding, and whatever
+    a collective leaves behind after its group has ended.
     """
     if not expert_ids.is_cuda:
         return reference.map_experts(expert_ids, table, places, counted)

@@ -12,7 +12,7 @@ from . import ExpertMap, map_experts
 
 EXPERTS, TOP_K, RANKS = 128, 8, 8
 REDUNDANT = 16  # experts that have a replica
-BATCHES = 8  # of expert ids, that a case takes turns over
+BATCHES = 8  # batches of expert ids that a case cycles through
 TOKENS_ON_CPU, TOKENS_ON_GPU = (1, 256), (1, 64, 1024, 16384)
 
 

@@ -1,4 +1,4 @@
-"""The expert map look-up in Triton: one program a block of (token, expert) pairs, with an atomic count of loads."""
+"""The expert map look-up in Triton: one program per block of (token, expert) pairs, with atomic counts of loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 def map_experts(expert_ids: Tensor, table: ExpertMap, places: range, counted: range) -> Tensor:
-    """See `baton.kernels.expert_map.map_experts`. Rows of ids may be any distance apart."""
+    """See `baton.kernels.expert_map.map_experts`. Rows of ids may have any stride."""
     num_tokens, top_k = expert_ids.shape
     out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=expert_ids.device)
     if num_tokens:

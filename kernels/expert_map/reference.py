@@ -11,13 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The places of each of E experts, which may have several replicas. Changed in place, so that captured graphs see
-    it.
+    """The places of each of E experts, which may have several replicas.
+
+    It is changed in place, so that captured graphs see the changes.
     """
 
-    places: Tensor  # [E, most replicas] int32, of which the first `counts` of each row count
+    places: Tensor  # [E, most replicas] int32: the first counts[e] entries of row e are valid
     counts: Tensor  # [E] int32, at least 1
-    loads: Tensor  # [E] int64: tokens that went to each expert since it was last set to 0
+    loads: Tensor  # [E] int64: tokens that each expert got since its load was last set to 0
 
     @classmethod
     def empty(cls, num_experts: int, most_replicas: int, device: torch.device | str) -> ExpertMap:

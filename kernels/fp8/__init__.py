@@ -1,8 +1,8 @@
 """Linear layers over weights in E4M3, the 8-bit floating-point format with a range of 448 (arXiv:2209.05433).
 
-    weight    [N, K] float8_e4m3fn, with float32 scales: one a row [N], or one a block of 128 x 128 [N / 128, K / 128]
-    x [T, K]  is brought to 8 bits on the way in, scaled by its largest value: of each token where the weight has a
-              scale a row; of each group of 128 values of a token where it has one a block
+    weight    [N, K] float8_e4m3fn, with float32 scales: one per row [N], or per block of 128 x 128 [N / 128, K / 128]
+    x [T, K]  is quantized dynamically, scaled by its largest value: per token if the weight has a scale per row, per
+              group of 128 values of a token if it has a scale per block
 
 Value = stored * scale. Products are summed in float32 and rounded once, to the type of x.
 """
@@ -22,7 +22,7 @@ __all__ = ["BLOCK", "Fp8Weight", "dequantize", "gated_linear", "has_gpu_kernels"
 
 
 def has_gpu_kernels(device: torch.device) -> bool:
-    """Return true for devices with FP8 tensor cores: Ada, Hopper and later."""
+    """Return whether the device has FP8 tensor cores: Ada, Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -37,9 +37,9 @@ def linear(
 ) -> Tensor:
     """Compute `norm(x) @ weight.T + bias`: x [T, K], bias [N] -> [T, N], all of one type.
 
-    The result goes into `out` [T, N] where that is given. With `add_to` [T, N] it is added to what that holds, in
-    place, and `add_to` is returned. A norm need not be rounded before its values are brought to 8 bits. Raises
-    `ValueError` where both are given, or for shapes that do not fit.
+    The result is written to `out` [T, N] if given. With `add_to` [T, N], it is added to `add_to` in place, which is
+    returned. The norm's values may be quantized without being rounded to x's dtype first. Raises `ValueError` if both
+    `out` and `add_to` are given, or for shapes that do not match.
     """
     if add_to is not None and out is not None:
         raise ValueError("a result goes into `out` or is added to `add_to`: give one of them")
@@ -60,8 +60,9 @@ def gated_linear(
     norm: RowNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `activation(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`: weight [2 F, K], the gates
-    first -> [T, F].
+    """Compute `activation(gate) * up` [T, F], with gate and up = `linear(x, weight, bias, norm=norm)`.
+
+    weight is [2 F, K], gates first.
     """
     return activation_and_mul(linear(x, weight, bias, norm=norm), activation, out)
 

@@ -16,7 +16,7 @@ TOKENS = (1, 16, 64, 256, 8192)
 
 
 def cases(device: torch.device) -> Iterator[BenchCase]:
-    """Yield nothing where the reference would serve: it dequantizes the weight for every call."""
+    """Yield the cases; none on devices that use the reference, which dequantizes the weight in every call."""
     if not has_gpu_kernels(device):
         return
     for name, (columns, depth) in SHAPES.items():

@@ -20,7 +20,7 @@ def linear(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `norm(x) @ weight.T + bias` through 8 bits. Sums in float32 (float64 where x is), rounded once."""
+    """Compute `norm(x) @ weight.T + bias` with x in 8 bits. Sums are float32 (float64 if x is), rounded once."""
     dtype = x.dtype
     compute_dtype = torch.promote_types(dtype, torch.float32)
     if norm is not None:
@@ -37,10 +37,9 @@ def linear(
 
 
 def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, K] to E4M3, with a scale for each `group` of values of a token, which divides K: float32 [K /
-    group, T].
+    """Quantize x [T, K] to E4M3, with float32 scales [K / group, T], one per `group` consecutive values of a token.
 
-    Tokens come last in the scales, because a kernel that takes many tokens reads the scales of one group together.
+    Tokens are the last dimension of scales, because kernels for many tokens read the scales of one group together.
     """
     groups = x.float().unflatten(1, (-1, group))
     scale = scale_for(groups.abs().amax(2))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 128  # rows and columns of a weight that share a scale, and values of a token that do
+BLOCK = 128  # number of rows and columns of a weight, or of values of a token, that share a scale
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -19,7 +19,7 @@ class Fp8Weight:
     scale: Tensor  # float32: [N], or [ceil(N / 128), K / 128]
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` where data and scale do not belong together: a kernel would read beyond them."""
+        """Raise `ValueError` if the shapes of data and scale do not match: kernels would read out of bounds."""
         rows, depth = self.data.shape
         allowed = [(rows,), *([(-(-rows // BLOCK), depth // BLOCK)] if depth % BLOCK == 0 else [])]
         if tuple(self.scale.shape) not in allowed:
@@ -36,7 +36,7 @@ class Fp8Weight:
 
     @property
     def in_blocks(self) -> bool:
-        """True where a scale belongs to a block of 128 x 128, false where to a row."""
+        """True if there is a scale per block of 128 x 128, false if per row."""
         return self.scale.dim() == 2
 
     @property
@@ -45,13 +45,12 @@ class Fp8Weight:
         return "blocks" if self.in_blocks else "rows"
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] that this stands for."""
+        """Return the weight [N, K] in this dtype."""
         return dequantize(self.data, self.scale, dtype)
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply `data` [N, K] by its scales, one a row [N] or one a block [ceil(N / 128), ceil(K / 128)]; K may be any
-    here.
+    """Multiply `data` [N, K] by its scales, per row [N] or per block [ceil(N / 128), ceil(K / 128)], for any K.
 
     Raises `ValueError` for scales of another shape.
     """
@@ -66,9 +65,9 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_weight(weight: Tensor, *, in_blocks: bool) -> Fp8Weight:
-    """`weight` [N, K] in E4M3: the largest value of a row or block becomes the largest of the format.
+    """Quantize `weight` [N, K] to E4M3: the largest value of a row or block becomes the largest of the format.
 
-    Raises `ValueError` for blocks over a K that is no multiple of 128.
+    Raises `ValueError` with blocks if K is not a multiple of 128.
     """
     rows, depth = weight.shape
     values = weight.float()
@@ -85,5 +84,5 @@ def quantize_weight(weight: Tensor, *, in_blocks: bool) -> Fp8Weight:
 
 
 def scale_for(largest: Tensor) -> Tensor:
-    """Return the scale that maps `largest` to the largest value of the format; 1 where all is zero."""
+    """Return the scale that maps `largest` to the largest value of the format; 1 if `largest` is 0."""
     return torch.where(largest > 0, largest / LARGEST, 1.0)

@@ -1,13 +1,13 @@
-"""The gated delta rule: linear attention whose state forgets, and corrects what it holds.
+"""The gated delta rule: linear attention with a state that decays, and is corrected by each token.
 
-    S   = e^(g_t) S                                a state [key_dim, value_dim] a head, in float32
+    S   = e^(g_t) S                                a state [key_dim, value_dim] per head, in float32
     S  += k_t beta_t (v_t - S^T k_t)^T
     out = scale S^T q_t
 
-Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv:2412.06464) has one decay g a head, Kimi Delta Attention (Kimi
-Linear, arXiv:2510.26692) one a key dimension.
+Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv:2412.06464) has one decay g per head, Kimi Delta Attention (Kimi
+Linear, arXiv:2510.26692) one per key dimension.
 
-    state[slot][head][key_dim][value_dim]          float32; ranks of a tensor-parallel group divide the heads
+    state[slot][head][key_dim][value_dim]          float32; heads are divided over tensor-parallel ranks
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def gated_delta(
     drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run the rule over the tokens of `batch` and return what each reads, [T, H, V], in v's dtype.
+    """Run the rule over the tokens of `batch`, and return the output of each [T, H, V], in v's dtype.
 
-    q and k are [T, KH, K], v is [T, H, V], all of one dtype; heads of v are grouped as in attention: head h has the
+    q and k are [T, KH, K], v is [T, H, V], all of one dtype. Heads of v are grouped as in attention: head h has the
     queries and keys of head h * KH // H. With `norm_eps`, each head of q and k is first divided by
-    `sqrt(sum of squares + norm_eps)`; None takes them as they are. `gate` holds a decay for each of H heads, or of
-    H heads and K dimensions.
+    `sqrt(sum of squares + norm_eps)`; None leaves them as they are. `gate` has a decay per head, or per head and key
+    dimension.
 
-    `state` [slots, H, K, V] float32 is read and written at the batch's slots (sources, targets, checkpoints), and
-    nowhere else. Sums are float32; products of chunks take operands in v's dtype. `drafts`, of the inputs' types, are
-    the places of a batch with a `Replay`.
+    `state` [slots, H, K, V] float32 is read and written only at the batch's slots (sources, targets, checkpoints). Sums
+    are float32; matrix products over chunks have operands in v's dtype. `drafts` stores the inputs of draft tokens, for
+    a batch with a `Replay`.
 
-    Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, K and V
-    are multiples of 16 from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
+    Tokens may have any stride (views of one tensor); a token's heads are contiguous. On a GPU, K and V must be
+    multiples of 16 from 16 to 256. Raises `ValueError` for tensors that do not match.
     """
     _check(q, k, v, gate, state, out)
     _check_drafts(k, v, gate, batch, drafts)

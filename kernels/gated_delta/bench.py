@@ -33,7 +33,7 @@ GDN, KDA = DeltaModel("GDN", 16, 32, per_dim=False), DeltaModel("KDA", 32, 32, p
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """A step's tensors. There are as many states as no cache holds, and a batch for each share of the slots."""
+    """A step's tensors: more states than fit in a hardware cache, and several batches, each with its own slots."""
 
     q: Tensor
     k: Tensor
@@ -68,7 +68,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 
 def flop(model: DeltaModel, num_tokens: int) -> float:
-    """Return the FLOP of all products with states, and of what is causal inside of chunks."""
+    """Return the FLOP of all products with states, and of the causal half of products within chunks."""
     states = 3 * model.num_heads * model.dim**2
     chunks = CHUNK * model.dim * (model.num_heads + model.num_key_heads)
     return 2.0 * num_tokens * (states + chunks)

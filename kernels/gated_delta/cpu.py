@@ -1,7 +1,7 @@
 """The gated delta rule in C++ (`native/gated_delta.cpp`), token by token.
 
-What that does not cover (no compiler, float64, head dimensions that are no multiple of 16) goes by spans of tokens in
-torch: products of matrices for all heads at once, not a step a token.
+Without a compiler, for float64, or for head dimensions that are not multiples of 16, it is computed in torch, by spans
+of tokens: matrix products for all heads at once, instead of one step per token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.kernels.state_batch import StateBatch, carry_states
 from .gate import DeltaDrafts, Gate
 from .reference import normed
 
-SPAN = 32  # tokens that are taken at once: decays a dimension take SPAN * SPAN * K values a head
-GRANULE = 16  # head dimensions are taken in vectors of so many
+SPAN = 32  # tokens that are computed at once: decays per dimension need SPAN * SPAN * K values per head
+GRANULE = 16  # head dimensions must be multiples of this, the width of vectors
 
 
 def gated_delta(
@@ -69,7 +69,7 @@ _SIZES = ctypes.c_int64 * 13  # `DeltaSizes` of native/gated_delta.cpp
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor, out: Tensor | None) -> bool:
-    """Return true for shapes and types that the C++ function covers."""
+    """Return whether the C++ function supports these shapes and dtypes."""
     of_gate = [part for part in (gate.log_rate, gate.bias) if part is not None]
     return (
         q.dtype in native.DTYPE_NUMBER
@@ -104,7 +104,7 @@ def by_spans(
     drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the rule in torch, in float64 where q is, else in float32."""
+    """Compute the rule in torch, in float32 (float64 if q is)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
 
@@ -127,7 +127,7 @@ def by_spans(
 
 
 class _Span:
-    """A few tokens of one sequence, heads first: keys and queries [H, n, K], values [H, n, V], G [H, n, 1 or K]."""
+    """A few tokens of one sequence, heads first: keys, queries [H, n, K], values [H, n, V], decays [H, n, 1 or K]."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, norm_eps: float | None) -> None:
         group = v.shape[1] // q.shape[1]
@@ -139,7 +139,7 @@ class _Span:
         self.beta = beta.T[..., None]
 
     def advance(self, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the state [H, K, V] behind the tokens, and what they read of it, [n, H, V]."""
+        """Return the state [H, K, V] after the tokens, and their outputs [n, H, V]."""
         kept = self.total.exp()
         dependence = (self.beta * self._pairs(self.keys)).tril(-1)
         error = self.beta * (self.values - (self.keys * kept) @ state)
@@ -150,7 +150,7 @@ class _Span:
         return last.exp().mT * state + written, (result * scale).transpose(0, 1)
 
     def _pairs(self, rows: Tensor) -> Tensor:
-        """Return [H, n, n]: each of `rows` times each key before it or with it, decayed in between."""
+        """Return [H, n, n]: products of each of `rows` with its own and earlier keys, times the decay in between."""
         n = rows.shape[1]
         between = self.total[:, :, None] - self.total[:, None]  # [H, n, n, 1 or K]
         between.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1)[..., None], -torch.inf)

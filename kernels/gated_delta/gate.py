@@ -1,4 +1,4 @@
-"""`Gate`: how much of a state each token keeps, and how much of its value it writes. `DeltaDrafts`: both, of drafts."""
+"""`Gate`: how much of a state each token keeps, and how strongly it writes. `DeltaDrafts`: stored inputs of drafts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn import functional
 
 
 class DeltaDrafts(NamedTuple):
-    """Places for what a state reads of drafts (`state_batch.Replay`): keys, values, and what gates come from.
+    """Stored inputs of draft tokens (`state_batch.Replay`): keys, values, and inputs of gates.
 
-    All places lie equally many elements apart.
+    The stride between places is the same in all four tensors.
     """
 
     k: Tensor  # [P, KH, K]
@@ -24,14 +24,14 @@ class DeltaDrafts(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """The gates of T tokens and H heads: one decay a head (GDN), or one for each of K key dimensions (KDA).
+    """The gates of T tokens and H heads: one decay per head (GDN), or one for each of K key dimensions (KDA).
 
-    With `log_rate`, what projections give, and the op works out the gates in float32:
+    With `log_rate`, `decay` and `beta` are outputs of projections, and the op computes the gates in float32:
 
         g = -exp(log_rate) * softplus(decay + bias)         beta = beta_scale * sigmoid(beta)
 
-    Without it, `decay` is g itself, natural logarithms that are 0 at most, and `beta` is beta. A beta up to 2 lets a
-    token turn the sign of what a state holds for its key (Grazzi et al., arXiv:2411.12537).
+    Without it, `decay` is g itself (natural logarithms, at most 0), and `beta` is beta. With beta up to 2, a token can
+    flip the sign of the state's value for its key (Grazzi et al., arXiv:2411.12537).
     """
 
     decay: Tensor  # [T, H], or [T, H, K]
@@ -45,7 +45,7 @@ class Gate:
         return self.decay.dim() == 3
 
     def check(self, num_tokens: int, num_heads: int, key_dim: int) -> None:
-        """Raise `ValueError` for tensors that do not fit so many tokens, heads and key dimensions."""
+        """Raise `ValueError` for tensors that do not match these numbers of tokens, heads and key dimensions."""
         heads = (num_heads, key_dim) if self.per_dim else (num_heads,)
         wrong = self.decay.shape != (num_tokens, *heads) or self.beta.shape != (num_tokens, num_heads)
         if self.log_rate is not None:
@@ -63,11 +63,11 @@ class Gate:
         return replace(self, decay=self.decay[tokens], beta=self.beta[tokens])
 
     def at(self, drafts: DeltaDrafts, place: int) -> Gate:
-        """Return the gates of the draft in a place, as of one token."""
+        """Return the gates of the draft stored at `place`, as those of one token."""
         return replace(self, decay=drafts.decay[place : place + 1], beta=drafts.beta[place : place + 1])
 
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return g, shaped as `decay`, and beta [T, H]."""
+        """Return g, in the shape of `decay`, and beta [T, H]."""
         decay, beta = self.decay.to(dtype), self.beta.to(dtype)
         if self.log_rate is None or self.bias is None:
             return decay, beta

@@ -1,5 +1,6 @@
-"""Reference of the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv:2412.06464; a decay for each key dimension:
-Kimi Linear, arXiv:2510.26692): token by token, as it is written down.
+"""Reference of the gated delta rule, token by token as in the papers.
+
+Yang, Kautz and Hatamizadeh, arXiv:2412.06464; with a decay per key dimension, Kimi Linear, arXiv:2510.26692.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def gated_delta(
     drafts: DeltaDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.gated_delta.gated_delta`. Computed in float64 where q is, else in float32."""
+    """See `baton.kernels.gated_delta.gated_delta`. Computes in float32 (float64 if q is)."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     group = v.shape[1] // q.shape[1]
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
@@ -34,7 +35,7 @@ def gated_delta(
         return normed(heads.to(compute_dtype), norm_eps).repeat_interleave(group, dim=0)
 
     def changed(current: Tensor, key: Tensor, value: Tensor, gates: Gate) -> Tensor:
-        """Return the state behind one token, of which `gates` holds the only one."""
+        """Return the state after one token; `gates` has the gates of that token only."""
         g, beta = (each[0] for each in gates.values(compute_dtype))
         decay, key = g.exp() if gate.per_dim else g.exp()[..., None], wide(key)  # [H, K or 1], [H, K]
         current = decay[..., None] * current
@@ -59,5 +60,5 @@ def gated_delta(
 
 
 def normed(x: Tensor, eps: float | None) -> Tensor:
-    """Divide each head by its Euclidean length; x itself where eps is None."""
+    """Divide each head by its Euclidean length; return x itself if eps is None."""
     return x if eps is None else x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

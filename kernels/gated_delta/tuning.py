@@ -44,7 +44,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
 def _problem(
     model: DeltaModel, lengths: list[int], key: Key, kernel: str, candidates: Sequence[Options], device: torch.device
 ) -> Problem:
-    """Return the problem of one kernel; a run has the others of the step as well, with options that stay the same."""
+    """Return the tuning problem of one kernel. A run also launches the step's other kernels, with fixed options."""
     made = step(model, lengths, device)
 
     def make_run(options: Options) -> Callable[[], object]:

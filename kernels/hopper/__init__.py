@@ -1,8 +1,7 @@
 """Gluon primitives for Hopper that attention and MLA share.
 
-rings    ring buffers in shared memory that TMA fills and warp groups empty, and the names that differ between versions
-         of Triton
-flash    prefill attention over such rings: producers send queries, keys and values, two warp groups consume them
+rings    ring buffers in shared memory between TMA and warp groups, and names that differ between versions of Triton
+flash    prefill attention over such rings: a producer loads queries, keys and values for two consumer warp groups
 
 Importing the modules needs Triton; importing this package does not.
 """

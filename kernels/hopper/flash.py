@@ -1,15 +1,15 @@
-"""Flash attention for Hopper, warp-specialized: TMA, tensor cores and exponentials all at work at the same time.
+"""Flash attention for Hopper, warp-specialized, so that TMA, tensor cores and exponentials work concurrently.
 
-    producer, 1 warp     copies queries, keys and values into rings                      a kernel brings its own
+    producer, 1 warp     copies queries, keys and values into rings                      defined by each kernel
     consumers, 4 warps   scores = q K^T -> softmax -> sum += weights V                   64 rows of a query tile each
 
-The two consumers take turns to issue their products, so that the softmax of one runs while the other multiplies; and
-each issues the scores of the next tile of keys together with the weighted values of the one before.
+The two consumers take turns in issuing their products, so that the softmax of one runs while the other multiplies. Each
+issues the scores of the next tile of keys together with the weighted values of the previous one.
 
-Programs stay: the producer takes the next tile of queries from the plan's queue when it is through with one, longest
-first, and passes the consumers its `tile_info`, which travels with the queries.
+Programs are persistent: when the producer has finished a tile of queries, it takes the next one from the plan's queue,
+longest first. It sends the tile's `tile_info` to the consumers along with the queries.
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,7 @@ from baton.kernels.split_kv import LOG2_E
 
 from .rings import SLAB, Ring, Value, async_load, barrier, clear_tail, new_barriers, new_ring, record, view
 
-ROWS = gl.constexpr(64)  # of one consumer
+ROWS = gl.constexpr(64)  # rows of one consumer
 STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 QUERY_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # [tokens, heads, SLAB]
 TILE_INFO = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -35,12 +35,12 @@ class FlashShape:
     """The compile-time sizes of a kernel."""
 
     PACK: gl.constexpr  # query heads in a tile
-    TOKENS: gl.constexpr  # of one consumer
-    KEYS: gl.constexpr  # of a tile
+    TOKENS: gl.constexpr  # tokens of one consumer
+    KEYS: gl.constexpr  # keys of a tile
     KEY_SLABS: gl.constexpr
     VALUE: gl.constexpr  # dimensions of a value: a power of two
     VALUE_SLABS: gl.constexpr
-    BLOCK_SIZE: gl.constexpr  # of pages whose tokens behind the last key may hold anything; None: all is finite
+    BLOCK_SIZE: gl.constexpr  # size of pages that may hold NaN after the last key; None: all values are finite
     HAS_WINDOW: gl.constexpr
     HAS_CAP: gl.constexpr
 
@@ -68,7 +68,7 @@ class FlashScoring:
 
 @record
 class Partial:
-    """The running softmax over some of the keys: a part, as `split_kv` merges them, with queries in columns."""
+    """The running softmax over some of the keys: a part for `split_kv`, with queries in columns."""
 
     sums: gl.tensor  # [VALUE, ROWS], of values
     weight: gl.tensor  # [ROWS]
@@ -79,16 +79,16 @@ class Partial:
 class Pipe:
     """The rings and barriers between the producer and the two consumers."""
 
-    tile_info: gl.shared_memory_descriptor  # [4] int32: describes the tile of queries; arrives with them
+    tile_info: gl.shared_memory_descriptor  # [4] int32: description of the tile of queries; arrives with them
     queries: Ring  # one tile: the slabs of consumer 0, the slabs of consumer 1
     keys: Ring
     values: Ring
-    turn: gl.shared_memory_descriptor  # a barrier for each consumer: it may issue products
+    turn: gl.shared_memory_descriptor  # a barrier for each consumer, which permits it to issue products
 
 
 @record
 class TileQueue:
-    """The tiles of queries, which programs take one after another: see `query_tiles.PrefillPlan`."""
+    """The queue of query tiles, from which programs take one after another: see `query_tiles.PrefillPlan`."""
 
     items: gl.tensor
     num_tiles: gl.tensor
@@ -102,7 +102,7 @@ class TileQueue:
 
     @gluon.jit
     def next_unit(self):
-        """Take the next unit. Program i has taken the i-th already."""
+        """Take the next unit. Program i begins with unit i."""
         return gl.num_programs(0) + gl.atomic_add(self.queue, 1)
 
 
@@ -130,9 +130,7 @@ def new_pipe(dtype: gl.constexpr, shape):
 
 @gluon.jit
 def key_tiles(first_position, count, scoring, shape):
-    """Return the (first, last) tile of the keys that `count` queries from `first_position` on see; always
-    at least one.
-    """
+    """Return the (first, last) tile of keys that `count` queries from `first_position` on see; at least one tile."""
     first = 0
     last = gl.maximum(first_position + count - 1, 0) // shape.KEYS
     if shape.HAS_WINDOW:
@@ -145,9 +143,7 @@ def key_tiles(first_position, count, scoring, shape):
 
 @gluon.jit
 def send_queries(pipe, turn, queries, item, first_head, shape):
-    """Start the copies of a tile's queries, for heads from `first_head` on, and store the tile's description beside
-    them.
-    """
+    """Start the copies of a tile's queries, for heads from `first_head` on, and store the tile's `tile_info`."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     word = gl.arange(0, 4, WORDS)
     token = gl.load(item + FIRST_TOKEN)
@@ -168,7 +164,7 @@ def send_queries(pipe, turn, queries, item, first_head, shape):
 
 @gluon.jit
 def send_end(pipe, turn, queue):
-    """Signal the consumers that no queries follow. The last program to leave resets the queue for the next layer."""
+    """Signal the consumers that no queries follow. The last program to finish resets the queue for the next layer."""
     pipe.queries.await_free(turn)
     pipe.tile_info.store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])))
     barrier()
@@ -183,7 +179,7 @@ def send_end(pipe, turn, queue):
 
 @gluon.jit
 def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
-    """Attend half the rows of every tile of queries that the producer sends, and write the results."""
+    """Compute one half of the rows of every query tile that the producer sends, and write the results."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.VALUE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -204,7 +200,7 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
             total += 1.0
         sums = gl.zeros([ROWS, shape.VALUE], gl.float32, SUMS)
 
-        # backwards from the last tile of keys: those that need a mask come first
+        # backwards from the last tile of keys: tiles that need a mask come first
         first, last = key_tiles(first_position, count, scoring, shape)
         scores = _issue_scores(pipe, turn, n, HALF, SCORES, shape)
         mbarrier.arrive(pipe.turn.index(1 - HALF))
@@ -215,7 +211,7 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
         if shape.BLOCK_SIZE is not None:
             clear_tail(pipe.values, n, first_position + count, shape.BLOCK_SIZE)
         n += 1
-        # every row sees all keys of the tiles before this one; under a window, that is left to the mask
+        # all rows see all keys of earlier tiles, which need no mask; with a window, all tiles are masked
         masked = first if shape.HAS_WINDOW else gl.minimum(gl.maximum(first_position + 1, 0) // shape.KEYS, last)
         for back in range(last - masked):
             first_key = (last - 1 - back) * shape.KEYS
@@ -250,7 +246,7 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
 
 @gluon.jit
 def _read_tile_info(pipe, turn):
-    """Wait for queries; return (token, count, first position, first head) of their tile. Count 0: there are no more."""
+    """Wait for queries; return (token, count, first position, first head) of their tile. Count 0: no more tiles."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     pipe.queries.await_full(turn)
     words = pipe.tile_info.load(WORDS)
@@ -265,7 +261,7 @@ def _read_tile_info(pipe, turn):
 
 @gluon.jit
 def _issue_scores(pipe, turn, n, HALF: gl.constexpr, SCORES: gl.constexpr, shape):
-    """Start q K^T for key tile n, once it has landed and it is this consumer's turn."""
+    """Start q K^T for key tile n, once the tile has arrived and it is this consumer's turn."""
     pipe.keys.await_full(n)
     mbarrier.wait(pipe.turn.index(HALF), (n & 1) ^ (1 - HALF))
     scores = gl.zeros([ROWS, shape.KEYS], gl.float32, SCORES)
@@ -293,9 +289,7 @@ def _attend_keys(
     SCORES: gl.constexpr,
     shape,
 ):
-    """Compute scores of key tile n, which begins at `first_key`, while the weights of tile n - 1 are multiplied by
-    values.
-    """
+    """Compute scores of key tile n, which begins at `first_key`, while the values of tile n - 1 are multiplied."""
     scores = _issue_scores(pipe, turn, n, HALF, SCORES, shape)
     pipe.values.await_full(n - 1)
     sums = hopper.warpgroup_mma(weights, pipe.values.tile(n - 1), sums, is_async=True)
@@ -311,7 +305,7 @@ def _attend_keys(
 
 @gluon.jit
 def _soften(scores, top, total, position, first_key, scoring, MASKED: gl.constexpr, shape):
-    """Take one step of the running softmax: (weights, top score, sum of weights, factor of earlier sums)."""
+    """Do one step of the running softmax. Return (weights, top score, sum of weights, factor of earlier sums)."""
     if shape.HAS_CAP:
         scores = 1 - 2 / (gl.exp2(scores * scoring.cap_scale) + 1)
     if MASKED:
@@ -324,7 +318,7 @@ def _soften(scores, top, total, position, first_key, scoring, MASKED: gl.constex
     new_top = gl.maximum(top, gl.max(scores, 1))
     shift = new_top * scoring.unit
     if MASKED:
-        # a row that has seen no key yet must not subtract infinity from itself
+        # for a row that has seen no key yet, -inf - -inf would be NaN
         shift = gl.where(new_top == float("-inf"), 0.0, shift)
     weights = gl.exp2(scores * scoring.unit - gl.expand_dims(shift, 1))
     shrink = gl.exp2(top * scoring.unit - shift)

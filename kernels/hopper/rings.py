@@ -1,10 +1,10 @@
-"""Ring buffers in shared memory between TMA producers and warp-group consumers, and names that depend on Triton's
-version.
+"""Ring buffers in shared memory between TMA producers and warp-group consumers, and names that depend on the version
+of Triton.
 
     producer   await_free(n) -> expect(n) -> copies into slab(n, i), reported to barrier(n)
-    consumer   await_full(n) -> products read slab(n, i) or tile(n) -> release(n)      n counts up, lies at n % stages
+    consumer   await_full(n) -> products read slab(n, i) or tile(n) -> release(n)      tile n is at stage n % stages
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 from typing import dataclass_transform
@@ -21,9 +21,9 @@ from triton.language.core import base_value
 RENAMED = gl.constexpr(hasattr(tma, "async_load"))  # Triton 3.6 has other names for three functions
 async_load = tma.async_load if RENAMED.value else tma.async_copy_global_to_shared
 SLAB = gl.constexpr(64)  # columns of 16 bits
-BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # a swizzle spans 128 bytes, the most that there is
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # a swizzle of 128 bytes, the widest possible
 IN_16_BITS = (torch.bfloat16, torch.float16)
-barrier = gl.barrier if RENAMED.value else gl.thread_barrier  # of the warps of one partition
+barrier = gl.barrier if RENAMED.value else gl.thread_barrier  # synchronizes the warps of one partition
 Value = base_value  # the type of a field that may hold a tensor, a constant or None, as a launch specializes it
 
 
@@ -41,9 +41,9 @@ def record(cls):
 
 
 def cache_fits_boxes(kv: Tensor, dtypes: tuple[torch.dtype, ...] = IN_16_BITS) -> bool:
-    """Return true for caches that TMA can read page by page: of these types, with pages that a box and a tile can hold.
+    """Return whether TMA can read the cache page by page: one of these dtypes, and pages that fit a box and a tile.
 
-    Its coordinates have 32 bits: the rows of the whole cache must fit them.
+    TMA coordinates have 32 bits, which must suffice for the rows of the whole cache.
     """
     block_size, dim = kv.shape[4:]
     return (
@@ -69,9 +69,9 @@ def view_as(dtype: gl.constexpr, memory, shape: gl.constexpr, layout: gl.constex
 
 @record
 class Ring:
-    """Tiles on their way from global memory to the warpgroups that consume them, each in slabs of a few columns.
+    """A ring buffer of tiles between TMA and the consuming warp groups. Each tile is stored in slabs of a few columns.
 
-    A slab's rows have as many bytes as boxes and products swizzle: 128 at most.
+    A slab's rows have the width of the swizzle: at most 128 bytes.
     """
 
     slabs: gl.shared_memory_descriptor  # [stages * slabs of a tile, rows, columns of a slab]
@@ -121,7 +121,7 @@ class Ring:
 
 @gluon.jit
 def new_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """Return barriers that pass after `arrivals` arrivals. The caller must fence before others use them."""
+    """Return barriers that complete after `arrivals` arrivals. The caller must fence before other warps use them."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(number):
         mbarrier.init(barriers.index(index), count=arrivals)
@@ -137,9 +137,7 @@ def new_ring(
     consumers: gl.constexpr,
     layout: gl.constexpr = BOX,
 ):
-    """Return a ring of `stages` tiles [rows, columns], each released by `consumers`. A slab's columns fill
-    a swizzle.
-    """
+    """Return a ring of `stages` tiles [rows, columns], each released by `consumers`. A slab is as wide as a swizzle."""
     SLAB_COLUMNS: gl.constexpr = layout.swizzle_byte_width * 8 // dtype.primitive_bitwidth
     slabs = gl.allocate_shared_memory(dtype, [stages * (columns // SLAB_COLUMNS), rows, SLAB_COLUMNS], layout)
     return Ring(slabs, new_barriers(stages, 1), new_barriers(stages, consumers))
@@ -147,9 +145,9 @@ def new_ring(
 
 @gluon.jit
 def clear_tail(values, n, num_keys, PAGE: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Zero the rows of tile n behind the last of `num_keys` keys, in the last page of a ring of 16-bit pages.
+    """Zero the rows of tile n after the last of `num_keys` keys, in the last page of a ring of 16-bit pages.
 
-    That may be anything, and zero times infinity is not zero. For consumers of so many warps: each consumer does it, so
+    They may be infinite or NaN, and zero times infinity is not zero. Each consumer, of WARPS warps, does it itself, so
     that none has to wait for another.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])

@@ -1,7 +1,8 @@
-"""The parts of a result that several programs have stored, merged by the one that comes last: split-KV with queries in
-columns (see `kernels.split_kv`).
+"""Merges the parts of a result that several programs have stored: split-KV with queries in columns.
 
-Annotations are read by Triton: this module evaluates them.
+The program that finishes last merges them (see `kernels.split_kv`).
+
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 from triton.experimental import gluon
@@ -15,24 +16,24 @@ from .rings import Value, record
 
 @record
 class StoredParts:
-    """The parts of one result, which the programs `first` to `last` have stored, in the order of its keys."""
+    """The parts of one result, stored by programs `first` to `last`, in the order of its keys."""
 
-    memory: Value  # of the parts of all results
+    memory: Value  # workspace with the parts of all results
     head: gl.tensor  # the KV head, or the group of heads, of the result
     first: gl.tensor
     last: gl.tensor
-    num_rows: Value  # of shape.ROWS: so many rows exist
+    num_rows: Value  # number of real rows among shape.ROWS
 
 
 @gluon.jit
 def columns(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the number of each query of sums [DIM, ROWS] in a layout."""
+    """Return the query index of each column of sums [DIM, ROWS] in a layout."""
     return gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
 def dims(DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the number of each dimension of sums [DIM, ROWS] in a layout, [DIM, 1]."""
+    """Return the dimension [DIM, 1] of each row of sums [DIM, ROWS] in a layout."""
     return gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, LAYOUT)), 1)
 
 
@@ -45,11 +46,10 @@ def merge_stored(
     AT_ONCE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Return the `Partial` of `StoredParts`.
+    """Return the merged `Partial` of `StoredParts`.
 
-    `places_of_part(memory, program, begins, head, LAYOUT, shape)` gives the pointers to a part, as the fields of
-    `Partial`: `begins` says that the result's first key is that program's. The loads of AT_ONCE parts are under way
-    together.
+    `places_of_part(memory, program, begins, head, LAYOUT, shape)` returns pointers to a part, one for each field of
+    `Partial`; `begins` means that the result's first key belongs to that program. AT_ONCE parts are loaded at a time.
     """
     first, last = stored.first, stored.last
     row = columns(shape.ROWS, LAYOUT)

@@ -1,4 +1,4 @@
-"""Linear layers fused with the norm before them and the activation or residual addition behind them."""
+"""Linear layers, fused with the norm before them and the activation or residual addition after them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def linear(
 ) -> Tensor:
     """Compute `norm(x) @ weight.T + bias`: x [T, K], weight [N, K], bias [N] -> [T, N], of one type; sums in float32.
 
-    The result goes into `out` [T, N] where that is given. With `add_to` [T, N] it is added to what that holds, in
-    place, and `add_to` is returned. Not both. Without `add_to` there may be an `activation` of the result, which need
-    not be rounded before it.
+    The result is written to `out` [T, N] if given. With `add_to` [T, N], it is added to `add_to` in place, which is
+    returned; do not give both. Without `add_to`, an `activation` may be applied to the result, which may not be rounded
+    before it.
 
-    In panels, a row of the product is bitwise the same whatever the other rows are and however many. Elsewhere the
-    algorithm is chosen by T, and the last bits may depend on it.
+    With a weight in panels (on a CPU), a row of the result is bitwise independent of the other rows. Otherwise the
+    algorithm depends on T, and so may the last bits.
     """
     if add_to is not None and out is not None:
         raise ValueError("a result goes into `out` or is added to `add_to`: give one of them")
@@ -57,10 +57,9 @@ def gated_linear(
     norm: RowNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `activation(gate) * up` of gate and up = `linear(x, weight, bias, norm=norm)`; weight [2 F, K], the gates
-    first -> [T, F].
+    """Compute `activation(gate) * up` [T, F], with gate and up = `linear(x, weight, bias, norm=norm)`.
 
-    The product need not be rounded before the activation.
+    weight is [2 F, K], gates first. The product may not be rounded before the activation.
     """
     if x.is_cuda:
         from . import gpu

@@ -14,10 +14,10 @@ from . import Activation, RowNorm, gated_linear, linear, pack
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A linear layer and what a decoder fuses with it."""
+    """A linear layer, and the operations that a decoder fuses with it."""
 
     name: str
-    columns: int  # of the result
+    columns: int  # columns of the result
     depth: int
     gated: bool = False
     norm: bool = False

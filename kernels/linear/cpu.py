@@ -1,4 +1,4 @@
-"""bfloat16 and float32 linear layers on a CPU in C++ (`native/linear.cpp`). float16 is torch's."""
+"""Linear layers on a CPU, in bfloat16 and float32, in C++ (`native/linear.cpp`). Torch computes float16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PANEL_ROWS = 32  # rows of the weight in one panel, as in native/linear.cpp
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """Return the panels of `weight` [N, K], N filled up to whole panels; None where torch serves this weight better."""
+    """Return the panels of `weight` [N, K], with N padded to whole panels; None if torch suits this weight better."""
     num_rows, depth = weight.shape
     dtype = native.DTYPE_NUMBER.get(weight.dtype)
     supported = native.function("baton_has_linear", native.INT, native.I64, returns=native.INT)
@@ -30,7 +30,7 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-    """x [T, K] times panels of a weight of `shape` [N, K]. Raises `ValueError` for an `x` or bias that does not fit."""
+    """Multiply x [T, K] by panels of a weight of `shape` [N, K]. Raises `ValueError` if x or bias does not match."""
     num_columns, depth = shape
     dtype = panels.dtype
     if x.dtype != dtype or x.dim() != 2 or x.shape[1] != depth:
@@ -40,7 +40,7 @@ def linear(x: Tensor, panels: Tensor, shape: tuple[int, int], bias: Tensor | Non
     if x.stride(1) != 1:
         x = x.contiguous()
     if bias is not None:
-        bias = bias.contiguous()  # held by name: a temporary would be freed before the kernel reads it
+        bias = bias.contiguous()  # kept in a variable: a temporary would be freed before the kernel reads it
     out = torch.empty((x.shape[0], num_columns), dtype=dtype)
     kernel = _kernel()
     assert kernel is not None, "panels exist only where the kernel does"

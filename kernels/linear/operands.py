@@ -1,4 +1,4 @@
-"""Operands of linear layers: packed weights, and the RMSNorm that an input goes through first."""
+"""Operands of linear layers: packed weights, and the RMSNorm of the input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalize x [T, K] by a kernel of its own; the result has x's shape."""
+        """Normalize x [T, K] in a separate kernel; the result has x's shape."""
         normed = rms_norm(x, self.weight, self.eps)
         assert isinstance(normed, Tensor)
         return normed
@@ -27,7 +27,7 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K] for `linear` alone: `data` is in panels (see `native/linear.cpp`), or the weight itself."""
+    """A weight [N, K] in a form for `linear` only: `data` is panels (see `native/linear.cpp`), or the weight itself."""
 
     data: Tensor
     shape: tuple[int, int]  # N, K
@@ -35,9 +35,9 @@ class PackedWeight:
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """Return a copy of `weight` [N, K] for `linear`, or `weight` itself where torch serves its device and type best.
+    """Return a copy of `weight` [N, K] for `linear`, or `weight` itself if torch is best for its device and dtype.
 
-    `weight` is left as it is. Drop it afterwards, unless something else (an embedding) reads it.
+    `weight` is unchanged. Free it afterwards, unless something else (an embedding) reads it.
     """
     shape = (weight.shape[0], weight.shape[1])
     panels = cpu.pack(weight) if weight.device.type == "cpu" else None

@@ -20,7 +20,7 @@ def linear(
     norm: RowNorm | None = None,
     add_to: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.linear.linear`; weight [N, K]. Sums in float32 (float64 where x is), rounded once a step."""
+    """See `baton.kernels.linear.linear`; weight [N, K]. Sums in float32 (float64 if x is), rounded once a step."""
     product = _product(x, weight, bias, norm)
     if activation is not None:
         wide = product.to(torch.promote_types(product.dtype, torch.float32))

@@ -16,9 +16,9 @@ from .bench import LAYERS, LayerShape
 from .gpu import Method
 from .operands import RowNorm
 
-# What one thread of `gemv` can hold beside its sums, in registers of two weights each.
+# Registers of a `gemv` thread for weights, two per register, beside its sums.
 MOST_REGISTERS = 96
-# BLOCK_N, BLOCK_K, warps, stages of `gemm`, by the largest number of tokens that they are for.
+# Largest number of tokens -> candidates of `gemm`: BLOCK_N, BLOCK_K, warps, stages.
 TILES = {
     16: ((16, 256, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)),
     32: ((32, 128, 4, 5), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)),
@@ -27,7 +27,7 @@ TILES = {
     256: ((64, 64, 4, 4), (128, 64, 8, 4)),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FULL_DEVICE = range(90, 1100)  # programs between which a split of the depth can pay
+FULL_DEVICE = range(90, 1100)  # candidates that split the depth have a number of programs in this range
 
 
 def problems(device: torch.device) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
 
 
 def _problems_of(shape: LayerShape, device: torch.device) -> Iterator[Problem]:
-    """Yield one problem a number of tokens, over the same weights."""
+    """Yield one problem for each number of tokens, with the same weights."""
     copies = copies_beyond_caches(shape.weight_rows * shape.depth * 2)
     weights = [torch.randn(shape.weight_rows, shape.depth, dtype=torch.bfloat16, device=device) for _ in range(copies)]
     norm = RowNorm(torch.ones(shape.depth, dtype=torch.bfloat16, device=device), 1e-6) if shape.norm else None

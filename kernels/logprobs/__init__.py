@@ -8,10 +8,10 @@ __all__ = ["token_logprobs"]
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Natural-log probabilities of `token_ids` `[R]` and of the `k` best tokens, from `logits` `[R, V]`.
+    """Return natural-log probabilities of `token_ids` [R], and of the `k` best tokens, from `logits` [R, V].
 
-    Returns `(chosen [R] float32, rank [R] int64, top_ids [R, k] int64, top_logprobs [R, k] float32)`. The rank is one
-    plus the number of strictly greater logits; the best tokens come best first, equal ones in any order.
+    The result is `(chosen [R] float32, rank [R] int64, top_ids [R, k] int64, top_logprobs [R, k] float32)`. The rank is
+    one plus the number of strictly greater logits. The best token comes first; equal ones are in any order.
     """
     num_rows, vocab_size = logits.shape
     if token_ids.shape != (num_rows,):

@@ -1,4 +1,4 @@
-"""Log-probabilities in C++ (`native/logprobs.cpp`): two passes over a row, nothing of its size is written."""
+"""Log-probabilities in C++ (`native/logprobs.cpp`): two passes over a row, without temporaries of its size."""
 
 from __future__ import annotations
 

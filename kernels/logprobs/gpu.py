@@ -1,11 +1,11 @@
 """Log-probabilities in one pass over the logits.
 
-    shares   of a row, one program each: greatest logit, sum of exponentials, how many are above the chosen token's,
-             and the best `k` so far, which a tile changes only where one of its logits is above the worst of them
-    rows     one program each: joins the shares of a row and puts their best in order
+    shares   a program per share of a row: greatest logit, sum of exponentials, number of logits above the chosen
+             token's, and the best `k` so far, which a tile changes only if one of its logits is above the worst of them
+    rows     a program per row: merges its shares, and sorts the best
 
-A logit and its token travel as one integer whose order is that of the logits, then that of the tokens backwards: so
-the greatest of a tile is found, and taken away, without looking for where it was.
+A logit and its token are packed into one integer that orders by logit, then by descending token. So the greatest of a
+tile can be found and removed without searching for its position.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 _NONE = tl.constexpr(-math.inf)
-_LEAST_LOGIT = tl.constexpr(torch.finfo(torch.float32).min)  # a logit minus it is a number, or minus infinity
+_LEAST_LOGIT = tl.constexpr(torch.finfo(torch.float32).min)  # finite, so that logit - it is never NaN
 _LEAST_KEY, _GREATEST_KEY = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 _TOKEN = tl.constexpr(2**32 - 1)
 TILE = 512  # tokens
 MOST_ALTERNATIVES = 32  # a power of two; more are selected by torch
-MOST_SHARES = 64  # of a row
-PROGRAMS = 2112  # that the shares of all rows come to: 16 warps a multiprocessor of an H200
+MOST_SHARES = 64  # shares of a row
+PROGRAMS = 2112  # aimed number of shares of all rows: 16 warps per multiprocessor of an H200
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `baton.kernels.logprobs.token_logprobs`. An id that is not in the vocabulary has minus infinity."""
+    """See `baton.kernels.logprobs.token_logprobs`. An id outside the vocabulary has logprob -inf."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_rows, vocab_size = logits.shape
@@ -89,7 +89,7 @@ def shares_kernel(
     weight = tl.zeros([TILE], tl.float32)
     above = tl.zeros([TILE], tl.int32)
     slot = tl.arange(0, SLOTS).to(tl.int64)
-    # Slots that are not asked for are never the worst.
+    # Unused slots have the greatest key, so that they are never the worst.
     kept = tl.where(slot < alternatives, _LEAST_KEY + slot, _GREATEST_KEY)
     worst = tl.min(kept)
     token = share * TILE + tl.arange(0, TILE)
@@ -181,6 +181,6 @@ def _key(logit, token):
 
 @triton.jit
 def _logit_of_key(key):
-    """Return the logit of a key; not a number for a slot that is empty."""
+    """Return the logit of a key; NaN for an empty slot."""
     ordered = (key >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `baton.kernels.logprobs.token_logprobs`. Temporaries are of the logits' shape, one at a time."""
+    """See `baton.kernels.logprobs.token_logprobs`. Needs one temporary of the logits' shape at a time."""
     normalizer = logits.float().logsumexp(dim=-1, keepdim=True)
     chosen_logits = logits.gather(1, token_ids[:, None])
     rank = 1 + (logits > chosen_logits).sum(dim=-1)

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over pages of latents.
 
-    kv[block][0][layer][0][token] = latent [rank], normed | key part that carries the position [rope], rotated
+    kv[block][0][layer][0][token] = latent [rank], normed | rotated part of the key [rope]
 
-One vector a token and layer serves all heads: what attention reads is a tenth of what keys and values would be.
+One vector per token and layer serves all heads. Attention reads a tenth of the bytes of keys and values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["MAX_EXPANDED_TOKENS", "AttentionBatch", "UpProjection", "latent_and_
 
 
 def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int) -> AttentionBatch:
-    """Return `batch` with the plan that all layers of the step share. Only launches kernels: safe inside a captured
-    graph.
+    """Return `batch` with the plan that all layers of the step share. Only launches kernels, so a
+    CUDA graph may capture it.
     """
     if not batch.seq_lens.is_cuda:
         return batch
@@ -39,12 +39,12 @@ def latent_and_cache(
     *,
     eps: float,
 ) -> None:
-    """Rotate q_rope [T, H, rope] in place and writes each token's latent and key part to its slot of `layer` in kv.
+    """Rotate q_rope [T, H, rope] in place, and write each token's latent and key part to its slot of `layer` in kv.
 
-    compressed [T, rank + rope] is what the down-projection gives: the latent, which is normed (RMSNorm with `norm`
-    [rank] and `eps`), and the shared key part, which is rotated. Dimension 2i turns against 2i + 1.
-    `cos_sin` [max_positions, rope] float32: cosines, then sines. Computed in float32, rounded once. Tokens of slot -1
-    write nothing. q_rope and compressed may be views whose last dimension is contiguous.
+    compressed [T, rank + rope] is the output of the down-projection: the latent, which is normed (RMSNorm with `norm`
+    [rank] and `eps`), and the shared part of the key, which is rotated. Dimensions 2i and 2i + 1 are a pair.
+    `cos_sin` [max_positions, rope] float32 has cosines, then sines. Computed in float32, rounded once. Tokens of slot
+    -1 write nothing. q_rope and compressed may be views with a contiguous last dimension.
     """
     if not compressed.is_cuda:
         reference.latent_and_cache(q_rope, compressed, norm, cos_sin, kv, layer, batch, eps=eps)
@@ -63,13 +63,13 @@ def mla_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """Compute causal attention of q [T, H, nope + rope] over `layer` of kv [blocks, 1, layers, 1, block_size, rank +
-    rope].
+    """Compute causal attention of q [T, H, nope + rope] -> [T, H, value].
 
-    Gives [T, H, value]. Key h of a token is `up`'s [nope] of its latent beside the shared [rope]; value h is `up`'s
-    [value] of the latent. A query sees the keys up to its own position. Sums are float32. The latents of the step's own
-    tokens must be in the cache already; blocks past a sequence's end are not read. On a GPU `batch` must come from
-    `prepare`, and ranks and rope parts must be powers of two.
+    It reads `layer` of kv [blocks, 1, layers, 1, block_size, rank + rope]. A token's key for head h is `up`'s
+    projection [nope] of its latent, concatenated with the shared [rope]; its value is `up`'s projection [value] of the
+    latent. A query sees the keys up to its own position. Sums are float32. The latents of the step's own tokens must
+    already be in the cache; blocks past a sequence's end are not read. On a GPU, `batch` must come from `prepare`, and
+    ranks and rope parts must be powers of two.
     """
     if not q.is_cuda:
         return reference.mla_attention(q, kv, layer, batch, up, scale=scale)

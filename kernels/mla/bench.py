@@ -13,7 +13,7 @@ from baton.kernels.roofline import BenchCase, cycling
 from . import AttentionBatch, UpProjection, latent_and_cache, mla_attention, prepare
 
 HEADS, RANK, ROPE, NOPE, VALUE, BLOCK_SIZE = 16, 512, 64, 128, 128, 16
-LAYERS = 9  # so many that no cache holds the latents of all
+LAYERS = 9  # so many that their latents do not fit in a hardware cache
 SCALE = (NOPE + ROPE) ** -0.5
 
 SMALL_STEPS = {
@@ -45,13 +45,13 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 
 def attention_case(name: str, sequences: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> BenchCase:
-    """Build a case whose FLOP are those of the form, absorbed or expanded, that needs fewer."""
+    """Return a case. Its FLOP count is that of the cheaper form, absorbed or expanded."""
     batch, kv, q = step(sequences, dtype, device)
     up = UpProjection(torch.randn(HEADS * (NOPE + VALUE), RANK, dtype=dtype, device=device) / 20, HEADS, NOPE, VALUE)
     prepared = prepare(batch, num_heads=HEADS, head_dim=NOPE + ROPE)
     pairs = sum(query * context - query * (query - 1) // 2 for query, context in sequences)
     keys = sum(context for _, context in sequences)
-    expand = 2 * RANK * (NOPE + VALUE)  # of one token and head: its key and value, or its query and output
+    expand = 2 * RANK * (NOPE + VALUE)  # per token and head: its key and value, or its query and output
     absorbed = pairs * 2 * (2 * RANK + ROPE) + batch.num_tokens * expand
     expanded = pairs * 2 * (NOPE + ROPE + VALUE) + keys * expand
     values = q.numel() + batch.num_tokens * HEADS * VALUE + keys * (RANK + ROPE) + up.weight.numel()
@@ -89,7 +89,7 @@ def write_case(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Ben
 def step(
     sequences: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> tuple[AttentionBatch, Tensor, Tensor]:
-    """Sequences of (query tokens, context) in shuffled blocks: the batch, kv and q of that step."""
+    """Return batch, kv and q of a step with sequences (query tokens, context), whose blocks are shuffled."""
     query_lens, seq_lens = zip(*sequences, strict=True)
     per_sequence = -(-max(seq_lens) // BLOCK_SIZE)
     blocks = torch.randperm(len(sequences) * per_sequence, dtype=torch.int32, device=device)

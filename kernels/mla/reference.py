@@ -21,7 +21,7 @@ def latent_and_cache(
     *,
     eps: float,
 ) -> None:
-    """See `baton.kernels.mla.latent_and_cache`. Computes in float32 (float64 where `compressed` is), rounds once."""
+    """See `baton.kernels.mla.latent_and_cache`. Computes in float32 (float64 if `compressed` is), rounds once."""
     compute_dtype = torch.promote_types(compressed.dtype, torch.float32)
     cos, sin = cos_sin[batch.positions].to(compute_dtype).chunk(2, dim=-1)
     latent, k_rope = compressed.to(compute_dtype).split([norm.shape[0], q_rope.shape[2]], dim=-1)
@@ -42,7 +42,7 @@ def mla_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """See `baton.kernels.mla.mla_attention`. Computes in float32 (float64 where `q` is) and rounds once."""
+    """See `baton.kernels.mla.mla_attention`. Computes in float32 (float64 if `q` is) and rounds once."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     keys_up, values_up = up.by_head.to(compute_dtype).split([up.nope_dim, up.value_dim], dim=1)
     out = torch.zeros(*q.shape[:2], up.value_dim, dtype=q.dtype, device=q.device)
@@ -64,6 +64,6 @@ def mla_attention(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate dimension 2i against 2i + 1."""
+    """Rotate dimensions 2i and 2i + 1 as a pair."""
     first, second = x[..., ::2], x[..., 1::2]
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)

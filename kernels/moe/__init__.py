@@ -16,7 +16,7 @@ __all__ = ["SILU", "ExpertWeights", "GatedActivation", "RoutingRule", "fused_exp
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `x @ weight.T + bias`: x [T, H], weight [E, H], bias [E] -> [T, E].
 
-    Summed and kept in float32 (float64 where x is). A weight in float32 is not rounded to x's type.
+    Sums and result are float32 (float64 if x is). A float32 weight is not rounded to x's dtype.
     """
     if x.is_cuda and x.dtype == weight.dtype != torch.float32:
         from . import gpu
@@ -33,12 +33,11 @@ def route(
     expert_scale: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by logits [T, E] (any floating type): expert ids [T, K] int32, best first, and weights [T, K]
-    float32.
+    """Choose experts by logits [T, E]; return their ids [T, K] int32, best first, and weights [T, K] float32.
 
-    `bias` [E] float32 is added to the scores where experts are chosen, not where they are weighed. Weights are
-    multiplied by the `expert_scale` [E] float32 of their experts. Tokens whose slot (`slots` [T] int64) is negative are
-    padding: their expert is -1, their weight 0. Raises `ValueError` for a number of experts that the rule does not fit.
+    `bias` [E] float32 is added to the scores that choose experts, but not to their weights. Weights are multiplied by
+    the `expert_scale` [E] float32 of their experts. Tokens with a negative slot (`slots` [T] int64) are padding: their
+    expert is -1, their weight 0. Raises `ValueError` if the rule does not fit the number of experts.
     """
     rule.check(logits.shape[1])
     if logits.is_cuda:
@@ -51,12 +50,12 @@ def route(
 def fused_experts(
     x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, *, add_to: Tensor | None = None
 ) -> Tensor:
-    """Sum what each expert `expert_ids[:, k]` computes from x, times `weights[:, k]`, over k: [T, H].
+    """Return the sum over k of expert `expert_ids[:, k]`'s output for x, times `weights[:, k]`: [T, H].
 
-    x [T, H]; expert_ids [T, K] int32, -1 for none; weights [T, K] float32. With `add_to` [T, H], which shares nothing
-    with x, the sum is added to it in place, and it is returned. Sums in float32; what each expert gives may be rounded
-    to x's type before it is added. The same inputs give the same bits. Tokens without experts read no weights. Raises
-    `ValueError` for shapes that do not fit each other.
+    x is [T, H]; expert_ids [T, K] int32, -1 for none; weights [T, K] float32. With `add_to` [T, H], which must not
+    overlap x, the sum is added to it in place, and it is returned. Sums are float32; each expert's output may be
+    rounded to x's dtype before it is added. Results are deterministic. Tokens without experts read no weights. Raises
+    `ValueError` for shapes that do not match.
     """
     if x.shape[1:] != (experts.hidden_size,):
         raise ValueError(f"x is {list(x.shape)}: give [T, {experts.hidden_size}]")

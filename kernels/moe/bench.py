@@ -11,7 +11,7 @@ from baton.kernels.roofline import BenchCase, cycling
 from . import ExpertWeights, GatedActivation, RoutingRule, fused_experts, route
 from .experts import BLOCK
 
-ROUTINGS = 8  # that a case takes turns over: few tokens never ask for the same experts twice in a row
+ROUTINGS = 8  # routings that a case cycles through, so that a few tokens do not use the same experts twice in a row
 SMALL = {"small": (8, 2, 512, 256)}  # experts, top k, hidden size, width of an expert
 LARGE = {
     "qwen3-30b-a3b": (128, 8, 2048, 768),
@@ -25,7 +25,7 @@ FEW, MANY = (1, 64), (1, 8, 64, 256, 2048, 16384)
 
 
 def experts_of(name: str, device: torch.device) -> ExpertWeights:
-    """Return random experts of a model's sizes; gpt-oss has biases and an activation of its own."""
+    """Return random experts with a model's sizes; those of gpt-oss have biases and its activation."""
     num_experts, _, hidden_size, width = (SMALL | LARGE)[name]
     gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device=device)
     down = torch.empty(num_experts, hidden_size, width, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Experts on a CPU: the tokens of each expert together, through torch's matrix products."""
+"""Experts on a CPU: one matrix product of torch for all tokens of an expert."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .reference import activated, of_expert
 def fused_experts(
     x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None
 ) -> Tensor:
-    """See `baton.kernels.moe.fused_experts`. Reads the weights of the experts that some token goes to, once each."""
+    """See `baton.kernels.moe.fused_experts`. Reads the weights of each used expert once."""
     num_tokens, top_k = expert_ids.shape
     pairs = expert_ids.flatten().argsort(stable=True)
     start, *counts = torch.bincount(expert_ids.flatten() + 1, minlength=experts.num_experts + 1).tolist()
     outputs = x.new_zeros((num_tokens * top_k, x.shape[1]))
-    for expert, count in enumerate(counts):  # pairs without an expert come before them
+    for expert, count in enumerate(counts):  # pairs without an expert are sorted before all others
         if count:
             chosen = pairs[start : start + count]
             gate_up, down = experts.matrices(expert, x.dtype)
@@ -28,7 +28,7 @@ def fused_experts(
             hidden = functional.linear(x[chosen // top_k], gate_up, gate_up_bias)
             outputs[chosen] = functional.linear(_activated(hidden, experts.activation), down, down_bias)
             start += count
-    # One expert after another in the order of the token's list: the sum of a token does not depend on its batch.
+    # Experts are added in the order of the token's list, so that its sum does not depend on the batch.
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for place, output in enumerate(outputs.view(num_tokens, top_k, x.shape[1]).unbind(1)):
         total += output * weights[:, place, None]

@@ -1,4 +1,4 @@
-"""A layer of experts: the rule that routes tokens to them, their weights, and the activation between their products."""
+"""A mixture of experts: the routing rule, the experts' weights, and the activation between their two products."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 class RoutingRule:
     """The choice of a token's experts, and the weight of each one's output.
 
-        score    softmax or sigmoid of the logits, over all experts
-        choice   score + bias, of the experts in the best `top_groups` of `num_groups` groups of neighbours
-        experts  the `top_k` of the highest choice; of equal ones the first
-        weight   the expert's score; divided by the sum over the token's experts where `renormalize`; times `scale`
+        score    softmax over all experts' logits, or sigmoid of each
+        choice   score + bias, for experts in the best `top_groups` of `num_groups` groups of consecutive experts
+        experts  the `top_k` experts with the highest choice; of equal ones the first
+        weight   the expert's score; with `renormalize`, divided by the sum over the token's experts; times `scale`
 
-    Raises `ValueError` for numbers that contradict each other.
+    Raises `ValueError` for contradictory numbers.
     """
 
     top_k: int
@@ -30,7 +30,7 @@ class RoutingRule:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    group_score: str = "max"  # of a group: its best choice, or "top2": the sum of its two best
+    group_score: str = "max"  # rating of a group: "max": its best choice; "top2": the sum of its two best
 
     def __post_init__(self) -> None:
         if self.scoring not in ("softmax", "sigmoid") or self.group_score not in ("max", "top2"):
@@ -39,7 +39,7 @@ class RoutingRule:
             raise ValueError(f"{self}: top_k must be at least 1, top_groups from 1 to num_groups")
 
     def check(self, num_experts: int) -> None:
-        """Raise `ValueError` where so many experts cannot be routed to by this rule."""
+        """Raise `ValueError` if the rule does not fit this number of experts."""
         group_size = num_experts // self.num_groups
         if num_experts % self.num_groups or self.top_k > group_size * self.top_groups:
             raise ValueError(f"{num_experts} experts do not fit {self}: groups must be equal and hold top_k experts")
@@ -49,10 +49,10 @@ class RoutingRule:
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """(up + shift) * gate * sigmoid(slope * gate), with gate at most `limit` and up within +-limit where there is one.
+    """(up + shift) * gate * sigmoid(slope * gate); with a limit, gate is clamped to at most `limit`, up to +-limit.
 
     The defaults are silu(gate) * up. gpt-oss (arXiv:2508.10925) has slope 1.702, limit 7 and shift 1. With another
-    `gate` it is (up + shift) * that activation of the gate, as in Gemma 4, and has no slope.
+    `gate`, it is (up + shift) * gate_activation(gate), as in Gemma 4, and has no slope.
     """
 
     slope: float = 1.0
@@ -66,7 +66,7 @@ class GatedActivation:
 
     @property
     def is_plain(self) -> bool:
-        """True for an activation of gates that is multiplied by ups, and nothing else."""
+        """True if it is just activation(gate) * up, without slope, limit or shift."""
         return self == GatedActivation(gate=self.gate)
 
 
@@ -75,14 +75,14 @@ SILU = GatedActivation()
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Feed-forward layers of one shape, E of them, F wide: `down(activation(gate(x), up(x)))`, or without gates.
+    """The weights of E experts of width F: `down(activation(gate(x), up(x)))`, or `down(activation(up(x)))`.
 
-    Those without gates have an activation of the ups, and `gate_up` [E, F, H] holds nothing else.
+    Without gates, `gate_up` is [E, F, H] and has the up matrices only.
 
-    Gates and ups are row by row next to each other: row 2 i of an expert's `gate_up` is row i of its gate, row 2 i + 1
-    row i of its up matrix. Weights in 8 bits (float8_e4m3fn) come with scales, by which they are multiplied before
-    anything else: one for each 128 x 128 values of a gate, an up or a down matrix. Scales of gates and ups are row by
-    row next to each other as well. Raises `ValueError` for shapes that do not fit each other.
+    Rows of gates and ups are interleaved: row 2 i of an expert's `gate_up` is row i of its gate, row 2 i + 1 is row i
+    of its up matrix. 8-bit weights (float8_e4m3fn) have scales, by which they are multiplied: one for each 128 x 128
+    values of a gate, up or down matrix. Scales of gates and ups are interleaved, too. Raises `ValueError` for shapes
+    that do not match.
     """
 
     gate_up: Tensor  # [E, 2 F, H]
@@ -90,7 +90,7 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None  # [E, 2 F]
     down_bias: Tensor | None = None  # [E, H]
     activation: GatedActivation | Pointwise = SILU
-    gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)], without gates half as many
+    gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)]; without gates, half as many rows
     down_scale: Tensor | None = None  # float32 [E, ceil(H / 128), ceil(F / 128)]
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class ExpertWeights:
         gate_up, down = self.gate_up[expert], self.down[expert]
         if self.gate_up_scale is None or self.down_scale is None:
             return gate_up.to(dtype), down.to(dtype)
-        of_parts = self.gate_up_scale[expert].unflatten(0, (-1, self.parts)).transpose(0, 1)  # of gates, of ups
+        of_parts = self.gate_up_scale[expert].unflatten(0, (-1, self.parts)).transpose(0, 1)  # gates' scales, ups'
         expanded = [_expand_scales(scales, self.width, self.hidden_size) for scales in of_parts]
         scales = torch.stack(expanded, dim=1).flatten(0, 1)
         down_scales = _expand_scales(self.down_scale[expert], self.hidden_size, self.width)
@@ -134,7 +134,7 @@ class ExpertWeights:
 
     @property
     def parts(self) -> int:
-        """The rows of `gate_up` for each value of an expert's width: a gate and an up, or an up."""
+        """The rows of `gate_up` for each value of an expert's width: 2 (gate and up), or 1 without gates."""
         return 2 if self.is_gated else 1
 
     @property

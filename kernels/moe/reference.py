@@ -25,7 +25,7 @@ def route(
     expert_scale: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `baton.kernels.moe.route`. Computes in float32 (float64 where `logits` are)."""
+    """See `baton.kernels.moe.route`. Computes in float32 (float64 if `logits` are)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -71,7 +71,7 @@ def activated(products: Tensor, activation: GatedActivation | Pointwise) -> Tens
 def fused_experts(
     x: Tensor, experts: ExpertWeights, expert_ids: Tensor, weights: Tensor, add_to: Tensor | None = None
 ) -> Tensor:
-    """See `baton.kernels.moe.fused_experts`. Sums in float32 (float64 where x is), activations in x's type."""
+    """See `baton.kernels.moe.fused_experts`. Sums in float32 (float64 if x is), activations in x's type."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
 
     def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,9 +33,9 @@ GATE_UP_FEW = ((4, 1024, 4), (4, 2048, 4), (8, 512, 4), (8, 1024, 8))  # columns
 DOWN_FEW = ((1, 256, 2), (2, 256, 4), (2, 256, 8), (4, 256, 8))
 
 
-ROUTINGS = 9  # that a measurement takes turns over
-TALLEST = 4  # times the height of a short tile
-FAVOURS = (0.0, 2.0, 4.0)  # how far some experts are ahead of others for all tokens, beside what tokens differ by
+ROUTINGS = 9  # routings that a measurement cycles through
+TALLEST = 4  # largest height of a tile, in heights of a short one
+FAVOURS = (0.0, 2.0, 4.0)  # standard deviations of logits between experts, the same for all tokens
 
 
 def problems(device: torch.device) -> Iterator[Problem]:
@@ -65,9 +65,7 @@ def _problem(experts: ExpertWeights, top_k: int, num_tokens: int) -> Problem:
 
 
 def _logits(num_tokens: int, num_experts: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield [T, E] of each routing: tokens choose independently, many of them alike, nearly all of them alike, in
-    turns.
-    """
+    """Yield logits [T, E] of `ROUTINGS` routings, in which experts are more and more preferred (`FAVOURS`), in turn."""
     for _, favour in zip(range(ROUTINGS), itertools.cycle(FAVOURS), strict=False):
         ahead = torch.randn(num_experts, device=device) * favour
         yield torch.randn(num_tokens, num_experts, device=device) + ahead
@@ -80,9 +78,7 @@ def _few_candidates() -> Iterator[Options]:
 
 
 def grouped_candidates(shape: MoeShape) -> Iterator[Options]:
-    """Yield tiles that hold from half to four times an expert's average rows, and taller ones for experts that have
-    more.
-    """
+    """Yield tiles with half to four times an expert's average number of rows, and taller ones for popular experts."""
     rows = shape.num_tokens * shape.top_k / shape.num_experts
     products = PRODUCTS_IN_8_BITS if shape.in_8_bits else PRODUCTS
     heights = [height for height in products if rows / 2 <= height < max(32, 4 * rows)] or [max(products)]

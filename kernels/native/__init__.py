@@ -1,10 +1,10 @@
 """CPU kernels in C++: a ctypes library that shares torch's threads.
 
     kernel = native.function("baton_rms_norm", POINTER, ..., I64, INT)
-    if kernel is None: ...                      not to be had here: one warning was logged, the reference serves
-    kernel(x.data_ptr(), ..., rows, threads)    plain C; the interpreter's lock is released meanwhile
+    if kernel is None: ...                      unavailable here: one warning was logged; use the reference
+    kernel(x.data_ptr(), ..., rows, threads)    a plain C call, which releases the GIL
 
-Sources are the `*.cpp` of this folder; element types go in as `DTYPE_NUMBER`, threads as `torch.get_num_threads()`.
+Sources are the `*.cpp` of this folder. Dtypes are passed as `DTYPE_NUMBER`, threads as `torch.get_num_threads()`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ DTYPE_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def prepare() -> Path:
     """Build (seconds, the first time) and load the kernels; return the library's path.
 
-    For installers and for a process's start: later calls of `function` then cost nothing. Raises `NativeBuildError`
-    with the reason where the kernels cannot be had.
+    For installers, and for the start of a process, so that later calls of `function` are fast. Raises
+    `NativeBuildError` with the reason if the kernels are unavailable.
     """
     return Path(_load()._name)
 
 
 def function(name: str, *arguments: type, returns: type | None = None) -> NativeFunction | None:
-    """Declare a C function and its argument types; return None, after one warning, where the library is unavailable."""
+    """Declare a C function and its argument types. Return None, after one warning, if the library is unavailable."""
     library = _library()
     return None if library is None else NativeFunction(library, name, arguments, returns)
 
@@ -76,7 +76,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _share_openmp_of_torch() -> None:
-    """Make the symbols of the OpenMP runtime that torch already uses visible to libraries loaded from now on."""
+    """Make the symbols of torch's OpenMP runtime visible to libraries that are loaded from now on."""
     for path in _mapped_libraries():
         if path.name.startswith(("libgomp", "libiomp5")):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -98,9 +98,10 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate an uninitialized CPU tensor whose whole 2 MiB pages are huge ones where the system has them.
+    """Allocate an uninitialized CPU tensor on huge pages (2 MiB), as far as the system has them.
 
-    It starts at a page's border. Address space for one page more is taken, but memory only for what is written to.
+    It begins at the border of a huge page. Address space for one more page is reserved, but memory is only used for
+    what is written.
     """
     numel = math.prod(shape)
     num_bytes = numel * dtype.itemsize

@@ -6,7 +6,7 @@ from . import NativeBuildError, prepare
 
 
 def main() -> None:
-    """Print the library's path, or why there is none: the references serve then, so that is no failure."""
+    """Print the library's path, or why there is none. That is no failure, since the references are used then."""
     try:
         print(f"CPU kernels: {prepare()}")
     except NativeBuildError as error:

@@ -14,7 +14,7 @@ template <Activation kind> inline f32x16 activated(f32x16 x) {
 
 template <class T, Activation kind>
 void activation_and_mul_of(const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t n, int threads) {
-    constexpr int64_t SPAN = 1024;  // elements a task: also a single wide row is shared out
+    constexpr int64_t SPAN = 1024;  // elements of a task, so that a single wide row is divided over threads, too
     int64_t spans = (n + SPAN - 1) / SPAN;
     bool parallel = rows * n >= 65536;  // below that, waking threads takes longer
 #pragma omp parallel for num_threads(threads) if (parallel)

@@ -1,12 +1,12 @@
-// The product of dot_tile.h with AMX: up to 32 rows of A times 32 columns of B, 32 elements of k an instruction.
+// The product of dot_tile.h with AMX: up to 32 rows of A times 32 columns of B, 32 elements of k per instruction.
 //
 //                           tmm6            tmm7          columns 0..15 and 16..31 of B: [16 pairs of k][16][2]
 //     tmm4   first rows     tmm0            tmm1          sums
 //     tmm5   the others     tmm2            tmm3
 //
-// A row of B holds pairs of k side by side, [n][2]; its stride is the caller's.
+// A row of B has pairs of consecutive k, [n][2]. The caller gives its stride.
 //
-// Every sum is one chain in the order of k, whatever the other rows are and however many.
+// Every sum is one chain in the order of k, independent of the other rows and of their number.
 #pragma once
 #include "vec.h"
 
@@ -24,9 +24,9 @@ constexpr int64_t TILE_DEPTH = 32;  // elements of k in a tile: depths are multi
 
 #if BATON_HAS_TILES
 
-constexpr int TILES_ROWS = 32;  // rows of A at most
+constexpr int TILES_ROWS = 32;  // most rows of A
 
-// Whether the system lets this process use the tiles: they have to be asked for, once.
+// Returns whether the system lets this process use the tiles, which must be requested once.
 inline bool tiles_granted() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux: arch_prctl(2), XFEATURE_XTILEDATA
     static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -86,7 +86,7 @@ class Tiles {
                   const bf16* prefetch) const {
         const int64_t a_bytes = a.stride * sizeof(bf16), b_bytes = b.stride * sizeof(bf16);
         const bf16 *upper = a.first, *lower = upper + first * a.stride;
-        asm volatile("" ::: "memory");  // the instructions below do not say what they read
+        asm volatile("" ::: "memory");  // the compiler does not know that the instructions below read memory
         _tile_zero(0);
         _tile_zero(1);
         if (MORE) {

@@ -1,8 +1,8 @@
-// Paged attention: shares the tiles of attention_tile.h out over threads.
+// Paged attention: divides the tiles of attention_tile.h over threads.
 //
-// A task is (tile of query tokens of one sequence, KV head). Keys are taken in parts of SPLIT; each part is summed on its
-// own and the parts are merged in order. So a decode over a long context can be shared out, with one task for each part,
-// and gives bitwise what one thread would have given.
+// A task is (tile of query tokens of one sequence, KV head). Keys are taken in parts of SPLIT; each part is summed
+// separately, and the parts are merged in order. So a decode over a long context can be divided over threads, one task
+// per part, and gives bitwise the same result as one thread.
 #include <cmath>
 #include <memory>
 #include <vector>
@@ -16,7 +16,7 @@ namespace baton {
 constexpr int64_t SPLIT = 512;      // keys of a part, a multiple of KEYS
 constexpr int64_t MAX_ROWS = 128;   // rows of a tile: enough to make packing a key block cheap
 constexpr float LOG2_E = 1.44269504088896341f;
-constexpr int64_t SMALL_ROWS = 32;  // tiles of at most so many rows may be shared out by parts
+constexpr int64_t SMALL_ROWS = 32;  // tiles of at most this many rows may be divided by parts
 
 struct AttentionBatch {
     int64_t num_seqs, q_heads, kv_heads, dim, value_dim, block_size, q_stride, out_stride, table_stride;
@@ -33,7 +33,7 @@ struct AttentionBatch {
 
 struct AttentionTask {
     int64_t seq, head, token, tokens;  // `token` counts from the step's first
-    int64_t position;                  // of that token in its sequence
+    int64_t position;                  // position of that token in its sequence
     int64_t key_begin, key_end;        // begins at a multiple of SPLIT, or is where the window begins
     int64_t part;                      // where to leave the state; -1: write the result
 };
@@ -177,7 +177,7 @@ void attend(const AttentionBatch& batch, const void* q, const void* kv, void* ou
                                                        static_cast<T*>(out)}.run(threads);
 }
 
-// The way depends on the head size alone: a token's bits must not change with the rows beside it.
+// The way depends only on the head size: a token's bits must not depend on other rows.
 template <class T>
 void paged_attention(const AttentionBatch& batch, const void* q, const void* kv, void* out, int threads) {
 #if BATON_HAS_TILES

@@ -1,9 +1,9 @@
 // The rows of attention_tile.h with AMX: scores and weighted sums of up to 32 rows at a time, with the softmax between
 // them in vector registers. Key blocks are packed as for AVX512-BF16.
 //
-// A score is one chain over the dimensions; a row's sum over the values of a key block is one chain over its keys, and
-// is then added to the state. So here too a row's result depends on its own sequence alone. It is not bitwise that of
-// AVX512-BF16 (tiles sum even and odd k apart): all row counts of a head size are served the same way.
+// A score is one chain over the dimensions. A row's sum over the values of a key block is one chain over its keys, and
+// is then added to the state. So a row's result depends only on its own sequence here, too. It differs in the last bits
+// from AVX512-BF16, since tiles sum even and odd k separately. So a head size uses the same way for any number of rows.
 #pragma once
 #include "amx_tile.h"
 #include "attention_tile.h"
@@ -20,8 +20,8 @@ class InTiles {
         return dim % TILE_DEPTH == 0 && value_dim % COLUMNS == 0 && tiles_granted();
     }
 
-    // Steps of equal height, so that tiles are configured once. The last may reach beyond the tile's rows (never beyond
-    // the memory for them): what is computed there is left alone.
+    // Steps of equal height, so that tiles are configured once. The last may extend past the tile's rows (never past
+    // their memory); results there are ignored.
     explicit InTiles(const Tile& tile) : height(equal_height(tile.rows)), tiles(static_cast<int>(height)) {
         if (few(tile)) tile.transpose_granule(tile.queries, tile.dim, tile.keys);
     }
@@ -41,8 +41,8 @@ class InTiles {
   private:
     static constexpr int COLUMNS = 2 * LANES;  // that a product gives
 
-    // So few rows that transposing their scores takes less than transposing keys: keys are read where they lie, and it
-    // is the queries that are packed, in the keys' place.
+    // For few rows, transposing their scores takes less time than transposing keys: keys are read from their pages, and
+    // the queries are packed instead.
     static bool few(const Tile& tile) { return tile.rows <= LANES; }
 
     static int64_t equal_height(int64_t rows) {

@@ -1,13 +1,13 @@
 // Attention of a few queries over the pages of one KV head: online softmax (arXiv:1805.02867), 64 keys at a time.
 //
 //     query rows      one for each (query token, query head that shares the KV head); kept for the whole tile
-//     key block       64 keys, brought from their pages into the order that dot_tile.h reads:
+//     key block       64 keys, copied from their pages in the order that dot_tile.h reads:
 //                       keys     [dim][64]       (with Pairs: [dim / 2][64][2])
 //                       values   [64][value_dim] (with Pairs: [64 / 2][value_dim][2])
 //     row state       [value_dim] weighted values, [16] sums of weights, [16] the largest score so far (in every lane)
 //
-// Key blocks begin at multiples of 64, and a block of which a row sees nothing leaves its state bitwise as it was. So a
-// row's result depends on its own sequence alone: not on the tile, the batch, or the chunk it is computed in.
+// Key blocks begin at multiples of 64, and a block without visible keys leaves a row's state bitwise unchanged. So a
+// row's result depends only on its own sequence, not on the tile, the batch, or the chunk in which it is computed.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -19,9 +19,9 @@ namespace baton {
 constexpr int KEYS = 64;       // a key block
 constexpr int GRANULE = LANES;  // keys that always lie in one page: block sizes are multiples of it
 constexpr int TILE_GROUP = 6;  // rows computed together, with TILE_VECTORS
-constexpr float UNSEEN = -std::numeric_limits<float>::infinity();  // score of a key that the row does not see
-constexpr float SEEN = std::numeric_limits<float>::lowest();        // the least score of one that it does
-constexpr float NOTHING_SEEN = -1e30f;                              // largest score before any
+constexpr float UNSEEN = -std::numeric_limits<float>::infinity();  // score of an invisible key
+constexpr float SEEN = std::numeric_limits<float>::lowest();        // least score of a visible key
+constexpr float NOTHING_SEEN = -1e30f;                              // top score before the first key
 
 inline int64_t row_state_size(int64_t dim) { return dim + 2 * LANES; }
 
@@ -151,8 +151,8 @@ template <class Op, class T> struct AttentionTile {
 
     int64_t dim, value_dim, rows, group, first_position;  // row r is query head r % group at position first_position + r / group
     Sight sight;
-    float scale;                       // of scores, times log2(e): weights are powers of two
-    float cap_scale;                   // scores become tanh(cap_scale * score) before that; 0: they do not
+    float scale;                       // factor of scores, including log2(e): weights are 2^score
+    float cap_scale;                   // scores first become tanh(cap_scale * score); 0: no cap
     Operand *queries, *keys, *values;  // [rows][dim], one key block, one value block
     float* state;                      // [rows][row_state_size]
 
@@ -172,7 +172,7 @@ template <class Op, class T> struct AttentionTile {
         for (int64_t first = begin; first < end; first += KEYS) way.attend(*this, pages, first, end);
     }
 
-    // Whether rows [row, row + count) must be masked in the key block at `first`.
+    // Returns whether rows [row, row + count) must be masked in the key block at `first`.
     bool sees_part(int64_t row, int64_t count, int64_t first) const {
         return sight.begin(position(row + count - 1)) > first || sight.end(position(row)) < first + KEYS;
     }
@@ -263,7 +263,7 @@ template <class Op, class T> struct AttentionTile {
         }
     }
 
-    // Turns a row's scores into weights relative to its largest score; returns what earlier sums fade by.
+    // Turns a row's scores into weights relative to its largest score. Returns the factor of earlier sums.
     // `sums` are the row's [16] sums of weights and [16] largest score.
     f32x16 weigh(const f32x16 (&scores)[NV], float* sums, Operand* weights) const {
         constexpr int PARTS = KEYS / REGISTER_LANES, EACH = LANES / REGISTER_LANES;
@@ -300,7 +300,7 @@ template <class Op, class T> struct AttentionTile {
     }
 };
 
-// A tile's rows meet a packed key block in vector registers, some at a time.
+// Computes a tile's rows with a packed key block in vector registers, a few rows at a time.
 struct InRegisters {
     template <class Tile> explicit InRegisters(const Tile&) {}
 

@@ -2,8 +2,8 @@
 
     ~/.cache/baton/native-<key>.so        (or $XDG_CACHE_HOME/baton)
 
-The library refers to OpenMP's symbols without naming a runtime: they resolve to the one that torch brought along, so
-both share one pool of threads.
+The library is not linked to an OpenMP runtime. Its symbols resolve to the runtime that torch has loaded, so that both
+share one pool of threads.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def library_path() -> Path:
     if not path.exists():
         try:
             _build(compiler, path)
-        except OSError as error:  # a full disk, no memory for the compiler: the references still serve
+        except OSError as error:  # for example a full disk, or no memory for the compiler: the references are used
             raise NativeBuildError(f"the kernels cannot be built in {path.parent}: {error}") from error
     return path
 
 
 def cache_folder() -> Path:
-    """Return a folder that only this user can write to: the user's cache, or a private one where that is read-only."""
+    """Return a folder that only this user can write to: the user's cache, or a private one if that is read-only."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(root) / "baton"
     try:
@@ -86,7 +86,7 @@ def _cpu_flags() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile next to `path`, then rename: of several processes, the second replaces the file by an equal one."""
+    """Compile next to `path`, then rename: if several processes do so, the last one replaces an equal file."""
     sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         objects = [os.path.join(folder, source.stem + ".o") for source in sources]
@@ -101,7 +101,7 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run the commands side by side and waits for each, so that none writes into a folder that is gone."""
+    """Run the commands in parallel, and wait for all, so that none writes into a folder that has been deleted."""
     started = [
         (command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         for command in commands

@@ -1,4 +1,4 @@
-"""C functions as Python calls them, and recorders of such calls."""
+"""C functions that are callable from Python, and recorders of such calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ POINTER, I64, INT, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c
 
 
 class ROWS(ctypes.c_int64):
-    """The argument type of a number of rows: a recorded graph may be replayed with fewer."""
+    """The argument type of a number of rows. A recorded graph may be replayed with fewer rows."""
 
 
 class NativeFunction:
-    """A C function with declared argument types. While a thread records, its calls are recorded, not made."""
+    """A C function with declared argument types. While a thread records, its calls are recorded instead of made."""
 
     __slots__ = ("_arguments", "_declared", "_of_words", "name")
 
     def __init__(self, library: ctypes.CDLL, name: str, arguments: Sequence[type], returns: type | None) -> None:
         self.name = name
         self._arguments = tuple(arguments)
-        self._declared = library[name]  # indexing makes a new object: declarations of two callers do not mix
+        self._declared = library[name]  # a new object, so that the declarations of two callers do not mix
         self._declared.argtypes = arguments
         self._declared.restype = returns
         self._of_words = getattr(library, f"{name}_of_words", None)  # see native/cpu_graph.h
@@ -38,9 +38,7 @@ class NativeFunction:
 
     @property
     def address_of_words(self) -> int | None:
-        """The address of the variant that takes its arguments as words (`BATON_RECORDABLE`); None where
-        there is none.
-        """
+        """The address of the variant that takes its arguments as words (`BATON_RECORDABLE`), or None."""
         return None if self._of_words is None else ctypes.cast(self._of_words, POINTER).value
 
     @property
@@ -53,21 +51,21 @@ class NativeFunction:
 
 
 class NotRecordable(Exception):
-    """Raised at an operation that a recorded graph cannot repeat. The message names it."""
+    """A recorded run does something that a CPU graph cannot repeat. The message names the operation."""
 
 
 class RecordedCall(NamedTuple):
-    address: int  # of the function
+    address: int  # the function's address
     words: list[int]  # its arguments
     row_words: list[int]  # those that are `ROWS`
 
 
 class CallRecorder:
-    """Records the calls that one thread asks for within `with recorder:`, in their order. None is made."""
+    """Records the native calls of one thread within `with recorder:`, in order, without making them."""
 
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
-        self.given: list[Sequence[Any]] = []  # the arguments themselves: arrays among them must live on
+        self.given: list[Sequence[Any]] = []  # the arguments, to keep arrays among them alive
 
     def __enter__(self) -> CallRecorder:
         assert _thread.notes is None, "a thread notes its calls once"

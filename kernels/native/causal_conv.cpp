@@ -1,4 +1,4 @@
-// The causal convolution. A task is a block of channels, through all sequences: its taps are brought into order once.
+// The causal convolution. A task is a block of channels of all sequences, so that its taps are reordered once.
 #include <cmath>
 
 #include "cpu_graph.h"
@@ -26,7 +26,7 @@ __attribute__((noinline)) void convolve(const float* taps, const float* const* i
                                         float* out) {
     const float *first = inputs[0], *second = inputs[1], *third = inputs[width > 2 ? 2 : 1], *last = inputs[width - 1];
     for (int64_t c = 0; c < n; c += LANES) {
-        // Each step a name of its own: what is assigned to again goes through memory where registers are narrower.
+        // Each step has its own variable: variables assigned twice go through memory if registers are narrower.
         const f32x16 two = load(taps + c) * load(first + c) + load(taps + n + c) * load(second + c);
         const f32x16 three = width > 2 ? two + load(taps + 2 * n + c) * load(third + c) : two;
         const f32x16 four = width > 3 ? three + load(taps + 3 * n + c) * load(last + c) : three;

@@ -1,14 +1,14 @@
-"""CPU graphs: runs of native calls, recorded once and replayed with no Python between them.
+"""CPU graphs: sequences of native calls, recorded once and replayed without Python between them.
 
-    recording = record(run, workspace)      notes the calls that it asks for; nothing is computed
-    recording.graph.replay()                makes them, one after another; and again
+    recording = record(run, workspace)      records the native calls of `run`; nothing is computed
+    recording.graph.replay()                makes the calls, any number of times
 
-Arguments are addresses. The caller keeps and changes the memory there; memory that `run` allocates is in the workspace,
-and `recording.answer` holds the outputs.
+Arguments are addresses. The caller keeps the memory of inputs alive, and changes its contents. Memory that `run`
+allocates is in the workspace, and `recording.answer` is the output.
 
-A recorded run serves fewer rows, too. `record(run, workspace, sizes)` gets the recorded numbers of rows, all different,
-and `replay(*sizes)` the numbers of this time. Calls that take `ROWS` compute no more than these; others compute all
-recorded rows, and the rest is ignored.
+A graph can be replayed with fewer rows. `record(run, workspace, sizes)` gets the recorded numbers of rows, all
+different, and `replay(*sizes)` the actual ones. Calls with `ROWS` arguments compute only these rows; other calls
+compute all recorded rows, and the caller ignores the surplus.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _LEAST_BYTES = 64
 
 
 class Workspace:
-    """The memory that several recorded runs allocate from: one of them runs at a time, and keeps only its answer.
+    """The memory that several recorded runs allocate from. Only one of them runs at a time, and keeps only its answer.
 
-    A piece is given out again once nothing refers to it, within a run and in the next.
+    A piece is reused once no tensor refers to it, within a run and in the next one.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Workspace:
         num_bytes = math.prod(shape) * dtype.itemsize
         free = self._free[1 << (max(num_bytes, _LEAST_BYTES) - 1).bit_length()]
         piece = free.pop() if free else self._new(num_bytes)
-        lent = piece[:]  # dies with the last tensor that lies in it
+        lent = piece[:]  # garbage-collected with the last tensor in it
         weakref.finalize(lent, free.append, piece).atexit = False
         return torch.from_numpy(lent)[:num_bytes].view(dtype).view(tuple(shape))
 
     @staticmethod
     def _new(num_bytes: int) -> NDArray[np.uint8]:
         size = 1 << (max(num_bytes, _LEAST_BYTES) - 1).bit_length()
-        return torch.empty(size, dtype=torch.uint8).numpy()  # torch's own begin at a cache line
+        return torch.empty(size, dtype=torch.uint8).numpy()  # by torch, whose memory begins at a cache line
 
 
 class CpuGraph:
@@ -76,7 +76,7 @@ class CpuGraph:
         self._replay = replay
 
     def replay(self, *sizes: int) -> None:
-        """Make the calls. Each of `sizes` is at most the recorded one. Releases the GIL meanwhile."""
+        """Make the calls, without the GIL. Each of `sizes` is at most the recorded one."""
         if sizes != self._sizes:
             self._sizes = sizes
             for rows, size in zip(self._rows_of, sizes, strict=True):
@@ -86,13 +86,14 @@ class CpuGraph:
 
 @dataclass(frozen=True)
 class Recording:
-    answer: Tensor  # what `run` returned: holds nothing before the first replay
+    answer: Tensor  # the result of `run`; undefined before the first replay
     graph: CpuGraph
 
 
 def record(run: Callable[[], Tensor], workspace: Workspace, sizes: Sequence[int] = ()) -> Recording:
-    """Record the calls of `run`. Raises `NotRecordable` at the first operation that is no native call, allocation or
-    view.
+    """Record the native calls of `run`.
+
+    Raises `NotRecordable` at the first operation that is no native call, allocation or view.
     """
     assert len(set(sizes)) == len(sizes), "rows are told apart by their number"
     with CallRecorder() as notes, _Watch(workspace):
@@ -101,7 +102,7 @@ def record(run: Callable[[], Tensor], workspace: Workspace, sizes: Sequence[int]
 
 
 class _Watch(TorchDispatchMode):
-    """Intercepts every operation of torch: allocations go to the workspace, views are allowed, all else is refused."""
+    """Intercepts torch operations: allocations use the workspace, views are allowed, everything else is refused."""
 
     def __init__(self, workspace: Workspace) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Answer torch no: to skip its compiler it would import that first, which takes a second."""
+        """Return false, since to skip its compiler, torch would first import it, which takes a second."""
         return False
 
     def __torch_dispatch__(
@@ -121,7 +122,7 @@ class _Watch(TorchDispatchMode):
         if not operation.is_view:
             raise NotRecordable(str(operation))
         answer = operation(*args, **kwargs)
-        if not _memory_of(answer) <= _memory_of(args):  # some copy where they cannot do without
+        if not _memory_of(answer) <= _memory_of(args):  # some view operations copy if they have to
             raise NotRecordable(str(operation))
         return answer
 

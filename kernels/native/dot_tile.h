@@ -1,12 +1,12 @@
-// The product that everything heavy is made of: R rows of A times 16 * NV columns of B, in registers.
+// The matrix product behind all heavy ops: R rows of A times 16 * NV columns of B, in registers.
 //
 //     C[r][n] = alpha[r] * C[r][n] + sum over k of A[r][k] * B[k][n]
 //
-// Every element of C is one chain of multiply-adds in the order of k, whatever R and NV are. So a row's result does not
-// depend on the rows beside it.
+// Every element of C is one chain of multiply-adds in the order of k, for any R and NV. So a row's result does not
+// depend on other rows.
 //
-// `Pairs` is AVX512-BF16: one instruction multiplies pairs of bfloat16 and adds both products to a float. B holds its
-// pairs side by side, [k / 2][n][2]. `Floats` and `Widening` are for everything else, B is [k][n].
+// `Pairs` is AVX512-BF16: one instruction multiplies pairs of bfloat16 and adds both products to a float. B has pairs
+// of consecutive k, [k / 2][n][2]. `Floats` and `Widening` are for everything else, B is [k][n].
 #pragma once
 #include <type_traits>
 
@@ -79,7 +79,7 @@ template <class C> struct Widening {
 using Floats = Widening<float>;
 
 // The sums over k (`steps` steps of Op::WIDTH elements) of one tile, added to `acc`. `ldb` counts elements of B per step.
-// `prefetch` walks through memory that is needed next, `prefetch_stride` bytes a step.
+// Meanwhile, memory that is needed next is prefetched from `prefetch` on, `prefetch_stride` bytes per step.
 template <class Op, int R, int NV>
 inline void accumulate(f32x16 (&acc)[R][NV], const typename Op::T* a, int64_t lda, const typename Op::Column* b,
                        int64_t ldb, int64_t steps, const char* prefetch = nullptr, int64_t prefetch_stride = 0) {

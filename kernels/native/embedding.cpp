@@ -19,7 +19,7 @@ template <class T> void scale_values(void* row, int64_t bytes, float scale) {
 extern "C" {
 
 // out[i] = table[ids[i]] * scale, rows of row_bytes; ids are int64 where `wide`, else int32. An id outside the table
-// gives bytes of ones, which no type of float takes for a number. dtype is read where scale is not 1.
+// gives bytes of ones, which are NaN in every float type. dtype is only used if scale is not 1.
 void baton_embedding(int dtype, const void* table, int64_t num_rows, int64_t row_bytes, const void* ids, int wide,
                      int64_t count, float scale, void* out) {
     for (int64_t i = 0; i < count; i++) {

@@ -1,10 +1,10 @@
 // The gated delta rule, one token after the other. A task is one head of one sequence.
 //
-//     [K][V] of a slot  ->  tiles [V / 32][K][32], each in the first cache while it reads a span of tokens  ->  a slot
+//     [K][V] of a slot  ->  tiles [V / 32][K][32], each in the L1 cache for a span of tokens  ->  a slot
 //
-// Prompts, decodes and drafts go through the same instructions token by token. So the bits of a token depend neither on
-// how a prompt is cut, nor on what is computed with it. What they go through is not inlined: at each place the compiler
-// might join products and sums in another way.
+// Prompts, decodes and drafts go through the same instructions token by token. So a token's bits depend neither on
+// how a prompt is cut into chunks, nor on the batch. These functions are not inlined, since the compiler might fuse
+// products and sums differently at each call site.
 #include <cmath>
 
 #include "cpu_graph.h"
@@ -20,7 +20,7 @@ struct DeltaSizes {  // the integers in the order of gated_delta/cpu.py; strides
     int64_t q_stride, k_stride, v_stride, decay_stride, beta_stride, out_stride, state_stride, drafts_stride;
 };
 
-struct DeltaRows {  // what a state reads of tokens, or of drafts in their places
+struct DeltaRows {  // inputs of tokens, or of drafts at their places
     const void *k, *v, *decay, *beta;
     int64_t k_stride, v_stride, decay_stride, beta_stride;
 };
@@ -31,7 +31,7 @@ struct DeltaStep {
     const DeltaSizes& sizes;
     const void* q;
     DeltaRows tokens, drafts;
-    const float *log_rate, *bias;  // null: decays are logarithms of what is kept, and betas are what they are
+    const float *log_rate, *bias;  // null: decays are logarithms of decay factors, and betas are used as they are
     float* state;
     void* out;
     float scale, norm_eps, beta_scale;  // norm_eps below 0: keys and queries as they are
@@ -43,7 +43,7 @@ template <int N, bool PER_DIM>
 __attribute__((noinline)) void read_token(float* state, int64_t stride, int64_t key_dim, const float* key,
                                           const float* query, const float* decay, float beta, const float* value,
                                           float* out) {
-    constexpr int ROWS = 8 / N;  // sums side by side, which hide the time that one addition takes
+    constexpr int ROWS = 8 / N;  // independent sums, which hide the latency of additions
     Register sums[ROWS][N] = {}, change[N], result[N] = {};
     for (int64_t i = 0; i < key_dim; i += ROWS) {
 #pragma GCC unroll 8
@@ -82,7 +82,7 @@ __attribute__((noinline)) void normalize(float* row, int64_t n, float eps, float
     for (int64_t i = 0; i < n; i += LANES) store(row + i, load(row + i) * factor);
 }
 
-// Turns what projections give for n decays, a multiple of 16, into what is kept: e^-(rate softplus(x + bias)).
+// Computes decay factors e^-(rate softplus(x + bias)) from n outputs of a projection; n is a multiple of 16.
 __attribute__((noinline)) void keep_rates(float* x, int64_t n, float rate, const float* bias, int64_t bias_step) {
     for (int64_t i = 0; i < n; i += LANES) {
         f32x16 shift = bias_step ? load(bias + i) : splat(*bias);
@@ -196,7 +196,7 @@ private:
         return step_.state + slot * sizes_.state_stride + head_ * sizes_.key_dim * sizes_.value_dim;
     }
 
-    // Brings what the head reads of n tokens to floats.
+    // Converts the head's inputs of n tokens to floats.
     void prepare(const DeltaRows& rows, int64_t token, int64_t n, const void* q, int64_t q_stride) {
         int64_t dim = sizes_.key_dim, value_dim = sizes_.value_dim, lanes = (n + LANES - 1) / LANES * LANES;
         std::fill(beta_, beta_ + lanes, 0.0f);

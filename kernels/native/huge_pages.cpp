@@ -6,8 +6,8 @@
 
 extern "C" {
 
-// Asks for huge pages under [address, address + bytes), both multiples of 2 MiB. A hint: nothing is wrong where the
-// system refuses.
+// Asks for huge pages under [address, address + bytes), both multiples of 2 MiB. It is a hint: the
+// system may refuse.
 void baton_advise_huge_pages(void* address, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     madvise(address, static_cast<size_t>(bytes), MADV_HUGEPAGE);

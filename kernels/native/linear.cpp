@@ -1,8 +1,7 @@
-// y = x W^T + bias in bfloat16 and float32, from one row (where memory bandwidth is the limit) to thousands (where the
-// multipliers are).
+// y = x W^T + bias in bfloat16 and float32, from one row (bound by memory) to thousands of rows (bound by arithmetic).
 //
 // W [N, K] is packed into panels of 32 of its rows, the order in which dot_tile.h and amx_tile.h read it, and one stream
-// through memory. The last panel is filled up with zeros.
+// through memory. The last panel is padded with zeros.
 //
 //     bfloat16 with AVX512-BF16 or AMX     [K / 2][32][2]    an element of y is one chain of dot products in the order of k
 //     everything else                      [K][32]           chains of DEPTH_BLOCK multiply-adds, summed in their order
@@ -14,7 +13,7 @@
 #include "dot_tile.h"
 #include "cpu_graph.h"
 
-// Without fused multiply-adds, torch's products serve.
+// Without fused multiply-adds, torch's products are used.
 #if defined(__AVX512F__) || defined(__FMA__) || defined(__ARM_NEON)
 #define BATON_HAS_PRODUCTS 1
 #else
@@ -33,8 +32,8 @@ constexpr int TILE_ROWS = 6;
 // Tiles of many rows multiply one half of a panel, then the other, where sums of both do not fit into the registers.
 constexpr int passes_over_panel(int64_t tile_rows) { return REGISTER_LANES == LANES || tile_rows <= 3 ? 1 : 2; }
 constexpr int CHUNK_ROWS = 12 * TILE_ROWS;  // rows of x that stay in a core's cache while panels stream by
-constexpr int DEPTH_BLOCK = 256;            // with it a block of a panel stays in the first cache, and few roundings add up
-constexpr int TILED_ROWS = 1024;  // with AMX panels stay, PANELS_BYTES of them, while so many rows stream by
+constexpr int DEPTH_BLOCK = 256;            // a block of a panel fits in the L1 cache, and few rounding errors add up
+constexpr int TILED_ROWS = 1024;  // with AMX, PANELS_BYTES of panels stay in cache while this many rows stream by
 constexpr int64_t PANELS_BYTES = 768 << 10;
 
 #if BATON_HAS_PRODUCTS
@@ -205,7 +204,7 @@ template <class Op, class T> struct Linear {  // x, bias and y of T; panels of O
 
 #endif
 
-// Depths go side by side `width` at a time.
+// `width` consecutive depths are stored next to each other.
 template <class T> void pack_panel(const T* weight, int64_t rows, int64_t depth, int width, T* panel) {
     for (int64_t k = 0; k < depth; k += width)
         for (int64_t r = 0; r < PANEL; r++)
@@ -245,7 +244,7 @@ using namespace baton;
 
 extern "C" {
 
-// Whether products of a weight [n, k] of this type are served. Those of float16 are not, and torch's serve.
+// Returns whether products with a weight [n, k] of this dtype are supported. For float16, torch's are used.
 int baton_has_linear(int dtype, int64_t k) {
     auto type = static_cast<DType>(dtype);
     if (!BATON_HAS_PRODUCTS || k == 0) return false;

@@ -10,7 +10,7 @@ constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Sixteen logits from i on; minus infinity beyond n and for what is not a number.
+// Sixteen logits from i on; minus infinity beyond n and for NaN.
 inline f32x16 load_logits(const float* logits, int64_t i, int64_t n) {
     f32x16 x = i + LANES <= n ? load(logits + i) : splat(-INFINITE);
     for (int lane = 0; i + LANES > n && lane < n - i; lane++) x[lane] = logits[i + lane];

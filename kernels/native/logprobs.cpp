@@ -1,4 +1,4 @@
-// Log-probabilities of a chosen and of the best tokens of each row, without writing a row of them.
+// Log-probabilities of the chosen token and of the best tokens of each row, without temporaries of a row's size.
 #include <algorithm>
 #include <cmath>
 
@@ -6,7 +6,7 @@
 
 namespace baton {
 
-// Keeps the k greatest logits met so far, best first, of equal ones the first; `values` and `tokens` hold k.
+// The k greatest logits so far, best first; of equal ones, the first token comes first. `values` and `tokens` hold k.
 struct Best {
     float* values;
     int64_t* tokens;

@@ -35,7 +35,7 @@ struct NoiseKey {
         : seed{(uint32_t)s, (uint32_t)(s >> 32)}, position{(uint32_t)p, (uint32_t)(p >> 32)} {}
 };
 
-// Philox-4x32-10 of eight counters. Words live in the low halves of the lanes; what the high halves hold does not matter.
+// Philox-4x32-10 of eight counters. Words live in the low halves of the lanes; high halves are ignored.
 inline void philox(u64x8 counter, const NoiseKey& key, u64x8 out[4]) {
     u64x8 c0 = counter, c1 = u64x8{} + key.position[0], c2 = u64x8{} + key.position[1], c3 = {};
     uint32_t k0 = key.seed[0], k1 = key.seed[1];

@@ -1,4 +1,5 @@
-// RMSNorm of rows, with the residual addition before it. A row is one thread's, so its result does not depend on others.
+// RMSNorm of rows, with the residual addition before it. One thread computes a row: its result does not depend on
+// other rows.
 #include <cmath>
 
 #include "cpu_graph.h"
@@ -23,7 +24,7 @@ template <class T> float squares_of(const T* row, int64_t n) {
     return sum(total);
 }
 
-// total = x + residual, rounded; the squares are those of what was rounded.
+// total = x + residual, rounded; squares are of the rounded values.
 template <class T> float add_and_square(const T* x, const T* residual, T* total, int64_t n) {
     f32x16 squares = {};
     for_lanes(n, [&](int64_t i, int lanes) {
@@ -64,7 +65,7 @@ struct GatedSizes {  // the integers in the order of rms_norm/cpu.py; strides in
     int64_t heads, dim, x_stride, gate_stride, out_stride, weight_stride;  // weight_stride: from head to head
 };
 
-// Scales a row as above, and multiplies it by silu(gate) or sigmoid(gate): behind that, or before it. scratch [n].
+// Scales a row as above, and multiplies it by silu(gate) or sigmoid(gate), after scaling or before. scratch [n].
 template <class T, class W, bool SIGMOID, bool FIRST>
 void scale_gated_row(const T* row, const T* gate, const W* weight, T* out, int64_t n, float eps, float* scratch) {
     f32x16 squares = {};

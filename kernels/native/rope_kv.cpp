@@ -10,7 +10,7 @@ constexpr int MAX_HEAD_DIM = 512;
 
 struct RopeBatch {
     int64_t tokens, q_heads, kv_heads, head_dim, value_dim;
-    int64_t rotary_dim, turning, block_size;                         // turning: pairs of rotary_dim / 2 that do turn
+    int64_t rotary_dim, turning, block_size;                         // turning: number of rotated pairs
     int64_t q_stride, k_stride, v_stride;                            // elements from token to token
     int64_t block_stride, head_stride, token_stride, to_value;       // elements in kv: block, KV head, token, from K to V
     const float* cos_sin;                                            // [max_positions][2 * turning]
@@ -18,7 +18,7 @@ struct RopeBatch {
     float eps;
 };
 
-// Normalises (where there is a norm) and rotates one head in place.
+// Normalizes (if there is a norm) and rotates one head in place.
 template <class T, class W> void turn_head(T* head, const W* norm, const float* cosines, const RopeBatch& batch) {
     float values[MAX_HEAD_DIM];
     int64_t dim = batch.head_dim, half = batch.rotary_dim / 2, turning = batch.turning;
@@ -62,7 +62,7 @@ void rope_and_cache_by(void* q, void* k, const void* v, const void* q_norm, cons
         for (int64_t h = 0; h < batch.q_heads; h++)
             turn_head(q_token + h * batch.head_dim, static_cast<const W*>(q_norm), cosines, batch);
 
-        if (batch.slots[t] < 0) continue;  // padding: belongs nowhere
+        if (batch.slots[t] < 0) continue;  // padding: not written
         int64_t block = batch.slots[t] / batch.block_size, offset = batch.slots[t] % batch.block_size;
         T* page = static_cast<T*>(kv_layer) + block * batch.block_stride + offset * batch.token_stride;
         for (int64_t h = 0; h < batch.kv_heads; h++, page += batch.head_stride) {

@@ -1,7 +1,7 @@
 // Drawing tokens: truncation, temperature, Gumbel noise and argmax of a row of logits; penalties before it.
 //
-// The noise of a token is a hash of (seed, position, token) followed by two logarithms. Nearly all tokens lose whatever
-// their logarithms are: a cheap upper bound of the noise shows it, and only those that might win are computed exactly.
+// The noise of a token is a hash of (seed, position, token) followed by two logarithms. For nearly all tokens,
+// a cheap upper bound of the noise shows that they lose; only tokens that might win are computed exactly.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -32,7 +32,7 @@ int64_t draw(const float* logits, int64_t n, float floor, float best, float temp
     double winning = -std::numeric_limits<double>::infinity();
     u32x16 words[WORDS];
     auto score = [&](float x, uint32_t word) { return (double)x / temperature + gumbel(word); };
-    // Tokens that cannot exceed `goal` are passed over. The margin covers what the float bounds round.
+    // Tokens that cannot exceed `goal` are skipped. The margin covers the rounding errors of float bounds.
     float goal, need;
     double aimed;
     auto aim = [&](double reached) {

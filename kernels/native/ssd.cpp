@@ -1,5 +1,5 @@
-// Mamba-2's recurrence, one token after the other. A task is one head of one sequence, whose state goes through a copy
-// [P][N], a few rows of which are in the first cache while they read a span of tokens.
+// Mamba-2's recurrence, one token after the other. A task is one head of one sequence, whose state is processed
+// in a copy [P][N], a few rows of which are in the L1 cache for a span of tokens.
 //
 // As in gated_delta.cpp, every token goes through the same instructions, which are not inlined.
 #include <cmath>
@@ -10,15 +10,15 @@
 
 namespace baton {
 
-constexpr int ROWS_AT_ONCE = 4;        // sums side by side, which hide the time that one addition takes
-constexpr int64_t ROWS_IN_CACHE = 16;  // rows of a state that read a span of tokens before the next ones do
+constexpr int ROWS_AT_ONCE = 4;        // independent sums, which hide the latency of additions
+constexpr int64_t ROWS_IN_CACHE = 16;  // rows of a state that process a span of tokens before the next rows do
 
 struct SSDSizes {  // the integers in the order of ssd/cpu.py; strides in elements
     int64_t heads, groups, head_dim, state_dim;
     int64_t x_stride, b_stride, c_stride, raw_stride, out_stride, state_stride, drafts_stride;
 };
 
-struct SSDRows {  // what a state reads of tokens, or of drafts in their places
+struct SSDRows {  // inputs of tokens, or of drafts at their places
     const void *x, *b, *raw;
     int64_t x_stride, b_stride, raw_stride;
 };
@@ -62,7 +62,7 @@ __attribute__((noinline)) void read_ssd_token(float* state, int64_t rows, int64_
     }
 }
 
-// Works out n time steps, a multiple of 16, in place, and how much of a state is left after each.
+// Computes n time steps in place, and the decay factor of each; n is a multiple of 16.
 __attribute__((noinline)) void time_steps(float* dt, float* kept, int64_t n, float bias, float rate, float least,
                                           float most) {
     for (int64_t i = 0; i < n; i += LANES) {
@@ -149,7 +149,7 @@ private:
 
     float* in_slot(int64_t slot) const { return step_.state + slot * sizes_.state_stride + head_ * size(); }
 
-    // Brings what the head reads of n tokens to floats.
+    // Converts the head's inputs of n tokens to floats.
     void prepare(const SSDRows& rows, int64_t token, int64_t n, const void* c, int64_t c_stride) {
         int64_t dim = sizes_.head_dim, state_dim = sizes_.state_dim, lanes = (n + LANES - 1) / LANES * LANES;
         std::fill(dt_, dt_ + lanes, 0.0f);

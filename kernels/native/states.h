@@ -1,4 +1,4 @@
-// The sequences of a step as ops with a recurrent state see them: `StateBatch` and `Replay` of kernels/state_batch.py.
+// The sequences of a step, for ops with a recurrent state: `StateBatch` and `Replay` of kernels/state_batch.py.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace baton {
 struct StateBatch {  // the words of `StateBatch.words`, in its order
     int64_t num_seqs;
     const int32_t *query_start, *sources, *targets, *num_decodes, *chunk_start, *checkpoints, *seq_chunks;
-    const int32_t *rows, *starts, *counts;  // of the replay; null where there is none
+    const int32_t *rows, *starts, *counts;  // the replay's; null without one
     int64_t num_places;                     // of a row
 
-    // Whether a sequence has one token alone, and its state no other way than from its source to its target.
+    // Returns whether a sequence has a single token, and its state only goes from its source to its target.
     bool goes_in_place(int64_t seq, int64_t num_tokens) const {
         int64_t begin = query_start[seq];
         bool one = query_start[seq + 1] - begin == 1 && begin < num_tokens && targets[seq] >= 0;
@@ -25,13 +25,13 @@ struct StateBatch {  // the words of `StateBatch.words`, in its order
     int64_t place(int64_t seq, int64_t position) const { return rows[seq] * num_places + position % num_places; }
 };
 
-// Takes the state of one sequence through the tokens that it has among the step's first num_tokens.
+// Advances the state of one sequence over its tokens among the step's first num_tokens.
 //
-//     state.load(slot)            begins with the state of a slot; -1: with zeros
-//     state.replay(place)         reads the draft of an earlier step in a place
-//     state.run(token, count)     reads tokens of this step, and writes what comes out for them
+//     state.load(slot)            begins with the state in a slot; -1: with zeros
+//     state.replay(place)         advances by an earlier step's draft, whose inputs are at a place
+//     state.run(token, count)     advances by tokens of this step, and writes their outputs
 //     state.store(slot)           writes the state to a slot
-//     state.keep(token, place)    writes what a state reads of a token to a place
+//     state.keep(token, place)    stores the inputs of a token at a place
 template <class State> void carry_state(const StateBatch& batch, int64_t seq, int64_t num_tokens, State& state) {
     int64_t begin = batch.query_start[seq], end = std::min<int64_t>(batch.query_start[seq + 1], num_tokens);
     if (begin >= end) return;
@@ -57,7 +57,7 @@ template <class State> void carry_state(const StateBatch& batch, int64_t seq, in
 
 // ---- products of a state --------------------------------------------------------------------------------------------
 
-constexpr int64_t SPAN_TOKENS = 32;  // tokens that are brought to floats at once
+constexpr int64_t SPAN_TOKENS = 32;  // tokens that are converted to floats at once
 
 constexpr int WIDTH = REGISTER_LANES;  // compilers keep sums in wider types in memory
 

@@ -12,7 +12,7 @@
 
 namespace baton {
 
-// The k-th greatest logit; minus infinity where fewer are above it.
+// The k-th greatest logit; minus infinity if there are fewer.
 inline float kth_greatest(const float* logits, int64_t n, int64_t k) {
     static thread_local std::vector<float> best;
     const int64_t full = 2 * k + 256;
@@ -36,7 +36,7 @@ inline float kth_greatest(const float* logits, int64_t n, int64_t k) {
 
 struct Weighted { float logit, weight; };
 
-// The logit at which the weights of those above and at it first reach `goal`; reorders `tokens`.
+// The greatest logit x for which the weights of all logits >= x reach `goal`. Reorders `tokens`.
 inline float weighted_quantile(std::vector<Weighted>& tokens, double goal) {
     auto begin = tokens.begin(), end = tokens.end();
     double above = 0;
@@ -65,7 +65,7 @@ struct Mass {
     int64_t count;
 };
 
-// What the logits from `floor` upwards weigh. `weights` is padded to whole vectors.
+// The weights of the logits from `floor` upwards. `weights` is padded to whole vectors.
 inline Mass mass_from(const float* logits, const float* weights, int64_t n, float floor) {
     Mass mass{0, 0};
     for (int64_t i = 0; i < n;) {
@@ -85,7 +85,7 @@ inline Mass mass_from(const float* logits, const float* weights, int64_t n, floa
 constexpr int64_t FEW = 512;      // tokens to select among one by one
 constexpr int MOST_HALVINGS = 32;  // of the range of logits: where many are equal, they never become few
 
-// Where top-p ends among the logits from `floor` upwards: halves the range that the end lies in, then selects.
+// The least logit within top-p, among the logits from `floor` upwards: found by bisection, then by selection.
 inline float nucleus_floor(const float* logits, int64_t n, float best, float floor, float temperature, float top_p) {
     static thread_local std::vector<float> weights;
     weights.resize((n + LANES - 1) / LANES * LANES);
@@ -94,7 +94,7 @@ inline float nucleus_floor(const float* logits, int64_t n, float best, float flo
         store(&weights[i], exponential((load_logits(logits, i, n) - best) * inverse));
     Mass all = mass_from(logits, weights.data(), n, floor), lower = all, upper{0, 0};
     const double goal = top_p * all.weight;
-    // Tokens lighter than this make up less than 1 - top_p all together, so the nucleus ends above them.
+    // All tokens lighter than this together weigh less than 1 - top_p, so the nucleus ends above them.
     double light = (1 - (double)top_p) * all.weight / n;
     float low = std::max(floor, (float)(best + temperature * (std::log(light) - 1e-3)));
     float high = std::nextafter(best, INFINITE);

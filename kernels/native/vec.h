@@ -1,8 +1,9 @@
-// Sixteen floats at a time, on whatever the CPU has.
+// Sixteen floats at a time, on any CPU.
 //
 // Written with the compiler's vector extension: it becomes AVX-512, AVX2, NEON or plain code. Intrinsics appear only
-// where the extension cannot say it: conversions here, the bfloat16 dot product in dot_tile.h. Compilers keep vectors
-// that are wider than the CPU's in memory, so what counts is written for a `Register`, and sixteen floats are some of it.
+// for what the extension cannot express: conversions here, the bfloat16 dot product in dot_tile.h. Compilers keep
+// vectors that are wider than the CPU's in memory. So hot loops are written for a `Register`; sixteen floats are one or
+// several of them.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -52,7 +53,7 @@ template <class V> inline void store_bytes(void* p, V v) { std::memcpy(p, &v, si
 
 // ---- comparisons ----------------------------------------------------------------------------------------------------
 
-// Compilers compare vectors wider than the CPU's one element after the other, so without AVX-512 halves are compared.
+// Compilers compare vectors wider than the CPU's element by element, so without AVX-512, halves are compared.
 #if defined(__AVX512F__)
 inline i32x16 greater(f32x16 a, f32x16 b) { return a > b; }
 inline i32x16 at_least(f32x16 a, f32x16 b) { return a >= b; }
@@ -111,7 +112,7 @@ inline bool any(i32x16 mask) {
 }
 #endif
 
-// b where either is not a number: put the bound first to let NaN through.
+// b if either is NaN: pass the bound as a to let NaN through.
 inline f32x16 max(f32x16 a, f32x16 b) { return choose(greater(a, b), a, b); }
 #if !defined(__AVX512F__)
 inline Register max(Register a, Register b) { return choose(greater(a, b), a, b); }
@@ -306,7 +307,7 @@ inline f32x16 softplus(f32x16 x) {
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Memory for so many floats, at a cache line's border, that a thread keeps from call to call.
+// Memory for this many floats, aligned to a cache line, which a thread keeps from call to call.
 inline float* thread_scratch(int64_t floats) {
     struct Free { void operator()(float* p) const { std::free(p); } };
     static thread_local std::unique_ptr<float, Free> memory;

@@ -1,4 +1,4 @@
-"""Peer-to-peer collectives of the ranks of one machine, by kernels that write into each other's memory."""
+"""Peer-to-peer collectives of the ranks of one machine, by kernels that write to each other's memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 
 
 def supports(op: Op, x: Tensor, memory: PeerMemory) -> bool:
-    """Return true where `op` takes x and is the faster way. The answer is the same on every rank for equal shapes.
+    """Return whether `op` supports x, and is faster than a library. All ranks get the same answer for equal shapes.
 
-    It takes whole 16 bytes of bfloat16 or float16, one behind the other, up to what was measured to pay.
+    x must be contiguous bfloat16 or float16, a multiple of 16 bytes, up to the size at which measurements favour `op`.
     """
     if not x.is_cuda:
         return False
@@ -42,10 +42,10 @@ def supports(op: Op, x: Tensor, memory: PeerMemory) -> bool:
 
 
 def all_reduce(x: Tensor, memory: PeerMemory) -> Tensor:
-    """Sum all ranks' x in place and return x. Equal bits on every rank: summed in float32, in one order, rounded once.
+    """Sum all ranks' x in place, and return x. Results are bitwise equal on all ranks: float32 sums, rounded once.
 
-    All ranks call it, as everything here, with tensors of one shape, in the same order; it may be captured. Raises
-    `ValueError` where it does not `supports` x.
+    All ranks must call it (and every other function here) with tensors of the same shape, in the same order. It may be
+    captured in a CUDA graph. Raises `ValueError` if x is not supported (see `supports`).
     """
     from . import gpu
 
@@ -53,10 +53,10 @@ def all_reduce(x: Tensor, memory: PeerMemory) -> Tensor:
 
 
 def all_gather(x: Tensor, memory: PeerMemory) -> Tensor:
-    """Concatenate all ranks' x [n, ...] in rank order: [size * n, ...]. Equal bits on every rank.
+    """Concatenate all ranks' x [n, ...] in rank order: [size * n, ...], bitwise equal on all ranks.
 
-    Whatever x holds arrives as it is, but for 32 bits (aligned) that are two negative zeros: they come as zeros. So
-    numbers of other types may travel in x, unless they are 0x80008000. Raises `ValueError` as `all_reduce` does.
+    x's bits are unchanged, except that an aligned 32-bit word of two negative zeros becomes zeros. So x may contain
+    values of other types, unless one is 0x80008000. Raises `ValueError` as `all_reduce` does.
     """
     from . import gpu
 
@@ -74,7 +74,7 @@ def reduce_scatter(x: Tensor, memory: PeerMemory) -> Tensor:
 
 
 def supports_dispatch(tokens: RoutedTokens, memory: PeerMemory) -> bool:
-    """Return true where `dispatch` takes the tokens and is the faster way. `supports` answers for `combine`."""
+    """Return whether `dispatch` supports the tokens, and is faster than a library. For `combine`, use `supports`."""
     if not tokens.hidden.is_cuda:
         return False
     from . import gpu
@@ -85,8 +85,8 @@ def supports_dispatch(tokens: RoutedTokens, memory: PeerMemory) -> bool:
 def dispatch(tokens: RoutedTokens, table: ExpertMap, places: RankSlots, memory: PeerMemory) -> DispatchedTokens:
     """Send each token to the ranks that have at least one of its experts, and every token's routing to all ranks.
 
-    What comes is what `all_gather` of the tokens and `map_experts` of their experts give; this rank's own are added to
-    `table.loads`. All ranks give as many tokens. Raises `ValueError` as `all_reduce` does.
+    The result is the same as `all_gather` of the tokens and `map_experts` of their experts. This rank's own tokens are
+    added to `table.loads`. All ranks must have equally many tokens. Raises `ValueError` as `all_reduce` does.
     """
     from . import gpu
 
@@ -94,10 +94,10 @@ def dispatch(tokens: RoutedTokens, table: ExpertMap, places: RankSlots, memory: 
 
 
 def combine(partial: Tensor, visits: Tensor, memory: PeerMemory) -> Tensor:
-    """Return `reduce_scatter` of partial [size * T, hidden_size], to the bit, with rows that were not dispatched as 0.
+    """Return the bits of `reduce_scatter` of partial [size * T, hidden_size], with 0 for rows that were not dispatched.
 
-    Only the rows that `dispatch` brought are sent back, and read: `visits` is its record of them. Raises `ValueError`
-    as `all_reduce` does.
+    Only the rows that `dispatch` sent are read and sent back; `visits` is its record of them. Raises `ValueError` as
+    `all_reduce` does.
     """
     from . import gpu
 
@@ -105,9 +105,9 @@ def combine(partial: Tensor, visits: Tensor, memory: PeerMemory) -> Tensor:
 
 
 def warm_up(memory: PeerMemory, dtype: torch.dtype) -> None:
-    """Launch every kernel that collectives of a type use, of whatever size: nothing is left to compile later.
+    """Launch every kernel that collectives of a dtype use, for any size, so that nothing is compiled later.
 
-    All ranks call it. Not those of tokens, which belong to captured steps: their sizes are known.
+    All ranks call it. It leaves out `dispatch` and `combine`, which only captured steps use, whose sizes are known.
     """
     from . import gpu
 

@@ -1,7 +1,7 @@
 """Device memory that processes of one machine share, by CUDA IPC handles.
 
-It uses ctypes, since torch shares only memory of its own allocator, with counters in files beside it. A process need
-not see the device (`CUDA_VISIBLE_DEVICES`) whose memory it opens.
+It uses ctypes, since torch only shares memory of its own allocator, with reference counters in files. A process may
+open the memory of a device that it does not see (`CUDA_VISIBLE_DEVICES`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: bytes) -> DeviceMemory:
-        """Open memory that another process allocated. Raises `DriverError`, also where this device cannot reach it."""
+        """Open memory that another process allocated. Raises `DriverError`, also if this device cannot access it."""
         address = ctypes.c_uint64()
         flags = ctypes.c_uint(_ENABLE_PEER_ACCESS)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
@@ -77,7 +77,7 @@ class DeviceMemory:
 def shared_handle(address: int) -> tuple[bytes, int]:
     """Return the handle of the allocation around `address`, for `DeviceMemory.open` elsewhere, and the offset in it.
 
-    Raises `DriverError` where the memory cannot be shared, as that of torch's expandable segments.
+    Raises `DriverError` if the memory cannot be shared, for example in torch's expandable segments.
     """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -87,7 +87,7 @@ def shared_handle(address: int) -> tuple[bytes, int]:
 
 
 def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Begin a copy between two addresses that the device reaches, in a stream. Raises `DriverError`."""
+    """Start a copy between two addresses that the device can access, in a stream. Raises `DriverError`."""
     sizes = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes)
     _call("cuMemcpyAsync", *sizes, ctypes.c_void_p(stream))
 

@@ -1,10 +1,10 @@
-"""Measures which algorithm of each collective is best for which size on this machine's GPUs, and writes `tuned/`.
+"""Measures the best algorithm of each collective and size on this machine's GPUs, and writes `tuned/`.
 
     python -m baton.kernels.p2p.measure [OP ...] [--ranks N] [--out DIR]
 
-One process a GPU. Times are of calls in a captured graph; every rank's graph has the same calls. Sizes are those of
-what a rank gives: all_gather brings as much from each rank, reduce_scatter a part of it. dispatch and combine are of
-tokens with experts at random, beside the same step by all_gather and reduce_scatter.
+There is one process per GPU. Calls are timed in a captured graph, the same on all ranks. Sizes are of a rank's input:
+all_gather receives as much from each rank, reduce_scatter a part of it. dispatch and combine are measured with random
+experts, and compared with all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .options import METHODS, Algorithm, Op, fitting_method, tuning_key
 from .peer_memory import Exchange, PeerMemory
 from .token_exchange import RankSlots, RoutedTokens
 
-ROOM_BYTES = 64 << 20  # so that it is not room that decides
+ROOM_BYTES = 64 << 20  # large enough that it does not limit a method
 CALLS, REPLAYS = 40, 15  # the same on every rank
 SIZES = tuple(1 << bits for bits in range(12, 26))  # bytes
 BLOCKS = (512, 1024, 2048, 4096)
@@ -50,7 +50,7 @@ Collective = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one op and size, in microseconds. `otherwise`: of the alternatives."""
+    """Times of one op and size, in microseconds. `otherwise` has the times of alternatives."""
 
     op: Op
     num_bytes: int
@@ -59,7 +59,7 @@ class Times:
 
     @property
     def best(self) -> Options:
-        """The fastest options; the method is the library's where an alternative is faster."""
+        """The fastest options; their method is LIBRARY if an alternative is faster."""
         if not self.by_options:
             return {"method": int(Algorithm.LIBRARY), "BLOCK": BLOCKS[0]}
         options, elapsed = min(self.by_options, key=lambda pair: pair[1])
@@ -173,12 +173,12 @@ def _measure_as(rank: int, size: int, folder: str, root: str, ops: Sequence[Op])
 
 @dataclass(frozen=True)
 class Case:
-    """One op at one size. All runs take one of the `buffers`; all ranks have as many of each."""
+    """One op at one size. All runs take one of the `buffers`; all ranks have equally many runs and buffers."""
 
     op: Op
-    num_bytes: int  # that a rank gives
+    num_bytes: int  # size of a rank's input
     buffers: list[Any]
-    otherwise: Mapping[str, Run]  # what would serve in its place
+    otherwise: Mapping[str, Run]  # alternatives to the op
     by_options: list[tuple[Options, Run]]
 
 
@@ -246,7 +246,7 @@ def _combines(memory: PeerMemory, device: torch.device, reduce_scatter: Collecti
 
 
 def _by_options(op: Op, x: Tensor, memory: PeerMemory, run: Callable[..., Any]) -> list[tuple[Options, Run]]:
-    """Return each set of options that takes x, with the function that runs by it."""
+    """Return each set of options that supports x, with a function that runs with it."""
     found: list[tuple[Options, Run]] = []
     for method, block in itertools.product(METHODS[op], BLOCKS):
         options = {"method": int(method), "BLOCK": block}

@@ -1,4 +1,4 @@
-"""Launch options of the collectives: which method serves a size, and how values are divided over programs."""
+"""Launch options of the collectives: the method for a size, and the division of values over programs."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ METHODS = {
     Op.DISPATCH: (Algorithm.ONE_SHOT,),
     Op.COMBINE: (Algorithm.ONE_SHOT,),
 }
-IN_PARTS = (Op.REDUCE_SCATTER, Op.COMBINE)  # what is given has a part for each rank
-OF_TOKENS = (Op.DISPATCH, Op.COMBINE)  # rows [T, hidden_size], of which a program takes a block at a time
+IN_PARTS = (Op.REDUCE_SCATTER, Op.COMBINE)  # ops whose input has a part for each rank
+OF_TOKENS = (Op.DISPATCH, Op.COMBINE)  # ops on rows [T, hidden_size], of which a program takes a block at a time
 
 
 def options_for(op: Op, x: Tensor, memory: PeerMemory) -> tuned.Options:
-    """Return the options for all sizes up to the same power of two, so that few kernels serve all."""
+    """Return the options. Sizes with the same next power of two share them, so that few kernels are compiled."""
     num_bytes = next_power_of_2(x.numel() * x.itemsize)
     key = tuning_key(op, memory.size, num_bytes)
     return tuned.config("p2p", x.device, key, untuned(op, memory.size, num_bytes))
 
 
 def options_of_any_size(op: Op, memory: PeerMemory) -> list[tuned.Options]:
-    """Return each set of options once that `options_for` may give for any size, except those of the library."""
+    """Return all distinct options that `options_for` may return for any size, without those of the library."""
     words = {"op": op.value, "ranks": str(memory.size)}
     measured = [
         entry.config for entry in tuned.known("p2p", memory.addresses.device) if words.items() <= entry.key.items()
@@ -70,9 +70,9 @@ def tuning_key(op: Op, ranks: int, num_bytes: int) -> tuned.Key:
 
 
 def untuned(op: Op, ranks: int, num_bytes: int) -> tuned.Options:
-    """Return options for a device that was not measured, assuming links of 300 GB/s and a latency of 2 us.
+    """Return options for a device without measurements, assuming links of 300 GB/s and a latency of 2 us.
 
-    The others are the library's until they have been measured.
+    Ops other than all_reduce use the library until they have been measured.
     """
     if op is not Op.ALL_REDUCE or num_bytes > 4 << 20:
         method = Algorithm.LIBRARY
@@ -82,7 +82,7 @@ def untuned(op: Op, ranks: int, num_bytes: int) -> tuned.Options:
 
 
 def fitting_method(op: Op, options: tuned.Options, x: Tensor, memory: PeerMemory) -> Algorithm:
-    """Return the method of the options where it takes x and there is room for its values, else the library's."""
+    """Return the options' method if it supports x and the memory has room for its values, else LIBRARY."""
     method, block = Algorithm(options["method"]), options["BLOCK"]
     if method is Algorithm.LIBRARY or not _is_plain(op, x, memory.size):
         return Algorithm.LIBRARY
@@ -93,10 +93,10 @@ def fitting_method(op: Op, options: tuned.Options, x: Tensor, memory: PeerMemory
 
 
 def programs_and_steps(op: Op, method: Algorithm, block: int, shape: Sequence[int], ranks: int) -> tuple[int, int]:
-    """Return the number of programs and the steps of each. A step takes a block of values, of each rank where ranks get
-    parts.
+    """Return the number of programs, and of iterations of each.
 
-    Of tokens, it is a block of a row.
+    An iteration handles a block of values, or one of each rank's part if the op has parts; for tokens, a block of a
+    row.
     """
     parts = ranks if op in IN_PARTS or method is Algorithm.TWO_SHOTS else 1
     if op in OF_TOKENS:
@@ -108,12 +108,12 @@ def programs_and_steps(op: Op, method: Algorithm, block: int, shape: Sequence[in
 
 
 def room(memory: PeerMemory) -> int:
-    """Return the values of a channel in one turn."""
+    """Return the number of values that fit in a channel in one turn."""
     return memory.room_bytes // (2 * CHANNELS)
 
 
 def _is_plain(op: Op, x: Tensor, ranks: int) -> bool:
-    """Return true for whole vectors of contiguous 16-bit values in each rank's part; of tokens, in each row."""
+    """Return whether each rank's part (for tokens, each row) is whole vectors of contiguous 16-bit values."""
     parts = ranks if op in IN_PARTS else 1
     return (
         x.dtype in (torch.bfloat16, torch.float16)

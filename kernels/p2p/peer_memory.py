@@ -1,17 +1,17 @@
 """Peer memory: device memory of each rank of one machine that all ranks write to.
 
-    of one rank     [2 turns][CHANNELS][room of a channel]      values of 16 bits, EMPTY where nothing has arrived
+    of one rank     [2 turns][CHANNELS][room of a channel]      16-bit values; EMPTY where nothing has arrived
 
-A channel belongs to the program of that number, which takes the two turns alternately. How often a channel was used is
-counted on the device: so calls may be launched one by one or replayed in captured graphs, in any order that is the same
-on all ranks.
+A channel belongs to the program with its index, which uses the two turns alternately. The device counts how often a
+channel was used. So calls may be launched eagerly or replayed in captured graphs, in any order that is the same on all
+ranks.
 
-There is no barrier and no flag. A sender writes values into the memory of the others; a receiver looks at its own until
-none of them is EMPTY, takes them, and leaves EMPTY behind. EMPTY is -0.0, for which senders write 0.0. Where values are
-not summed but brought as they are, they go in words of 32 bits, of which only one, two times EMPTY, is not sent.
+There are no barriers or flags. A sender writes values to the other ranks' memory. A receiver polls its own memory until
+no value is EMPTY, takes the values, and writes EMPTY again. EMPTY is -0.0, for which senders write 0.0. Values that
+must arrive unchanged are sent as 32-bit words, of which only one, twice EMPTY, cannot be sent.
 
-Two turns are enough: a rank that sends in turn n + 2 has received all of n + 1, so all ranks had launched n + 1, and so
-had ended n, in which they emptied what they had read.
+Two turns are enough: a rank that sends in call n + 2 has received all values of call n + 1. So all ranks had begun n +
+1, and therefore had ended n, in which they emptied the cells that they had read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .cuda_ipc import DeviceMemory, DriverError
 
 logger = logging.getLogger(__name__)
 
-CHANNELS = 128  # programs that are on a device at the same time, whatever else runs there
-ROOM_BYTES = 16 << 20  # of a turn
+CHANNELS = 128  # programs that run concurrently on a device, whatever else runs there
+ROOM_BYTES = 16 << 20  # bytes of a turn
 EMPTY = -0x8000  # the bits of -0.0, in bfloat16 as in float16
 
 _TURNS = 2
@@ -38,7 +38,7 @@ Exchange = Callable[[str], Sequence[str]]  # takes this rank's report, returns a
 
 
 class PeerAccessError(Exception):
-    """Some rank cannot write to the memory of another. All ranks raise it, with the same reason."""
+    """Some rank cannot write to another one's memory. All ranks raise it, with the same reason."""
 
 
 class PeerMemory:
@@ -53,7 +53,7 @@ class PeerMemory:
         room_bytes: int = ROOM_BYTES,
         keeps: object = None,
     ) -> None:
-        """`addresses` are those of each rank's memory in this process, all of it EMPTY. `keeps` owns the memory."""
+        """`addresses` has the address of each rank's memory in this process, filled with EMPTY; `keeps` owns it."""
         self.rank = rank
         self.size = len(addresses)
         self.room_bytes = room_bytes
@@ -71,7 +71,7 @@ class PeerMemory:
     ) -> PeerMemory:
         """Allocate this rank's part and open the others'. All ranks call it. Raises `PeerAccessError`.
 
-        The memory is given back when nothing refers to the result any more.
+        The memory is freed when nothing refers to the result any more.
         """
         mapping = PeerMapping(rank, size, room_bytes)
         with torch.cuda.device(device):
@@ -83,26 +83,26 @@ class PeerMemory:
                 raise
             memory = cls(rank, mapping.addresses, device, room_bytes=room_bytes, keeps=mapping)
             torch.cuda.synchronize()  # its tables were filled in a stream that need not be the one that uses them
-        weakref.finalize(memory, mapping.free).atexit = False  # the end of the process frees all
+        weakref.finalize(memory, mapping.free).atexit = False  # the end of the process frees it anyway
         return memory
 
     @classmethod
     def without_peers(cls, rank: int, size: int, device: torch.device, *, room_bytes: int = ROOM_BYTES) -> PeerMemory:
-        """Return memory for launches that are only recorded: every rank's is this rank's own, and no kernel waits."""
+        """Return memory for launches that are only recorded: all addresses are this rank's, and kernels do not wait."""
         own = torch.full((total_bytes(room_bytes) // 2,), EMPTY, dtype=torch.int16, device=device)
         memory = cls(rank, [own.data_ptr()] * size, device, room_bytes=room_bytes, keeps=own)
         memory.ended.fill_(1)
         return memory
 
     def read_own(self) -> bytes:
-        """Return what lies in this rank's memory, all turns. For tests and post-mortems of memory that is shared."""
+        """Return the contents of this rank's shared memory, all turns, for tests and post-mortems."""
         assert isinstance(self._keeps, PeerMapping), "the memory of one process alone"
         return self._keeps.read_own()
 
     def end(self) -> None:
-        """Make kernels that wait for a peer stop waiting, also those launched later. What they write is undefined."""
+        """Make all kernels stop waiting for peers, also those launched later. Their results are undefined."""
         if self.ended.is_cuda:
-            # By the copy engine: kernels that wait may leave no room on the device for one more.
+            # A copy, not a kernel: waiting kernels may occupy the whole device.
             with torch.cuda.stream(self._stream):
                 self.ended.copy_(self._one, non_blocking=True)
         else:
@@ -115,7 +115,7 @@ def total_bytes(room_bytes: int) -> int:
 
 
 class PeerMapping:
-    """The memory of this rank, and of the others as mapped into this process. Proofs of access lie behind the turns."""
+    """The memory of this rank, and of the others as mapped into this process. Check values follow the turns."""
 
     def __init__(self, rank: int, size: int, room_bytes: int) -> None:
         self._rank = rank
@@ -145,7 +145,7 @@ class PeerMapping:
         for memory in (*self._memory.values(), *([] if own is None else [own])):
             try:
                 memory.free()
-            except DriverError as error:  # of a device that has failed, or ends with the process
+            except DriverError as error:  # the device has failed, or is shut down with the process
                 logger.debug("memory of rank %d of %d is not given back: %s", self._rank, self._size, error)
         self._memory.clear()
 
@@ -167,7 +167,7 @@ class PeerMapping:
         return ""
 
     def _verify_check_values(self) -> str:
-        """Check that what each rank wrote has arrived: some machines map a peer's memory and lose writes to it."""
+        """Check that the values of all ranks have arrived: on some machines, writes to mapped peer memory are lost."""
         own = self._memory[self._rank]
         for rank in range(self._size):
             if own.read(self._checks_at + rank * _CHECK_BYTES, _CHECK_BYTES) != self._check_value(rank, self._rank):

@@ -1,4 +1,4 @@
-"""Reference of the collectives: from every rank's input, every rank's output."""
+"""Reference of the collectives: computes every rank's output from every rank's input."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def all_reduce(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather(inputs: Sequence[Tensor]) -> Tensor:
-    """Concatenate all inputs in rank order; two negative zeros in one 32-bit word become zeros. The same on
-    every rank.
-    """
+    """Concatenate all inputs in rank order; two negative zeros in one 32-bit word become zeros. Equal on all ranks."""
     gathered = torch.cat(list(inputs))
     words = gathered.view(-1).view(torch.int32)
     words.masked_fill_((words & 0xFFFFFFFF) == 0x80008000, 0)

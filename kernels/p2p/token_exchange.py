@@ -1,4 +1,4 @@
-"""Data of expert-parallel token exchange: tokens with their routing, and tokens as a rank received them."""
+"""Data classes of expert-parallel token exchange: tokens with their routing, and tokens that a rank received."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ROW_VALUES = 16  # rows of hidden states begin at multiples of so many values, which lets kernels load them wide
+ROW_VALUES = 16  # rows of hidden states begin at multiples of this many values, for wide loads
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RoutedTokens:
         return RoutedTokens(hidden, functional.pad(self.expert_ids, (0, 0, 0, missing), value=-1), weights)
 
     def through(self, collective: Callable[[Tensor], Tensor]) -> RoutedTokens:
-        """Pass rows through a collective with each token's routing packed beside them, as columns of one tensor."""
+        """Pass hidden states through a collective, with each token's routing packed as additional columns."""
         hidden, (_, top_k) = self.hidden, self.expert_ids.shape
         size = hidden.shape[1]
         columns = [hidden, *(each.contiguous().view(hidden.dtype) for each in (self.expert_ids, self.weights))]
@@ -56,10 +56,10 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """The tokens of all ranks in rank order, as one rank received them: `size * T` of them.
+    """The `size * T` tokens of all ranks in rank order, as one rank received them.
 
-    `visits` [2, size, T] int32 says which rows came here, of every rank, and which ranks this one's own tokens went to.
-    Rows of `hidden` that did not come are not written, and mean nothing: they have no expert here.
+    `visits` [2, size, T] int32 records which rows of every rank came here, and which ranks got this rank's own tokens.
+    Rows of `hidden` that did not come are undefined; they have no expert here.
     """
 
     hidden: Tensor  # [size * T, hidden_size]

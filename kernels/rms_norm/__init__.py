@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with the residual addition before it, or of heads, with a gate behind or before it."""
+"""RMSNorm of rows, optionally after a residual addition, or of heads, with a gate before or after it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Gating", "gated_rms_norm", "rms_norm"]
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x [..., N]; x's shape and dtype.
 
-    weight [N] is of x's dtype, or float32 where that would round it (norms that are stored as their distance from 1).
-    With `residual` (x's shape and dtype): the pair (norm of the sum, sum), sum = x + residual. Computed in float32 and
-    rounded once. A row's result does not depend on the other rows.
+    weight [N] is of x's dtype, or float32 if x's dtype would round it (norms that add 1 to the stored weight). With
+    `residual` (x's shape and dtype), return the pair (norm of the sum, sum), where sum = x + residual. Computed in
+    float32, rounded once. A row's result does not depend on other rows.
     """
     if x.is_cpu:
         return cpu.rms_norm(x, weight, eps, residual)
@@ -38,10 +38,9 @@ def gated_rms_norm(
 ) -> Tensor:
     """Compute `x / sqrt(mean(x^2) + eps) * weight * gating(gate)` over each head of x; [T, H, D] in x's dtype.
 
-    With `gate_first` it is the norm of `x * gating(gate)`, times weight. x and gate are [T, H, D] of one dtype, weight
-    [D], or [H, D] with one for each head, is of that one or float32. Computed in float32 and rounded once. Tokens of x,
-    gate and out may lie any number of elements apart, a token's heads are contiguous. Raises `ValueError` for tensors
-    that do not fit each other.
+    With `gate_first`, it is the norm of `x * gating(gate)`, times weight. x and gate are [T, H, D] of one dtype;
+    weight, [D] or [H, D], is of the same dtype or float32. Computed in float32, rounded once. Tokens of x, gate and out
+    may have any stride; a token's heads are contiguous. Raises `ValueError` for tensors that do not match.
     """
     views = (x, gate, *(() if out is None else (out,)))
     fits = x.dim() == 3 and weight.shape in (x.shape[2:], x.shape[1:]) and weight.is_contiguous()

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: a row lies in the registers of one program, so that it is read once."""
+"""RMSNorm in Triton: one program has a whole row in its registers, so that the row is read once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton.kernels import pdl
 from .reference import Gating
 
 ELEMENTS_PER_THREAD = 8  # one load of 16 bytes
-GATED_ELEMENTS = 4096  # of a program, at 32 a thread
-MANY_ROWS = 1024  # from here on there are more programs than places, and each should have more to do
+GATED_ELEMENTS = 4096  # elements of a program, 32 per thread
+MANY_ROWS = 1024  # from here on, the device is full, and programs take more rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def gated_rms_norm(
 
 
 def launch_shape(num_rows: int, columns: int) -> tuple[int, int]:
-    """Return (rows of a program, its warps). Few rows: as many threads a row as have something to load."""
+    """Return (rows of a program, its warps). With few rows, a row has as many threads as have values to load."""
     loads_per_row = max(1, columns // ELEMENTS_PER_THREAD)
     if num_rows < MANY_ROWS:
         return 1, min(16, max(1, loads_per_row // 32))

@@ -1,4 +1,4 @@
-"""Head norm, rotary position embedding and the write into the KV cache, fused."""
+"""Head norm, rotary position embedding and the KV cache write, fused."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotate q [T, H, D] in place, write k [T, KV, D] and v [T, KV, width of a value] to the batch's
-    slots of `layer` in kv (see `kernels.kv_rows`), and return q.
+    """Norm and rotate q [T, H, D] in place, write k [T, KV, D] and v [T, KV, value width] to `layer` of kv, return q.
 
-    Each head of q and k is normalised (RMSNorm with `q_norm`, `k_norm` [D], both of q's dtype or float32, and `eps`,
-    where given) and rotated (Su et al., arXiv:2104.09864; dimension i against i + rotary_dim / 2, those from rotary_dim
-    on stay). `cos_sin` [max_positions, 2 n] float32: the cosines of the first n pairs, then their sines; other pairs
-    stay, too. Without a `rotary_dim` it is 2 n: there are no others. Computed in float32, rounded once.
-    q, k and v may be views into one tensor: only their last two dimensions must be contiguous.
+    k and v go to the batch's slots (layout: `kernels.kv_rows`). Each head of q and k is normed, if weights are given
+    (RMSNorm with `q_norm`, `k_norm` [D], both of q's dtype or float32, and `eps`), and rotated (Su et al.,
+    arXiv:2104.09864): dimensions i and i + rotary_dim / 2 are a pair; those from rotary_dim on are not rotated.
+    `cos_sin` [max_positions, 2 n] float32 has the cosines of the first n pairs, then their sines; further pairs are not
+    rotated. `rotary_dim` is 2 n by default. Computed in float32, rounded once. q, k and v may be views of one tensor:
+    only their last two dimensions must be contiguous.
 
-    A cache narrower than k and v holds `k / k_scale` and `v / v_scale` (float32, one element), rounded to nearest and
-    no larger than its type goes. Tokens of slot -1 are not written, and nothing is where k and v have no heads: their
-    layer reads those of another. What k holds afterwards is not defined: kv has it.
+    An 8-bit cache stores `k / k_scale` and `v / v_scale` (float32, one element), rounded to nearest and clamped to the
+    dtype's range. Tokens of slot -1 are not written. Without heads of k and v, nothing is written: such a layer reads
+    another layer's cache. The contents of k are undefined afterwards.
     """
     run = cpu.rope_and_cache if q.is_cpu else reference.rope_and_cache
     if q.is_cuda:

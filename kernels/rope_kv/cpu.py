@@ -78,9 +78,7 @@ def _fits(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
 ) -> bool:
-    """Return true for tensors that the C++ function reads as they lie: one type, contiguous heads,
-    contiguous tables.
-    """
+    """Return whether the C++ function supports the tensors: one dtype, contiguous heads, contiguous tables."""
     dim = q.shape[2]
     same_type = k.dtype == v.dtype == kv.dtype == q.dtype and cos_sin.dtype == torch.float32
     norm_types = {norm.dtype for norm in (q_norm, k_norm) if norm is not None}

@@ -1,13 +1,13 @@
-"""Head norm, rotation and KV write in Triton, one launch for the heads of q, k and v.
+"""Head norm, rotation and KV write in Triton, with one launch for the heads of q, k and v.
 
     program (t, g)      token t; g counts groups of HEADS heads:   q q q q | k | v
                         q: norm, rotate, back to q      k: norm, rotate, to its slot      v: to its slot
 
-A head is read in three parts, so that what is rotated against each other meets in one thread's registers: the first
-half of the rotated dimensions, the second half, and the rest that is not rotated.
+A head is read in three parts: the first half of the rotated dimensions, the second half, and the unrotated rest. So
+both dimensions of a pair are in the same thread's registers.
 
-What does not come from the kernel before (positions, slots, angles, norms) is read while that one still runs: a step's
-positions and slots lie there before its first layer begins, since kernels in between are launched the ordinary way.
+Inputs that the previous kernel does not write (positions, slots, angles, norms) are read while it still runs. A step's
+positions and slots are complete before its first layer, since there are normally launched kernels in between (`pdl`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from baton.kernels import pdl
 from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.kv_rows import KVRows, kv_rows
 
-MANY_TOKENS = 256  # from here on a program takes more heads: it then reads its token's angles for more of them
-FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program where tokens are few, and where they are many
-FIRST, SECOND, BEHIND = (tl.constexpr(part) for part in range(3))  # of a head: two halves turn, the rest stays
+MANY_TOKENS = 256  # from here on, a program takes more heads, so that a token's angles are read less often
+FEW, MANY = (8, 2), (16, 1)  # heads and warps of a program, with few tokens and with many
+FIRST, SECOND, BEHIND = (tl.constexpr(part) for part in range(3))  # parts of a head: two rotated halves, and the rest
 
 
 def rope_and_cache(
@@ -42,7 +42,7 @@ def rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.rope_kv.rope_and_cache`. Raises `ValueError` for tensors that do not fit each other."""
+    """See `baton.kernels.rope_kv.rope_and_cache`. Raises `ValueError` for tensors that do not match."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], rotary_dim or cos_sin.shape[1]
     block_size = kv.shape[4]
@@ -223,7 +223,7 @@ def _normed(parts, weight, eps, DIM: tl.constexpr):
 
 @triton.jit
 def _rotate(parts, angles):
-    """Turn the second part against the first by `angles`: cosines and sines."""
+    """Rotate the first part against the second by `angles`, which are cosines and sines."""
     cos, sin = angles
     return (parts[FIRST] * cos - parts[SECOND] * sin, parts[SECOND] * cos + parts[FIRST] * sin) + parts[2:]
 
@@ -251,7 +251,7 @@ def _store(
 
 @triton.jit
 def _store_part(cells, values, mask, scale):
-    """Round to the type of the memory; what 8 bits cannot hold becomes their largest, not infinity."""
+    """Store values in the memory's dtype. For 8 bits, clamp them to the largest number, instead of giving infinity."""
     if scale is not None:
         values = values / tl.load(scale)
     if cells.dtype.element_ty == tl.float8e4nv:

@@ -24,7 +24,7 @@ def rope_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.rope_kv.rope_and_cache`. Computes in float32 (float64 where `q` is) and rounds once."""
+    """See `baton.kernels.rope_kv.rope_and_cache`. Computes in float32 (float64 if `q` is) and rounds once."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     cos, sin = cos_sin[batch.positions].to(compute_dtype).unsqueeze(1).chunk(2, dim=-1)
     for heads, norm in ((q, q_norm), (k, k_norm)):
@@ -58,7 +58,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
-    """Rotate dimension i against i + half ("neox style") for each i that has a cosine; others stay as they are."""
+    """Rotate dimensions i and i + half as a pair ("neox style"), for each i with a cosine; others are unchanged."""
     turning = cos.shape[-1]
     still = half - turning
     sizes = [turning, still, turning, still, heads.shape[-1] - 2 * half]

@@ -1,4 +1,4 @@
-"""Sampling of the next token: `reference.py` defines it, `batch.py` describes the rows of a step."""
+"""Sampling of the next token. `reference.py` defines it; `batch.py` describes the rows of a step."""
 
 from torch import Tensor
 
@@ -37,10 +37,10 @@ __all__ = [
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token a row: `logits` `[R, V]` of any float type, unchanged, to token ids `[R]` int64.
+    """Draw one token per row: `logits` [R, V] of any float type, which are not changed, to token ids [R] int64.
 
-    A row's token depends on its own logits, parameters, seed and position only: neither on the rows beside it nor on
-    the machine. NaN counts as minus infinity; a row of nothing else gives `NO_TOKEN`. Waits for no device.
+    A row's token depends only on its own logits, parameters, seed and position, not on other rows or the machine. NaN
+    counts as minus infinity; a row with nothing else gives `NO_TOKEN`. Does not synchronize with the device.
     """
     if logits.is_cuda:
         from . import gpu
@@ -52,12 +52,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def sample_rows(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """Draw as `sample` does, for rows whose parameters lie in a table: `logits` `[R, V]` of any float type to `[R]`
-    int64.
+    """Draw like `sample`, but with parameters from a table: `logits` [R, V] of any float type to token ids [R] int64.
 
-    Row i of the logits belongs to row `rows[i]` of `table` `[num_rows, ROW_WORDS]` int32, which holds what `encode_row`
-    gives; -1 is padding and gives token 0. `positions[i]` tokens precede the one that is drawn. `rows` and `positions`
-    are `[R]` int32 or int64. On a GPU it asks nothing of the host, so that it can be part of a captured graph.
+    Row i of the logits has its parameters in row `rows[i]` of `table` [num_rows, ROW_WORDS] int32, written by
+    `encode_row`; -1 is padding and gives token 0. `positions[i]` tokens precede the drawn one. `rows` and `positions`
+    are [R] int32 or int64. On a GPU, a CUDA graph may capture it.
     """
     if logits.is_cuda:
         from . import gpu

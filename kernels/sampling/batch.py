@@ -1,9 +1,9 @@
 """`SamplingBatch`: the sampling parameters of one step's rows.
 
-A feature that no row of the step uses is `None`, and costs nothing. Features that few rows use are sparse: their
-`rows` index the rows of the logits, not those of the runner.
+A feature that no row of the step uses is `None`, and costs nothing. Rarely used features are sparse: their `rows` are
+indices of rows of the logits, not of the runner's tables.
 
-The numbers of a row are also 32-bit words in a table on the device, which a captured graph reads by row:
+A row's numbers are also stored as 32-bit words in a table on the device, from which captured graphs read them:
 
 word     0            1      2      3      4         5          6           7
 holds    temperature  top_k  top_p  min_p  seed low  seed high  prompt_len  0
@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-NO_TOKEN = -1  # what a row draws that has none to draw
-GREEDY_BELOW = 1e-5  # temperatures so small leave nothing to chance, and dividing by them would overflow
+NO_TOKEN = -1  # the result of a row without any token to draw
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: dividing by them would overflow
 ROW_WORDS = 8
 TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED_LOW, SEED_HIGH, PROMPT_LEN = range(7)
 _WORD = 0xFFFFFFFF
@@ -30,7 +30,7 @@ _GREATEST_TOP_K = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens before the one that is drawn: row r's are `token_ids[rows[r], :positions[r]]`, prompt first."""
+    """The tokens before the drawn one: for row r, `token_ids[rows[r], :positions[r]]`, prompt first."""
 
     token_ids: Tensor  # [num_runner_rows, capacity] int32 or int64: the runner's own table, not a copy
     rows: Tensor  # [R] int64: row of the table for each row of the logits
@@ -39,7 +39,7 @@ class TokenHistory:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """Rows that may draw only certain tokens. Token t is allowed where bit `t % 32` of word `t // 32` is set."""
+    """Rows that may draw only certain tokens. Token t is allowed if bit `t % 32` of word `t // 32` is set."""
 
     rows: Tensor  # [A] int64
     bits: Tensor  # [A, ceil(V / 32)] int32: the layout that grammar libraries write
@@ -47,7 +47,7 @@ class AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Token sequences that must not appear: the last one is banned where the output ends with those before it."""
+    """Token sequences that must not appear. The last token of one is banned if the output ends with the others."""
 
     rows: Tensor  # [W] int64
     token_ids: Tensor  # [W, L] int64, right-aligned, -1 before the first token
@@ -55,7 +55,7 @@ class BadWords:
 
 @dataclass(frozen=True, slots=True)
 class BannedTokens:
-    """Single tokens that cannot be drawn in this step, as stop tokens before `min_tokens`."""
+    """Single tokens that cannot be drawn in this step, such as stop tokens before `min_tokens`."""
 
     rows: Tensor  # [N] int64
     token_ids: Tensor  # [N] int64
@@ -63,7 +63,7 @@ class BannedTokens:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Values added to the logits of single tokens; no (row, token) comes twice."""
+    """Values that are added to logits of single tokens. Each (row, token) occurs at most once."""
 
     rows: Tensor  # [N] int64
     token_ids: Tensor  # [N] int64
@@ -72,7 +72,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Repetition counts over prompt and output, presence and frequency over the output only."""
+    """Penalties: repetition considers prompt and output, presence and frequency only the output."""
 
     rows: Tensor  # [P] int64, each row once
     repetition: Tensor  # [P] float32, 1 is neutral
@@ -82,11 +82,11 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Everything but the logits `[R, V]`, all on their device. `kernels.sampling.sample` explains each field."""
+    """All inputs of `kernels.sampling.sample` but the logits [R, V], on the logits' device."""
 
     seeds: Tensor  # [R] int64, not negative
-    positions: Tensor  # [R] int64: absolute index of the token that is drawn, i.e. how many tokens precede it
-    temperature: Tensor | None = None  # [R] float32, below GREEDY_BELOW is greedy; None: every row is
+    positions: Tensor  # [R] int64: absolute index of the drawn token, i.e. the number of tokens before it
+    temperature: Tensor | None = None  # [R] float32, below GREEDY_BELOW is greedy; None: all rows are greedy
     top_k: Tensor | None = None  # [R] int64, 0 and -1 keep all
     top_p: Tensor | None = None  # [R] float32, 1 keeps all
     min_p: Tensor | None = None  # [R] float32, 0 keeps all
@@ -96,11 +96,11 @@ class SamplingBatch:
     bias: LogitBias | None = None
     penalties: Penalties | None = None
     history: TokenHistory | None = None  # needed by `penalties` and `bad_words`
-    words: Tensor | None = None  # [R, ROW_WORDS] int32: the numbers once more, where a GPU reads them; else made there
+    words: Tensor | None = None  # [R, ROW_WORDS] int32: the numbers as GPU kernels read them; None: encoded when needed
 
     @property
     def edits_logits(self) -> bool:
-        """True where some row's logits change before temperature and truncation."""
+        """True if some row's logits are edited before temperature and truncation."""
         edits = (self.allowed, self.bad_words, self.banned, self.bias, self.penalties)
         return any(edit is not None for edit in edits)
 
@@ -119,9 +119,7 @@ class PlainRequest(Protocol):
 
 
 def encode_row(request: PlainRequest, *, seed: int, prompt_len: int) -> NDArray[np.int32]:
-    """Return the `ROW_WORDS` words of a request whose first `prompt_len` tokens are prompt; `seed` is from 0 to 2**63 -
-    1.
-    """
+    """Return the `ROW_WORDS` words of a request with a prompt of `prompt_len` tokens; `seed` is in [0, 2**63)."""
     words = np.zeros(ROW_WORDS, dtype=np.int32)
     floats = words.view(np.float32)
     floats[TEMPERATURE], floats[TOP_P], floats[MIN_P] = request.temperature, request.top_p, request.min_p
@@ -131,7 +129,7 @@ def encode_row(request: PlainRequest, *, seed: int, prompt_len: int) -> NDArray[
 
 
 def encode_batch(batch: SamplingBatch) -> Tensor:
-    """Return the words `[R, ROW_WORDS]` int32 of a batch's numbers, on their device and without waiting for it."""
+    """Return the words [R, ROW_WORDS] int32 of a batch's numbers, on their device, without synchronizing with it."""
     words = batch.seeds.new_zeros(len(batch.seeds), ROW_WORDS, dtype=torch.int32)
     floats = words.view(torch.float32)
     floats[:, TOP_P] = 1.0 if batch.top_p is None else batch.top_p
@@ -145,7 +143,7 @@ def encode_batch(batch: SamplingBatch) -> Tensor:
 
 
 def decode_rows(table: Tensor, rows: Tensor, positions: Tensor) -> SamplingBatch:
-    """Return the batch of `rows` `[R]` of a `table` `[num_rows, ROW_WORDS]` int32; a padding row, -1, reads row 0."""
+    """Return the batch for `rows` [R] of a `table` [num_rows, ROW_WORDS] int32. A padding row, -1, reads row 0."""
     words = table[rows.clamp(min=0).long()]
     floats = words.view(torch.float32)
     return SamplingBatch(

@@ -1,6 +1,4 @@
-"""Builds a step's `SamplingBatch` from the state of a runner's rows, which is written once when a request
-takes a row.
-"""
+"""Builds a step's `SamplingBatch` from the sampling state of the runner's rows, written when a request gets its row."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from .batch import (
 )
 
 T = TypeVar("T")
-_ALIGNMENT = 16  # bytes: where Triton and vector loads may assume that a tensor starts
+_ALIGNMENT = 16  # bytes: the alignment of tensors that Triton and vector loads may assume
 
 
 class SamplingRequest(PlainRequest, Protocol):
@@ -65,12 +63,12 @@ class _Changing:
 
 
 class SamplingRows:
-    """The sampling state of a runner's rows, from which it builds one `SamplingBatch` a step.
+    """The sampling state of the runner's rows, from which it builds one `SamplingBatch` per step.
 
         start(row, request, ...) -> batch(rows, positions), step after step -> free(row)
 
-    Numbers lie in one tensor a parameter, indexed by row; what few requests use lies in a dictionary by row, so that a
-    step asks only those. While the rows of consecutive steps are the same, their gathered tensors are used again.
+    Each numeric parameter is one tensor, indexed by row. Rarely used features are dictionaries by row, so that a step
+    costs nothing for rows without them. If a step has the same rows as the previous one, gathered tensors are reused.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, token_ids: Tensor) -> None:
@@ -89,7 +87,7 @@ class SamplingRows:
             "seed": torch.zeros(num_rows, dtype=torch.int64),
             "prompt_len": torch.zeros(num_rows, dtype=torch.int64),
         }
-        # the same memory: to set one number through torch takes microseconds
+        # the same memory as numpy arrays: setting a number through torch takes microseconds
         self._cells = {name: numbers.numpy() for name, numbers in self._numbers.items()}
         self._random: set[int] = set()
         self._truncated: dict[str, set[int]] = {"top_k": set(), "top_p": set(), "min_p": set()}
@@ -99,16 +97,15 @@ class SamplingRows:
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [B] int64, values [B] float32
         self._gates: dict[int, _StopGate] = {}
         self._edited: set[int] = set()  # rows whose logits change in every step
-        self._masks: dict[tuple[int, int], Tensor] = {}  # by row and position: [ceil(V / 32)] int32, of this step alone
+        self._masks: dict[tuple[int, int], Tensor] = {}  # by row and position: [ceil(V / 32)] int32, for one step only
         self._gathered: tuple[list[int], SamplingBatch] | None = None
 
     def start(
         self, row: int, request: SamplingRequest, *, seed: int, prompt_len: int, stop_token_ids: Sequence[int]
     ) -> None:
-        """Assign a request to `row`, which is free. `stop_token_ids` stay masked until `request.min_tokens` outputs
-        exist.
+        """Assign a request to the free row `row`. `stop_token_ids` are banned until `request.min_tokens` outputs exist.
 
-        `prompt_len` tokens of the row are prompt: penalties and `min_tokens` count those after them as output.
+        The row's first `prompt_len` tokens are the prompt. For penalties and `min_tokens`, later ones are output.
         """
         cells = self._cells
         for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -136,7 +133,7 @@ class SamplingRows:
         self._gathered = None
 
     def free(self, row: int) -> None:
-        """Free `row`. Freeing a free row changes nothing."""
+        """Free `row`. Freeing a free row has no effect."""
         for rows in (self._random, self._penalized, self._edited, *self._truncated.values()):
             rows.discard(row)
         for state in (self._allowed, self._bad_words, self._bias, self._gates):
@@ -144,17 +141,17 @@ class SamplingRows:
         self._gathered = None
 
     def mask(self, masks: dict[tuple[int, int], Tensor]) -> None:
-        """Set the next step's masks, which hold beside what requests asked for: `AllowedTokens.bits` on the CPU.
+        """Set the next step's masks (`AllowedTokens.bits` on the CPU), in addition to the requests' own restrictions.
 
-        They are by row and position, the number of tokens before the drawn one, so that a row which draws several
-        tokens has one for each. Masks of the step before are gone.
+        They are keyed by row and position (the number of tokens before the drawn one), so that a row that draws several
+        tokens has a mask for each. They replace the previous step's masks.
         """
         self._masks = masks
 
     def edited(self, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Return the indices i for which `rows[i]` asks at `positions[i]` for more than the words of `encode_row` say.
+        """Return the indices i for which `rows[i]` at `positions[i]` needs more than the words of `encode_row`.
 
-        Those are rows with penalties, a bias, allowed tokens, a mask, bad words, or stop tokens that are still shut.
+        These have penalties, a bias, allowed tokens, a mask, bad words, or stop tokens that are still banned.
         """
         if not self._edited and not self._gates and not self._masks:
             return []
@@ -224,7 +221,7 @@ class SamplingRows:
         return Penalties(torch.tensor(users), repetition, presence, frequency)
 
     def _gather_allowed(self, rows: list[int], positions: Sequence[int] | None = None) -> AllowedTokens | None:
-        """Gather the tokens that the requests allow, and with `positions` also the step's masks."""
+        """Gather the allowed tokens of the requests and, with `positions`, also the step's masks."""
         masks = [None] * len(rows) if positions is None else map(self._masks.get, zip(rows, positions, strict=True))
         users, bits = [], []
         for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
@@ -270,7 +267,7 @@ class SamplingRows:
         return gate.token_ids if gate is not None and position < gate.opens_at else None
 
     def _pack(self, token_ids: Sequence[int]) -> Tensor:
-        """Pack token ids to one bit a token. Looks at the tokens given only: a vocabulary has 150 000."""
+        """Pack token ids to one bit per token. Takes time for the given ids only, not for a vocabulary of 150 000."""
         tokens = torch.tensor(list(token_ids), dtype=torch.int64).unique()
         words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int64)
         words.index_add_(0, tokens >> 5, 1 << (tokens & 31))
@@ -284,10 +281,10 @@ def _both(asked: Tensor | None, mask: Tensor | None) -> Tensor | None:
 
 
 def upload(record: T, device: torch.device) -> T:
-    """Copy each host tensor of `record`, also those in dataclasses within it, to `device` in one copy.
+    """Copy all host tensors of `record`, also in nested dataclasses, to `device` in one copy, without waiting.
 
-    They travel in one pinned buffer, which torch takes back when the copy is done: the caller does not wait. Tensors
-    that are on a device already stay as they are, and so does everything on a CPU.
+    They are packed into one pinned buffer, which torch reuses when the copy has finished. Tensors that are already on a
+    device are unchanged, and so is everything if `device` is a CPU.
     """
     if device.type == "cpu":
         return record
@@ -305,7 +302,7 @@ def upload(record: T, device: torch.device) -> T:
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """View `buffer` from byte `start` on as a tensor of another's type and shape."""
+    """Return a view of `buffer` from byte `start` on, with the dtype and shape of `like`."""
     return buffer[start : start + like.numel() * like.itemsize].view(like.dtype).view(like.shape)
 
 

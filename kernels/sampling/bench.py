@@ -12,8 +12,8 @@ from baton.kernels.roofline import BenchCase, copies_beyond_caches, cycling
 
 from . import Penalties, SamplingBatch, TokenHistory, encode_row, sample, sample_rows
 
-SPREAD = 3.0  # standard deviation of the logits: some thousand tokens share the probability
-HISTORY = 2048  # tokens that penalties look at
+SPREAD = 3.0  # standard deviation of the logits: a few thousand tokens share the probability
+HISTORY = 2048  # tokens that penalties consider
 CPU_SHAPES = ((16, 8_192), (1, 152_064), (16, 152_064))  # rows, vocabulary
 GPU_SHAPES = ((1, 151_936), (64, 151_936), (256, 151_936), (512, 151_936))
 

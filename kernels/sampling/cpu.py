@@ -1,7 +1,7 @@
-"""Sampling in C++ (`native/sampling.cpp`): the tokens of the reference, to the bit but for where top-p ends.
+"""Sampling in C++ (`native/sampling.cpp`). It draws the same tokens as the reference, except at the border of top-p.
 
-Which token is the last within top-p depends on a sum of exponentials, rounded differently here and there; a draw
-differs only where that sum comes within rounding of top-p and the token in question wins.
+The last token within top-p depends on a sum of exponentials, which is rounded differently. A draw differs only if that
+sum is within rounding error of top-p, and the token in question wins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PER_ROW = {
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Edit logits as `reference.edit_logits` does, but with penalties only over the tokens of the history."""
+    """Edit logits as `reference.edit_logits` does. Penalties take time for the history, not for the vocabulary."""
     if batch.allowed is not None:
         logits = _keep_allowed(logits, batch.allowed)
         batch = replace(batch, allowed=None)
@@ -66,7 +66,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _keep_allowed(logits: Tensor, allowed: AllowedTokens) -> Tensor:
-    """Return a masked copy. Bits become bytes in numpy, where torch would take thirty-two steps."""
+    """Return a masked copy. numpy unpacks the bits in one call, for which torch would need thirty-two."""
     logits = logits.clone(memory_format=torch.contiguous_format)
     packed = allowed.bits.contiguous().numpy().view(np.uint8)
     bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
@@ -104,7 +104,7 @@ def _penalize(
 
 
 def _pointer(name: str, numbers: Tensor | None, dtype: torch.dtype, length: int) -> int:
-    """Return the address of a vector that C++ may read; 0 for one that is not there."""
+    """Return the address of a vector for C++; 0 for None."""
     if numbers is None:
         return 0
     if numbers.dtype != dtype or numbers.shape != (length,) or not numbers.is_contiguous():

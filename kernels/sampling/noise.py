@@ -1,14 +1,16 @@
 """Stateless random numbers: the noise of a token is a function of (seed, position, token id).
 
-So a request draws the same tokens alone, batched, preempted or moved to another machine. Two rules keep it so on every
-device: integers come from Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), and
-the logarithms are made of additions, multiplications and divisions in float64, which IEEE 754 rounds one way only.
+So a request draws the same tokens whether it runs alone, batched, after preemption or on another machine. Two rules
+ensure this on every device: integers come from Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC 2011), and logarithms use only additions, multiplications and divisions in float64, whose rounding IEEE 754
+fixes.
 
     key      (seed low, seed high)                              words of 32 bits
     counter  (16 * (token // 64) + token % 16, position low, position high, 0)
-    token    takes word (token // 16) % 4 of the four that its counter gives
+    token    uses word (token // 16) % 4 of its counter's four words
 
-Groups of 64 tokens share 16 neighbouring counters, so vector units of up to 16 lanes read logits and noise in order.
+Groups of 64 tokens share 16 consecutive counters, so that vector units with up to 16 lanes read logits and noise in
+order.
 """
 
 from __future__ import annotations
@@ -23,18 +25,16 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 GROUP = 64  # tokens that share counters
 LANES = 16  # counters of a group
-SERIES_TERMS = 11  # of the inverse hyperbolic tangent: enough for float64 where |s| <= 3 - 2 * sqrt(2)
+SERIES_TERMS = 11  # terms of the artanh series: enough for float64 if |s| <= 3 - 2 * sqrt(2)
 _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Return four random words of 32 bits a counter. All tensors are int64 that hold words, of shapes that
-    broadcast.
-    """
+    """Return four random 32-bit words per counter. All tensors hold words as int64, and their shapes broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # A product of two words may wrap to a negative int64; its 64 bits are right, and the masks take the sign away.
+        # A product of two words may wrap to a negative int64; its 64 bits are right, and the masks drop the sign.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
         k0, k1 = k0 + KEY_STEPS[0] & _WORD, k1 + KEY_STEPS[1] & _WORD
@@ -42,7 +42,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return `[R, V]` int64 words of 32 bits for `seeds` and `positions` `[R]`."""
+    """Return 32-bit random words [R, V] as int64 for `seeds` and `positions` [R]."""
     groups = -(-vocab_size // GROUP)
     counters = torch.arange(groups * LANES, device=seeds.device)[None]
     position, seed = positions[:, None], seeds[:, None]
@@ -55,7 +55,7 @@ def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def portable_log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive, finite float64, the same bits on every device.
+    """Return the natural logarithm of positive, finite float64, with the same bits on every device.
 
     With x = m * 2**e and m near 1: log x = e log 2 + 2 artanh((m - 1) / (m + 1)).
     """

@@ -1,11 +1,11 @@
 """Reference of sampling, in plain torch.
 
     edit        allowed tokens, bad words, banned tokens, logit bias, penalties          (in this order)
-    truncate    min-p, then top-k, then top-p over what they leave; ties stay together
+    truncate    min-p, then top-k, then top-p over the remaining tokens; ties are kept or dropped together
     draw        argmax of logits / temperature + Gumbel noise; greedy rows: argmax of the edited logits
 
-All truncations keep the tokens from some logit upwards, so each is one threshold a row. A NaN logit counts as minus
-infinity; where no token is left, the draw is `NO_TOKEN`.
+Every truncation keeps the tokens with at least some logit, so it is one threshold per row. A NaN logit counts as minus
+infinity. If no token is left, the result is `NO_TOKEN`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from .batch import GREEDY_BELOW, NO_TOKEN, AllowedTokens, BadWords, Penalties, SamplingBatch, TokenHistory
 from .noise import gumbel, random_words
 
-NUCLEUS_WIDTHS = (128, 4096)  # how many of the best tokens top-p looks at before it sorts the vocabulary
+NUCLEUS_WIDTHS = (128, 4096)  # top-p considers so many of the best tokens before it sorts the whole vocabulary
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw token ids `[R]` int64 from `logits` `[R, V]` float32, which stay as they are."""
+    """Draw token ids [R] int64 from `logits` [R, V] float32, which are not changed."""
     logits = edit_logits(logits, batch).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best, greedy = logits.max(dim=-1)
     greedy = greedy.masked_fill(best == -torch.inf, NO_TOKEN)
@@ -36,9 +36,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the logits that temperature and truncation see: a copy where a row asks for changes, else
-    `logits` itself.
-    """
+    """Return the logits for temperature and truncation: an edited copy if any row needs edits, else `logits` itself."""
     if not batch.edits_logits:
         return logits
     logits = logits.clone()
@@ -47,7 +45,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.bad_words is not None:
         _ban_bad_words(logits, batch.bad_words, batch)
     if batch.banned is not None:
-        # A tensor of the device's own: a number would be sent there, and waited for.
+        # A device tensor: a Python number would be copied to the device, and synchronize.
         logits.index_put_((batch.banned.rows, batch.banned.token_ids), logits.new_full((), -torch.inf))
     if batch.bias is not None:
         logits[batch.bias.rows, batch.bias.token_ids] += batch.bias.values
@@ -62,7 +60,7 @@ def truncation_threshold(logits: Tensor, temperature: Tensor, batch: SamplingBat
     if batch.min_p is not None:
         best = logits.amax(dim=-1, keepdim=True).double()
         least = best + temperature * batch.min_p.double().log()[:, None]
-        threshold = torch.where(batch.min_p[:, None] > 0, least, threshold)  # not where infinities would cancel
+        threshold = torch.where(batch.min_p[:, None] > 0, least, threshold)  # without min_p, inf - inf would be NaN
     if batch.top_k is not None:
         count = torch.where(batch.top_k > 0, batch.top_k, logits.shape[1]).clamp(max=logits.shape[1])[:, None]
         truncated = count < logits.shape[1]
@@ -76,7 +74,7 @@ def truncation_threshold(logits: Tensor, temperature: Tensor, batch: SamplingBat
 
 
 def _nucleus_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """Return the logit `[R, 1]` at which the probability of the tokens above and at it first reaches `top_p`."""
+    """Return the greatest logit x [R, 1] for which the tokens with logits >= x have at least probability `top_p`."""
     vocab_size = logits.shape[1]
     best = logits.amax(dim=-1, keepdim=True)
     best = torch.where(best.isfinite(), best, 0.0)
@@ -106,7 +104,7 @@ def _ban_bad_words(logits: Tensor, words: BadWords, batch: SamplingBatch) -> Non
         in_output = where >= history.prompt_lens[words.rows, None]
         tail = history.token_ids[history.rows[words.rows, None], where.clamp(min=0)]
         completes = ((before < 0) | (in_output & (tail == before))).all(dim=-1)
-    # Which words complete is known to the device only, so every word writes: minus infinity, or nothing to add.
+    # Only the device knows which words would be completed, so every word adds something: minus infinity, or 0.
     logits.index_put_((words.rows, last), torch.where(completes, -torch.inf, 0.0).to(logits.dtype), accumulate=True)
 
 
@@ -117,7 +115,7 @@ def _penalize(logits: Tensor, penalties: Penalties, batch: SamplingBatch) -> Non
     tokens = history.token_ids[history.rows[rows], : int(lengths.max())].long()
     index = torch.arange(tokens.shape[1], device=logits.device)[None]
     valid = index < lengths
-    counts = logits.new_zeros(2, len(rows), logits.shape[1])  # of tokens in the prompt, in the output
+    counts = logits.new_zeros(2, len(rows), logits.shape[1])  # counts of tokens in the prompt, and in the output
     tokens = torch.where(valid, tokens, 0)
     in_output = index >= history.prompt_lens[rows, None]
     counts[0].scatter_add_(1, tokens, (valid & ~in_output).to(counts.dtype))

@@ -1,12 +1,12 @@
-"""Mamba-2: linear attention whose state decays, one rate a head (structured state-space duality, SSD).
+"""Mamba-2: linear attention with a state that decays at a rate per head (structured state-space duality, SSD).
 
-    S   = e^(dt_t A) S + dt_t x_t B_t^T            a state [head_dim, state_dim] a head, in float32
+    S   = e^(dt_t A) S + dt_t x_t B_t^T            a state [head_dim, state_dim] per head, in float32
     out = S C_t + D x_t
 
-Dao and Gu, arXiv:2405.21060. B and C are shared by the heads of a group, as keys are in attention; A and D are one
-number a head; dt, the time step, one a token and head.
+Dao and Gu, arXiv:2405.21060. The heads of a group share B and C, like keys in attention. A and D are numbers per head;
+dt, the time step, is a number per token and head.
 
-    state[slot][head][head_dim][state_dim]         float32; ranks of a tensor-parallel group divide the heads
+    state[slot][head][head_dim][state_dim]         float32; heads are divided over tensor-parallel ranks
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def ssd(
     drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run the recurrence over the tokens of `batch` and return what each reads, [T, H, P], in x's dtype.
+    """Run the recurrence over the tokens of `batch`, and return the output of each [T, H, P], in x's dtype.
 
-    x is [T, H, P], b and c are [T, G, N], all of one dtype; head h has the b and c of group h * G // H. `time_steps`
-    holds dt and A. `skip` [H] float32 is D; None: nothing is added.
+    x is [T, H, P], b and c are [T, G, N], all of one dtype. Head h has the b and c of group h * G // H. `time_steps`
+    has dt and A. `skip` [H] float32 is D; None: nothing is added.
 
-    `state` [slots, H, P, N] float32 is read and written at the batch's slots (sources, targets, checkpoints), and
-    nowhere else. Sums are float32; products of chunks take operands in x's dtype. `drafts`, of the inputs' types, are
-    the places of a batch with a `Replay`.
+    `state` [slots, H, P, N] float32 is read and written only at the batch's slots (sources, targets, checkpoints). Sums
+    are float32; matrix products over chunks have operands in x's dtype. `drafts` stores the inputs of draft tokens, for
+    a batch with a `Replay`.
 
-    Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, P and N
-    are powers of two, from 16 to 128 and from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
+    Tokens may have any stride (views of one tensor); a token's heads are contiguous. On a GPU, P and N must be powers
+    of two, from 16 to 128 and from 16 to 256. Raises `ValueError` for tensors that do not match.
     """
     _check(x, b, c, time_steps, state, skip, out)
     _check_drafts(x, b, time_steps, batch, drafts)

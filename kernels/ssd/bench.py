@@ -33,7 +33,7 @@ NEMOTRON_H, GRANITE_4 = MambaModel("Nemotron-H", 128, 8), MambaModel("Granite-4"
 
 @dataclass(frozen=True)
 class MambaInputs:
-    """A step's tensors. There are as many states as no cache holds, and a batch for each share of the slots."""
+    """A step's tensors: more states than fit in a hardware cache, and several batches, each with its own slots."""
 
     x: Tensor
     b: Tensor
@@ -45,7 +45,7 @@ class MambaInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what goes in and comes out, states aside."""
+        """Bytes of all inputs and outputs except states."""
         return sum(rows.nbytes for rows in (self.x, self.x, self.b, self.c, self.time_steps.raw))
 
     def run(self, op: Callable[..., object] = ssd, **options: object) -> Callable[[], object]:
@@ -70,7 +70,7 @@ def cases(device: torch.device) -> Iterator[BenchCase]:
 
 
 def flop(model: MambaModel, num_tokens: int) -> float:
-    """Return the FLOP of both products with states, and of what is causal inside of chunks."""
+    """Return the FLOP of both products with states, and of the causal half of products within chunks."""
     states = 2 * model.num_heads * model.head_dim * model.state_dim
     chunks = CHUNK / 2 * (model.num_heads * model.head_dim + model.num_groups * model.state_dim)
     return 2.0 * num_tokens * (states + chunks)

@@ -1,7 +1,7 @@
 """Mamba-2's recurrence in C++ (`native/ssd.cpp`), token by token.
 
-What that does not cover (no compiler, float64, odd dimensions) goes chunk by chunk in torch: products of matrices for
-all heads at once, not a step a token.
+Without a compiler, for float64, or for odd dimensions, it is computed in torch, chunk by chunk: matrix products for all
+heads at once, instead of one step per token.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def by_chunks(
     drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the recurrence in torch, in float64 where x is, else in float32."""
+    """Compute the recurrence in torch, in float32 (float64 if x is)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
 
@@ -115,7 +115,7 @@ def by_chunks(
 def _advance(
     state: Tensor, x: Tensor, b: Tensor, c: Tensor, time_steps: TimeSteps, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the state [H, P, N] behind the n tokens of a chunk, and what they read of it, [n, H, P]."""
+    """Return the state [H, P, N] after the n tokens of a chunk, and their outputs [n, H, P]."""
     dtype, n = state.dtype, x.shape[0]
     group = x.shape[1] // b.shape[1]
     writes, reads = (rows.to(dtype).transpose(0, 1) for rows in (b, c))  # [G, n, N]

@@ -1,4 +1,4 @@
-"""Reference of Mamba-2's recurrence (Dao and Gu, arXiv:2405.21060): token by token, as it is written down."""
+"""Reference of Mamba-2's recurrence (Dao and Gu, arXiv:2405.21060), token by token as in the paper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ssd(
     drafts: SSDDrafts | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `baton.kernels.ssd.ssd`. Computed in float64 where x is, else in float32."""
+    """See `baton.kernels.ssd.ssd`. Computes in float32 (float64 if x is)."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // b.shape[1]
     reads = c.to(compute_dtype).repeat_interleave(group, dim=1)
@@ -30,7 +30,7 @@ def ssd(
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
 
     def changed(current: Tensor, value: Tensor, writes: Tensor, steps: TimeSteps) -> Tensor:
-        """Return the state behind one token, of which `steps` holds the only one."""
+        """Return the state after one token; `steps` has the time steps of that token only."""
         dt, log_kept = (each[0] for each in steps.values(compute_dtype))
         writes = writes.to(compute_dtype).repeat_interleave(group, dim=0)
         change = torch.einsum("h,hp,hn->hpn", dt, value.to(compute_dtype), writes)

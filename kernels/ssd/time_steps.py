@@ -1,4 +1,4 @@
-"""`TimeSteps`: how long each token lasts for each head, and how fast a head forgets. `SSDDrafts`: of drafts."""
+"""`TimeSteps`: the time step of each token and head, and each head's decay rate. `SSDDrafts`: drafts' stored inputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn import functional
 
 
 class SSDDrafts(NamedTuple):
-    """Places for what a state reads of drafts (`state_batch.Replay`), all equally many elements apart."""
+    """Stored inputs of draft tokens (`state_batch.Replay`). The stride between places is the same in all tensors."""
 
     x: Tensor  # [P, H, D]
     b: Tensor  # [P, G, N]
-    raw: Tensor  # [P, H], of `TimeSteps`
+    raw: Tensor  # [P, H], see `TimeSteps`
 
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """The time steps of T tokens and H heads, out of what a projection gives, worked out in float32.
+    """The time steps of T tokens and H heads, computed in float32 from the outputs of a projection.
 
     dt = clamp(softplus(raw + bias), *limits)         A = -exp(log_rate)
     """
@@ -32,7 +32,7 @@ class TimeSteps:
     limits: tuple[float, float] = (0.0, math.inf)  # `time_step_limit` in configs
 
     def check(self, num_tokens: int, num_heads: int) -> None:
-        """Raise `ValueError` for tensors that do not fit so many tokens and heads, and limits that leave nothing."""
+        """Raise `ValueError` for tensors that do not match these numbers of tokens and heads, or for empty limits."""
         bias = None if self.bias is None else list(self.bias.shape)
         if (
             self.raw.shape != (num_tokens, num_heads)
@@ -53,11 +53,11 @@ class TimeSteps:
         return replace(self, raw=self.raw[tokens])
 
     def at(self, drafts: SSDDrafts, place: int) -> TimeSteps:
-        """Return the time steps of the draft in a place, as of one token."""
+        """Return the time steps of the draft stored at `place`, as those of one token."""
         return replace(self, raw=drafts.raw[place : place + 1])
 
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return dt and the logarithm of what a state keeps, dt A, both [T, H]."""
+        """Return dt, and the logarithm of the decay factor, dt A, both [T, H]."""
         raw = self.raw.to(dtype)
         dt = functional.softplus(raw if self.bias is None else raw + self.bias.to(dtype)).clamp(*self.limits)
         return dt, -self.log_rate.to(dtype).exp() * dt

@@ -1,17 +1,17 @@
-"""The kernels around the model in a step on a device: row table updates, the step's inputs, the drawn tokens.
+"""The kernels around the model in a step: updates of row tables, the step's inputs, the drawn tokens.
 
-    apply_writes     what changed since the last step ──> tables
+    apply_writes     changes since the last step      ──> tables
     decode_inputs    rows                             ──> token ids, positions, slots, lengths
     chunk_inputs     rows, query_start                ──> the same, for chunks of any length
     decode_states    rows                             ──> slots of recurrent states
-    replay_states    rows                             ──> the same where there are drafts, and which are to be applied
+    replay_states    rows                             ──> the same with drafts, and the accepted drafts to apply first
     store_tokens     drawn tokens                     ──> tables for the next step, ring for the CPU
-    place_drafts     guesses                          ──> tokens of rows, where each draw belongs
-    accept_tokens    drawn tokens of steps with drafts ──> as `store_tokens`, up to the first wrong draft
+    place_drafts     drafts                           ──> tokens of rows, and the row and position of each draw
+    accept_tokens    drawn tokens, with drafts        ──> like `store_tokens`, up to the first wrong draft
     replace_tokens   tokens that were drawn again     ──> the same places
-    accept_again     the same, of steps with drafts   ──> the same places, up to the first wrong draft
+    accept_again     the same, with drafts            ──> the same places, up to the first wrong draft
 
-None of it waits for the device, and none of its shapes depends on what the tables hold.
+Nothing here synchronizes with the device, and no shape depends on the contents of the tables.
 """
 
 from __future__ import annotations
@@ -48,33 +48,32 @@ __all__ = [
 
 
 def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
-    """Copy `memory[to : to + count] = values[source : source + count]` for the first `num_pieces` of (to, source,
-    count).
+    """Set `memory[to : to + count] = values[source : source + count]` for each piece (to, source, count).
 
-    `memory` [N] and `values` [V] are int32, `pieces` [P, 3] is int64, `num_pieces` [1] int32; no count exceeds `PIECE`,
-    no two pieces write the same element. All but `memory` may be pinned memory of the CPU, which a device reads in
-    place, when it comes to it: a captured call serves whatever lies there then.
+    Only the first `num_pieces` [1] int32 of `pieces` [P, 3] int64 are applied; `memory` [N] and `values` [V] are int32.
+    No count exceeds `PIECE`, and no two pieces write the same element. All but `memory` may be pinned host memory,
+    which the kernel reads directly when it runs, so that a captured call uses its contents at that time.
     """
     _implementation(memory).apply_writes(memory, pieces, values, num_pieces)
 
 
 def decode_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fill `inputs` for one token of each row: the first that is not computed; for padding see `StepBuffers`."""
+    """Fill `inputs` for one token of each row: the first that is not computed. For padding, see `StepBuffers`."""
     _implementation(inputs.token_ids).decode_inputs(tables, batch, inputs)
 
 
 def chunk_inputs(tables: StepTables, batch: StepBatch, inputs: StepBuffers) -> None:
-    """Fill `inputs` for the tokens of each row that are computed next, as many as `query_start` says."""
+    """Fill `inputs` for the next tokens of each row, as many as `query_start` says."""
     _implementation(inputs.token_ids).chunk_inputs(tables, batch, inputs)
 
 
 def decode_states(
     table: Tensor, computed: Tensor, batch: StepBatch, entry_tokens: int, sources: Tensor, targets: Tensor
 ) -> None:
-    """Find the slots of one token of each row, in a `table` [num_rows, entries] whose entries stand for `entry_tokens`.
+    """Find the state slots for one token of each row, in `table` [num_rows, entries], one per `entry_tokens` tokens.
 
-    The first values of `sources` become the slots behind the token before, -1 where there is none, those of `targets`
-    the slots behind the token itself, the first that is not `computed` [num_rows]; of padding both are -1. All int32.
+    The token is the row's first that is not `computed` [num_rows]. Its `sources` become the slot of the state before
+    it, -1 if there is none, and its `targets` the slot of the state after it; both are -1 for padding. All int32.
     """
     _implementation(table).decode_states(table, computed, batch, entry_tokens, sources, targets)
 
@@ -82,21 +81,21 @@ def decode_states(
 def replay_states(
     table: Tensor, computed: Tensor, applied: Tensor, rows: Tensor, states: StateBatch, entry_tokens: int
 ) -> None:
-    """Find the slots of decodes that may have drafts, and the accepted drafts that are to be applied before them.
+    """Find the state slots of decodes that may have drafts, and the accepted drafts by which states must advance first.
 
-    Row `rows[i]` of sequence i, -1 for padding, has `computed` [num_rows] tokens, of which the first `applied`
-    [num_rows] are in its state: that of the slot which the `table` has for the last of these. Sources, targets and the
-    replay of `states` are filled for its decodes; of other sequences only the replay, which has nothing to apply.
-    `applied` moves on to the first token of a decode, and to the end of another sequence. All int32.
+    Sequence i has row `rows[i]`, -1 for padding. `computed` [num_rows] of the row's tokens are computed, and its state
+    includes the first `applied` [num_rows] of these; the `table` has its slot at the last of these tokens. Sources,
+    targets and replay of `states` are filled for decodes; for other sequences only the replay, with nothing to apply.
+    `applied` is advanced to a decode's first token, or to another sequence's last. All int32.
     """
     _implementation(table).replay_states(table, computed, applied, rows, states, entry_tokens)
 
 
 def store_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, inputs: StepBuffers, ring: OutputRing) -> None:
-    """Append token `drawn[i]` ([S] int64) to its row at `seq_lens[i]`, and copy it to the CPU's ring of pages.
+    """Append token `drawn[i]` ([S] int64) to its row at `seq_lens[i]`, and copy it to the ring's current page.
 
-    Only where `samples[i]` is not 0, and never for padding. `computed` of the rows becomes `seq_lens`, so that they are
-    ready to go on; the ring turns to its next page.
+    Sequences with `samples[i]` 0 and padding append nothing. The rows' `computed` becomes `seq_lens`, for the next
+    step. The ring advances to its next page.
     """
     _implementation(drawn).store_tokens(drawn, tables, batch, inputs, ring)
 
@@ -112,25 +111,25 @@ def replace_tokens(
 ) -> None:
     """Replace the token of sequence `index[j]` by `drawn[j]`, also in entry `entries[j]` of the page. All [J] int64.
 
-    To be called after `store_tokens`.
+    Must be called after `store_tokens`.
     """
     _implementation(drawn).replace_tokens(drawn, index, entries, tables, batch, inputs, ring)
 
 
 def place_drafts(tables: StepTables, guesses: RowGuesses, batch: StepBatch, places: DrawPlaces) -> None:
-    """Make guesses tokens of their rows: the last tokens of each sequence, one less than `draw_start` gives it.
+    """Write drafts to their rows, as the last tokens of each sequence: one less than its draws in `draw_start`.
 
-    Guesses that the table does not hold are token 0. Also fills `places`. To be called before `chunk_inputs`.
+    Drafts that are not in `guesses` are token 0. Also fills `places`. Must be called before `chunk_inputs`.
     """
     _implementation(tables.tokens).place_drafts(tables, guesses, batch, places)
 
 
 def accept_tokens(drawn: Tensor, tables: StepTables, batch: StepBatch, ring: OutputRing, max_drafts: int) -> None:
-    """Store draws up to the first that differs from its draft. `drawn` ([D] int64) has those that `draw_start` counts.
+    """Store the draws of each sequence, up to the first that differs from its draft.
 
-    The page of the ring gets all of them, with `REJECTED` for those behind the first wrong draft; the rows go on from
-    what was kept, and those that do not sample from their last token. No sequence has more than `max_drafts` drafts.
-    The ring turns to its next page.
+    `draw_start` divides `drawn` [D] int64 over sequences. The ring's page gets an entry for each draw, `REJECTED` after
+    the first wrong draft. Rows continue after the kept tokens; rows that do not sample continue after their last token.
+    No sequence has more than `max_drafts` drafts. The ring advances to its next page.
     """
     _implementation(drawn).accept_tokens(drawn, tables, batch, ring, max_drafts)
 
@@ -145,9 +144,9 @@ def accept_again(
     ring: OutputRing,
     max_drafts: int,
 ) -> None:
-    """Accept the drafts of sequences `index` ([J] int64) once more: of their `drawn` tokens some were drawn again.
+    """Repeat `accept_tokens` for sequences `index` ([J] int64), some of whose `drawn` tokens were drawn again.
 
-    To be called after `accept_tokens`, in whose page and rows it takes back what these sequences kept or lost there.
+    Must be called after `accept_tokens`, whose results for these sequences it overwrites in rows and page.
     """
     _implementation(drawn).accept_again(drawn, index, tables, guesses, batch, inputs, ring, max_drafts)
 

@@ -53,7 +53,7 @@ def _case(shape: str, device: torch.device, run: Callable[[], object], num_bytes
 
 
 def _state(num_seqs: int, chunk: int, device: torch.device) -> tuple[StepTables, StepBatch, OutputRing]:
-    """Return rows of CONTEXT tokens, each of which has room for a chunk behind them, and a batch of all rows."""
+    """Return rows of CONTEXT tokens, with room for a chunk after them, and a batch of all rows."""
     length = max(CONTEXT + chunk, PIECE) + 1
     num_blocks = -(-length // BLOCK_SIZE)
 
@@ -85,7 +85,7 @@ def _buffers(num_seqs: int, num_tokens: int, device: torch.device) -> StepBuffer
 
 
 def _writes(num_pieces: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return pieces of PIECE values each, which go to different places, their values, and their number."""
+    """Return pieces of PIECE values each, with different targets, their values, and their number."""
     starts = torch.arange(num_pieces, dtype=torch.int64, device=device) * PIECE
     pieces = torch.stack([starts, starts, torch.full_like(starts, PIECE)], dim=1)
     values = torch.randint(1000, (num_pieces * PIECE,), dtype=torch.int32, device=device)

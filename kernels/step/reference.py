@@ -1,4 +1,4 @@
-"""Reference of a step's inputs and of how its drawn tokens are stored."""
+"""Reference of a step's inputs, and of storing its drawn tokens."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def replace_tokens(
 
 
 def _accept(draws: list[int], drafts: list[int], tables: StepTables, row: int, position: int, entries: Tensor) -> None:
-    """Make the leading draws up to the first that differs from its draft tokens of a row from `position` on."""
+    """Write the draws, up to the first that differs from its draft, to a row from `position` on."""
     num_right = next((i for i, draft in enumerate(drafts) if draft != draws[i]), len(drafts))
     kept = torch.tensor(draws[: num_right + 1], dtype=torch.int32).clamp(min=0)
     tables.tokens[row, position : position + num_right + 1] = kept.to(tables.tokens.device)
@@ -156,7 +156,7 @@ def _accept(draws: list[int], drafts: list[int], tables: StepTables, row: int, p
 
 
 def _starts(computed: Tensor, batch: StepBatch) -> Tensor:
-    """Return where each sequence begins; padding at 0."""
+    """Return the position at which each sequence begins; 0 for padding."""
     return torch.where(batch.rows >= 0, computed[batch.rows.clamp(min=0).long()], 0)
 
 

@@ -1,10 +1,10 @@
 """Tool-call and reasoning parsers: a model's output text becomes reasoning, content and tool calls.
 
-This module knows all formats, and which parsers the outputs of one request need.
+This module lists all formats, and makes the parsers that the outputs of a request need.
 
 output_parser      the parts of an output, and the protocol of all parsers
 reasoning          text between <think> and </think>
-tool_call_format   how models write tool calls, and earlier calls
+tool_call_format   base classes of formats: how models write tool calls, and how templates expect earlier calls
 json_calls, xml_calls, pythonic, harmony   formats of each kind, and the parser of that kind
 incremental        base classes of parsers, for text that arrives in pieces
 argument_values    arguments as JSON, and their types by a JSON schema
@@ -39,7 +39,7 @@ FORMATS: tuple[ToolCallFormat, ...] = (
 
 
 def tool_call_format(template: str) -> ToolCallFormat | None:
-    """Return the format that a chat template teaches; None where it teaches none that can be parsed."""
+    """Return the tool-call format that a chat template teaches; None if it teaches none that Baton can parse."""
     return next((form for form in FORMATS if form.is_taught_by(template)), None)
 
 
@@ -49,8 +49,8 @@ class ParserConfig:
 
     form: ToolCallFormat | None = None
     functions: Functions = field(default_factory=dict)
-    at_most_one: bool = False  # at most one call
-    reasoning: ReasoningStart = ReasoningStart.NONE  # reasoning has marks of its own in any format
+    at_most_one: bool = False  # whether an answer may have at most one call
+    reasoning: ReasoningStart = ReasoningStart.NONE  # reasoning has its own marks, whatever the tool-call format
 
     def new_parser(self) -> OutputParser:
         """Return a parser for one choice."""
@@ -64,7 +64,7 @@ class ParserConfig:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that delimit the parts of an answer, which detokenizing must keep."""
+        """Texts that delimit the parts of an answer. Detokenizing must keep them, even if they are special tokens."""
         marks = () if self.form is None else self.form.marks
         return marks if self.reasoning is ReasoningStart.NONE else (*marks, BEGIN, END)
 

@@ -12,8 +12,8 @@ _TYPE_OF: dict[type, str] = {
     **{type(None): "null", bool: "boolean", int: "number", float: "number"},
     **{str: "string", list: "array", dict: "object"},
 }
-_PYTHONS = {"True": "true", "False": "false", "None": "null"}  # Python's spellings, which templates show to models
-_MAX_DEPTH = 16  # of nested schemas
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}  # Python's spellings, which models see in templates
+_MAX_DEPTH = 16  # maximal nesting of schemas
 
 
 def to_json(value: Any) -> str:
@@ -45,7 +45,7 @@ def argument_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def json_of_text(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of an argument that was written as `text`: a string, unless it is a value of an allowed type."""
+    """Return the JSON of an argument written as `text`: a value of an allowed type if it is one, else a string."""
     words = text.strip()
     takes_text = "string" in types
     try:
@@ -58,10 +58,10 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows; all types for anything that is not understood.
+    """Return the types that a schema allows; all types if a part of it is not understood.
 
-    Schemas come from clients and are not validated. `known` caches parts by identity, however often they are referred
-    to.
+    Schemas come from clients and are not validated. `known` caches results by the identity of parts, which may be
+    referenced many times.
     """
     meant = _meant(schema, root)
     if depth > _MAX_DEPTH:

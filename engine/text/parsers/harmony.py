@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final<|message|>CONTENT<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The channel `analysis` holds reasoning, the others content. A message with a recipient is a call: the recipient may
-stand before the channel or behind it, and models write calls into `analysis` as well. A call ends the answer.
+The channel `analysis` has reasoning, the others content. A message with a recipient is a call: the recipient may be
+before or after the channel, and models write calls into `analysis` as well. A call ends the answer.
 https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
@@ -23,14 +23,14 @@ from .tool_call_format import Functions, FunctionSignature, GrammarSpec, Grammar
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_BEHIND_BODY = (*_ENDS, _START)  # models may omit an end mark
+_BEHIND_BODY = (*_ENDS, _START)  # `_START`, too, because models may omit an end mark
 _NAMESPACE = "functions."
 _HEADER = regex.compile(
     rf"{BLANKS}(?:(?:{regex.escape(_START)})?{BLANKS}assistant)?{BLANKS}(?:to=(?P<role_to>[^\s<]{{1,99}}){BLANKS})?"
     rf"{regex.escape(_CHANNEL)}{BLANKS}(?P<channel>\w{{1,32}})(?:\s{{1,99}}+to=(?P<to>[^\s<]{{1,99}}))?"
     rf"{BLANKS}(?:{regex.escape(_CONSTRAIN)})?{BLANKS}\w{{0,32}}{BLANKS}{regex.escape(_MESSAGE)}"
 )
-_BETWEEN_MESSAGES = "\n\n"  # of one kind, since their text shares one field
+_BETWEEN_MESSAGES = "\n\n"  # separates messages of one kind, whose texts are joined in one field
 
 
 class Harmony(GrammarToolCallFormat):
@@ -60,25 +60,26 @@ class Harmony(GrammarToolCallFormat):
         return _behind(["analysis"], _sequence(_text(f"{_CHANNEL}final{_MESSAGE}"), content))
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Move reasoning to `thinking`, as the templates call it. They show one call a message; its content is
-        reasoning, too.
+        """Move reasoning to `thinking`, its name in the templates. They show one call per message.
+
+        The content of a message with a call becomes reasoning, too.
         """
         calls = message.get("tool_calls") or ()
         if len(calls) > 1:
             raise InvalidMessages(f"a message has {len(calls)} tool_calls, and this model's take one: send one in each")
         thoughts = [message.get("reasoning_content"), message["content"] if calls else None]
         thinking = _BETWEEN_MESSAGES.join(filter(None, thoughts))
-        turn = {**message, "content": "" if calls else message["content"] or ""}  # templates search it for marks
+        turn = {**message, "content": "" if calls else message["content"] or ""}  # a string: templates search it
         return {**turn, "thinking": thinking} if thinking else turn
 
 
 class _State(Enum):
     HEADER = auto()
     BODY = auto()
-    CALL = auto()  # behind the header of a call
+    CALL = auto()  # after the header of a call
     ARGUMENTS = auto()
     RAW = auto()  # text outside of messages
-    DISCARD = auto()  # behind a call: the rest is dropped
+    DISCARD = auto()  # after a call: the rest is dropped
 
 
 class HarmonyParser(IncrementalParser):
@@ -91,7 +92,7 @@ class HarmonyParser(IncrementalParser):
         self._functions = functions
         self._kind: type[ReasoningPart] | type[ContentPart] = ContentPart  # kind of the current message
         self._told: set[type[ReasoningPart] | type[ContentPart]] = set()  # kinds of earlier messages
-        self._is_fresh = False  # nothing of the message was reported yet
+        self._is_fresh = False  # nothing of the current message has been reported yet
         self._header_length = 0
         self._called = ""  # the function of the current call
         self._nesting = BracketTracker()
@@ -129,7 +130,7 @@ class HarmonyParser(IncrementalParser):
         at, mark = found
         said = self._emit_text(at)
         self._state = _State.HEADER
-        if mark != _START:  # it begins the next header
+        if mark != _START:  # `_START` belongs to the next header
             self._held = self._held.removeprefix(mark)
         return said
 
@@ -154,9 +155,9 @@ class HarmonyParser(IncrementalParser):
         return self._last_arguments(self._take(end))
 
     def _take_for_text(self) -> list[OutputPart]:
-        """Take what is held for content, up to the next message."""
+        """Treat the held text as content, up to the next message."""
         self._state, self._kind, self._is_fresh = _State.RAW, ContentPart, False
-        return self._emit_text(1)  # skip a character, so that it is not taken for a header again
+        return self._emit_text(1)  # emit a character, so that the text is not taken for a header again
 
     def _look_for_header(self, finished: bool) -> list[OutputPart]:
         at = self._held.find(_START)
@@ -194,7 +195,7 @@ def _any_words(*ends: str) -> GrammarSpec:
 
 
 def _behind(channels: Sequence[str], last: GrammarSpec) -> GrammarSpec:
-    """Return the grammar of a message that messages of these channels may precede."""
+    """Return the grammar of a last message, and of messages in these channels that may precede it."""
     tags = [
         {"type": "tag", "begin": f"{_CHANNEL}{channel}{_MESSAGE}", "content": _any_words(), "end": "<|end|>"}
         for channel in channels
@@ -205,7 +206,7 @@ def _behind(channels: Sequence[str], last: GrammarSpec) -> GrammarSpec:
 
 def _call(function: FunctionSignature) -> GrammarSpec:
     to = f"to={_NAMESPACE}{function.name}"
-    headers = [  # as the specification has it, and as templates write earlier calls
+    headers = [  # in the order of the specification, and in that of templates for earlier calls
         f"{_CHANNEL}commentary {to} {_CONSTRAIN}json{_MESSAGE}",
         f" {to}{_CHANNEL}commentary json{_MESSAGE}",
     ]

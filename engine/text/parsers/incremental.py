@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from .output_parser import ContentPart, OutputPart, ToolCallArguments, ToolCallStart
 
-# Blanks between the parts of a mark. A possible mark is matched again with each piece of text, so they are bounded.
+# Blanks between the parts of a mark. Their number is bounded, since a possible mark is matched again with each piece.
 BLANKS = r"\s{0,99}+"
 Step = Callable[[bool], list[OutputPart]]
 
@@ -17,8 +17,8 @@ Step = Callable[[bool], list[OutputPart]]
 class IncrementalParser(ABC):
     """An `OutputParser` that is a state machine with one step method for each state.
 
-    A step consumes all held text that is certain, and may change the state; then the next state's step runs. Its
-    argument says that no text follows.
+    A step consumes the held text whose meaning is certain, and may change the state; then the new state's step runs.
+    Its argument is true if no text follows.
     """
 
     DISCARD: ClassVar[Enum]  # the state in which all further text is dropped
@@ -50,11 +50,11 @@ class IncrementalParser(ABC):
         return [ToolCallStart(self.num_calls - 1, name)]
 
     def _arguments(self, text: str) -> list[OutputPart]:
-        """Report arguments of the newest call."""
+        """Report a piece of the newest call's arguments."""
         return [ToolCallArguments(self.num_calls - 1, text)] if text else []
 
     def _last_arguments(self, text: str) -> list[OutputPart]:
-        """Report the last arguments of the newest call, which is complete with them."""
+        """Report the last piece of the newest call's arguments, which completes the call."""
         self.is_in_call = False
         return self._arguments(text)
 
@@ -79,7 +79,7 @@ class BracketTracker:
         self._seen = begin  # characters that `end_of` has seen
 
     def end_in(self, text: str) -> int | None:
-        """Return the offset behind the closing bracket in the next piece of text, or None if it is still to come."""
+        """Return the offset after the closing bracket in the next piece of text; None if it has not arrived yet."""
         for at, character in enumerate(text):
             if self._quote:
                 if character == self._quote and not self._escaped:
@@ -96,7 +96,7 @@ class BracketTracker:
         return None
 
     def end_of(self, text: str) -> int | None:
-        """Return the same for the whole text so far, of which this method skips what it has seen before."""
+        """Return the same for the whole text so far. Text that earlier calls have seen is not searched again."""
         end = self.end_in(text[self._seen :])
         if end is None:
             self._seen = len(text)
@@ -129,18 +129,18 @@ def _begun(text: str, mark: str) -> int:
 class InlineToolCallParser(IncrementalParser):
     """Base class of parsers of tool calls within text.
 
-    A call begins with a mark. In the state HEAD the mark is at the beginning of the held text, behind blanks.
+    A call begins with a mark. In state HEAD, the held text begins with the mark, perhaps after blanks.
     """
 
     OUTSIDE: ClassVar[Enum]
     HEAD: ClassVar[Enum]
 
     def __init__(self, first: Enum, *marks: str) -> None:
-        """Begin in the state `first`. Without `marks` there is no state OUTSIDE."""
+        """Begin in state `first`. Without `marks`, there is no state OUTSIDE."""
         super().__init__(first)
         self._marks = marks
-        self._mark = marks[0] if marks else ""  # the mark before the current head
-        self._is_behind_call = False  # no content since the last call
+        self._mark = marks[0] if marks else ""  # the mark that began the current head
+        self._is_behind_call = False  # true after a call, until content follows
 
     def _look_for_call(self, finished: bool) -> list[OutputPart]:
         found = first_mark(self._held, *self._marks)
@@ -150,7 +150,7 @@ class InlineToolCallParser(IncrementalParser):
             return self._emit_text(len(self._held[:at].rstrip()))  # blanks before a call belong to the format
         if not finished:
             return self._emit_text(len(self._held) - undecided_suffix(self._held, *self._marks))
-        is_forms = self._is_behind_call and not self._held.strip()  # blanks behind a call are dropped
+        is_forms = self._is_behind_call and not self._held.strip()  # blanks after a call are dropped
         return self._emit_text(0 if is_forms else len(self._held))
 
     def _behind_blanks(self) -> int:
@@ -158,7 +158,7 @@ class InlineToolCallParser(IncrementalParser):
         return len(self._held) - len(self._held.lstrip())
 
     def _take_for_text(self) -> list[OutputPart]:
-        """Take the mark in HEAD for text: no call follows it."""
+        """Treat the mark in HEAD as content: no call follows it."""
         self._state = self.OUTSIDE
         return self._emit_text(self._behind_blanks() + len(self._mark))
 

@@ -1,9 +1,9 @@
-"""Tool calls with JSON arguments: the definition of a format, the parser of all such formats, and the formats.
+"""Tool calls with JSON arguments: the base class of formats, their parser, and the formats.
 
         begin       its head, "{"               the object ends      close           more
 OUTSIDE ─────> HEAD ─────────────> ARGUMENTS ─────────────> TAIL ────────> BETWEEN ──────> HEAD
                  ├── keys in another order ──> OBJECT ──it ends─────────────> ^ └── end, or no mark ──> OUTSIDE
-                 └── another text, or no such function: it was content ───────────────────────────────────^
+                 └── other text, or an unknown function: it was content ──────────────────────────────────^
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^
 class JsonToolCallFormat(DelimitedToolCallFormat):
     """BEGIN call [MORE call ...] END, where a call is HEAD, arguments, and CLOSE.
 
-    `head` is a pattern with a group `name`, which ends with the brace that opens the arguments; `lead` is a pattern for
-    what stands between `begin` and the first head.
+    `head` is a pattern with a group `name`; it ends with the brace that opens the arguments. `lead` is a pattern for
+    the text between `begin` and the first head.
     """
 
-    begin: ClassVar[str] = ""  # "": a call is the whole answer
+    begin: ClassVar[str] = ""  # "": a single call is the whole answer
     lead: ClassVar[str] = ""
     head: ClassVar[str]
     close: ClassVar[str] = ""
     more: ClassVar[str] = ""
     end: ClassVar[str] = ""
-    object_key: ClassVar[str] = ""  # the key of the arguments, if a call is an object whose keys may come in any order
+    object_key: ClassVar[str] = ""  # if a call is an object with keys in any order: the key of the arguments
 
     def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
         return JsonToolCallParser(self, functions, at_most_one=at_most_one or self.takes_one)
@@ -54,18 +54,18 @@ class JsonToolCallFormat(DelimitedToolCallFormat):
 
     @cached_property
     def first_object(self) -> regex.Pattern[str]:
-        """Pattern from `begin` into the object of the first call."""
+        """Pattern from `begin` to the opening brace of the first call's object."""
         return regex.compile(regex.escape(self.begin) + self.lead + BLANKS + r"\{")
 
     @cached_property
     def next_object(self) -> regex.Pattern[str]:
-        """Pattern from `more` into the object of another call."""
+        """Pattern from `more` to the opening brace of another call's object."""
         return regex.compile(regex.escape(self.more) + BLANKS + r"\{")
 
 
 class _State(Enum):
     OUTSIDE = auto()
-    START = auto()  # the answer may be one call without marks
+    START = auto()  # beginning of an answer that may be one call without marks
     HEAD = auto()
     OBJECT = auto()
     ARGUMENTS = auto()
@@ -81,7 +81,7 @@ class JsonToolCallParser(InlineToolCallParser):
     OUTSIDE, HEAD, DISCARD = _State.OUTSIDE, _State.HEAD, _State.DISCARD
 
     def __init__(self, form: JsonToolCallFormat, functions: Collection[str], *, at_most_one: bool) -> None:
-        """`at_most_one`: anything behind the first call is dropped."""
+        """`at_most_one`: drop everything after the first call."""
         marks = (form.begin,) if form.begin else ()
         super().__init__(_State.OUTSIDE if marks else _State.START, *marks)
         self._form = form
@@ -130,7 +130,7 @@ class JsonToolCallParser(InlineToolCallParser):
         return self._begin_call(name)
 
     def _may_be_call(self, at: int) -> bool:
-        """Return whether an incomplete head may become a call: a plain JSON object may also be the answer itself."""
+        """Return whether an incomplete head may become a call. A plain JSON object may also be an ordinary answer."""
         named = None if self._form.begin else _NAMED.match(self._held, at)
         if named is None:
             return True
@@ -147,7 +147,7 @@ class JsonToolCallParser(InlineToolCallParser):
             return self._take_for_text()
         name, arguments = call
         self._held = self._held[end:]
-        if self._form.close == "}":  # the closing brace of the object itself
+        if self._form.close == "}":  # the object's own closing brace, which has been consumed
             self._end_call()
         else:
             self._state = _State.TAIL
@@ -288,7 +288,7 @@ _CALL, _END_CALL, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end�
 
 
 class _DeepSeek(SectionToolCallFormat, JsonToolCallFormat):
-    """DeepSeek's formats. The makers' templates show earlier calls, and do not list tools."""
+    """DeepSeek's formats. DeepSeek's own templates show earlier calls, but do not list tools."""
 
     begin, close, more, end = _CALLS, _END_CALL, _CALL, _END_CALLS
     marks = (_CALLS, _END_CALLS, _CALL, _END_CALL, _SEP)

@@ -1,4 +1,4 @@
-"""The parts of an output, and the protocol of parsers that find them: one parser for each choice.
+"""The parts of an output, and the protocol of parsers that find them. Each choice has its own parser.
 
 text in pieces ──> OutputParser ──> ReasoningPart, ContentPart, ToolCallStart, ToolCallArguments ...
 """
@@ -43,10 +43,10 @@ OutputPart = ReasoningPart | ContentPart | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(Protocol):
-    """Takes one answer's text in any pieces, and reports each part as soon as it is certain.
+    """Takes one answer's text in pieces, and reports each part as soon as it is certain.
 
-    Parts do not depend on where the text was cut. A call is complete once the model has written the end of its
-    arguments. No parser adds that end: a call that was cut off keeps the arguments that came.
+    Parts do not depend on how the text was cut into pieces. A call is complete once the model has written the end of
+    its arguments. No parser adds that end: if an answer was cut off, its last call has incomplete arguments.
     """
 
     @property
@@ -62,14 +62,14 @@ class OutputParser(Protocol):
     def push(self, text: str, *, finished: bool = False) -> list[OutputPart]:
         """Return the parts that more text completes.
 
-        `finished` says that the model has ended its answer, so that held text which is no call becomes content. If an
-        answer was cut off instead, held text may be the beginning of a call, and is dropped.
+        `finished` means that the model has ended its answer: held text that is no call becomes content. If an answer is
+        cut off instead, held text is dropped, since it may be the beginning of a call.
         """
         ...
 
 
 class PlainTextParser:
-    """The parser of answers that hold no calls."""
+    """The parser of answers without calls: all text is content."""
 
     num_calls = 0
     is_in_call = False

@@ -1,6 +1,6 @@
 """Tool calls in Python syntax, in a list that is the whole answer.
 
-`[look(at="here"), cut(size=1)]`, as Llama 3.2 and 4 write them if their template says so.
+`[look(at="here"), cut(size=1)]`: Llama 3.2 and 4, if their template asks for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}  # JSON's spellings, 
 
 
 class Pythonic(ToolCallFormat):
-    """The format, which has no grammar: a JSON schema cannot be enforced in Python's syntax."""
+    """The format. It has no grammar, because a JSON schema cannot be enforced in Python's syntax."""
 
     name = "pythonic"
     marks = ()
@@ -107,7 +107,7 @@ class PythonicParser(IncrementalParser):
 
 
 def _as_json(arguments: str) -> str | None:
-    """Return `(name=value, ...)` as JSON; None if the text is nothing like it."""
+    """Return `(name=value, ...)` as JSON; None if the text has another form."""
     try:
         call = ast.parse(f"f{arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

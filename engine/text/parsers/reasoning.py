@@ -18,12 +18,12 @@ class ReasoningStart(Enum):
     """State of the reasoning when an answer begins."""
 
     NONE = auto()
-    POSSIBLE = auto()  # the model may begin reasoning
-    BEGUN = auto()  # the prompt has begun the reasoning
+    POSSIBLE = auto()  # the answer may begin with reasoning
+    BEGUN = auto()  # the prompt ends within reasoning
 
 
 def after_reasoning(answer: GrammarSpec, reasoning: ReasoningStart) -> GrammarSpec:
-    """Return the grammar of an answer with reasoning before it."""
+    """Return the grammar of an answer that may have reasoning before it."""
     begin = {ReasoningStart.NONE: None, ReasoningStart.POSSIBLE: BEGIN, ReasoningStart.BEGUN: ""}[reasoning]
     if begin is None:
         return answer
@@ -56,7 +56,7 @@ class ReasoningParser:
         self._has_reasoning = False
 
     def push(self, text: str, *, finished: bool = False) -> tuple[str, str]:
-        """Return what `text` adds to the reasoning and to the answer. `finished` says that no text follows."""
+        """Return the text that `text` adds to the reasoning and to the answer. `finished`: no text follows."""
         self._held += text
         if self._state is _State.START:
             self._look_for_reasoning(finished)

@@ -1,6 +1,6 @@
-"""Tool-call formats: how models write calls, as their chat templates teach them.
+"""Tool-call formats: how models write calls, as taught by their chat templates.
 
-Tool calls of earlier messages are converted to what these templates expect.
+A format also converts the calls in earlier messages to the form that these templates expect.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class FunctionSignature:
 
 
 class ToolCallFormat(ABC):
-    """A format of tool calls. `at_most_one` limits an answer to one call; some formats never hold more."""
+    """A format of tool calls. `at_most_one` limits an answer to one call; some formats (`takes_one`) allow only one."""
 
     name: ClassVar[str]
-    marks: ClassVar[tuple[str, ...]]  # texts of the format; those that are special tokens are kept as text
-    takes_one: ClassVar[bool] = False  # one call in an answer, and in an earlier message
-    frames_answers: ClassVar[bool] = False  # answers without calls are written in the format, too
-    introduction: ClassVar[str] = ""  # teaches the format if a template does not list tools
+    marks: ClassVar[tuple[str, ...]]  # texts of the format; detokenizing keeps those that are special tokens
+    takes_one: ClassVar[bool] = False  # an answer or an earlier message can have only one call
+    frames_answers: ClassVar[bool] = False  # answers without calls have the format's marks, too
+    introduction: ClassVar[str] = ""  # explains the format in the system message if a template does not list tools
 
     @abstractmethod
     def is_taught_by(self, template: str) -> bool:
@@ -65,7 +65,7 @@ class ToolCallFormat(ABC):
         return "\n\n".join([*parts, self.introduction])
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as templates of this format expect it. Raises `InvalidMessages`."""
+        """Return a message in the form that templates of this format expect. Raises `InvalidMessages`."""
         return message
 
 
@@ -80,18 +80,18 @@ class GrammarToolCallFormat(ToolCallFormat):
     def text_and_calls_grammar(
         self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
     ) -> GrammarSpec:
-        """Return the grammar of an answer of any text, in which calls are valid."""
+        """Return the grammar of an answer of free text, in which all calls must be valid."""
 
 
 class DelimitedToolCallFormat(GrammarToolCallFormat):
-    """A format with calls between `opening`, which has `%s` for the name, and `closing`.
+    """A format with calls between `opening`, in which `%s` stands for the name, and `closing`.
 
-    Grammars write calls in exactly this way; parsers accept more.
+    Grammars allow exactly this form; parsers accept variations.
     """
 
     taught_by: ClassVar[
         tuple[str, ...]
-    ]  # a template that teaches the format has all of these, and none of `taught_not_by`
+    ]  # a template teaches the format if it contains all of these texts, and none of `taught_not_by`
     taught_not_by: ClassVar[tuple[str, ...]] = ()
     triggers: ClassVar[tuple[str, ...]]  # every call begins with one of these, and ordinary text does not
     opening: ClassVar[str]
@@ -123,7 +123,7 @@ class DelimitedToolCallFormat(GrammarToolCallFormat):
 
 
 class SectionToolCallFormat(DelimitedToolCallFormat):
-    """A format with all calls of an answer in one section, from `begin` to `end`."""
+    """A format that puts all calls of an answer into one section, from `begin` to `end`."""
 
     begin: ClassVar[str]
     end: ClassVar[str]
@@ -148,9 +148,9 @@ class SectionToolCallFormat(DelimitedToolCallFormat):
 
 
 class ReadableArguments(dict[str, Any]):
-    """The arguments of a call, as an object that turns into JSON when a template adds it to text.
+    """The arguments of a call: a dict that turns into JSON when a template adds it to a string.
 
-    DeepSeek's templates join strings; all others look into the object or write it with `tojson`.
+    DeepSeek's templates concatenate strings; all others read the dict or write it with `tojson`.
     """
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ def with_readable_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 def with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a message whose call ids have nine letters and digits, as Mistral's templates demand.
 
-    Other ids become digests of them, the same in a call and in its result.
+    Other ids are replaced by digests, the same for a call and its result.
     """
     short = dict(message)
     if short.get("tool_call_id"):

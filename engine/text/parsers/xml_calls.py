@@ -1,16 +1,16 @@
-"""Tool calls with a tag for each argument: the definition of a format, the parser, which converts them to JSON, and
-the formats.
+"""Tool calls with a tag for each argument: the base class of formats, their parser, and the formats.
 
-Text stands in tags as it is; other values are JSON. The function's schema says which is which.
+The parser converts arguments to JSON. Between tags, strings are written as they are, other values as JSON; the
+function's schema says which values are strings.
 
         a mark       name, first key                  end, no key             tail, or none
 OUTSIDE ──────> HEAD ───────────────> VALUE ──────────────────────────> TAIL ───────────────> OUTSIDE
                  │                      ^ └── end, next key ──┐          ^ └── more ──> HEAD
                  │                      └─────────────────────┘          │
                  ├── name, and no key ───────────────────────────────────┘
-                 └── another text, or no such function: it was content ─────────────────────> OUTSIDE
+                 └── other text, or an unknown function: it was content ────────────────────> OUTSIDE
 
-A value may hold what looks like its end: it ends only before another key or the end of the call.
+A value may contain text that looks like its end: it ends only before another key or the end of the call.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from .tool_call_format import DelimitedToolCallFormat, Functions, FunctionSignat
 class XmlToolCallFormat(DelimitedToolCallFormat):
     """FIRST, with the name, then KEY value VALUE_CLOSE for each argument, CLOSE [NEXT ... CLOSE ...] TAIL.
 
-    All but the values are patterns here, in which parts that models forget are optional. KEY extends to the value.
+    All parts but the values are patterns; parts that models tend to forget are optional. KEY extends to the value.
     """
 
     first: ClassVar[str]
-    next: ClassVar[str] = "(?!)"  # pattern of the beginning of another call within the same tags
-    more: ClassVar[str] = ""  # the text with which NEXT begins
+    next: ClassVar[str] = "(?!)"  # pattern of the beginning of another call within the same outer tags
+    more: ClassVar[str] = ""  # the text that NEXT begins with
     key: ClassVar[str]
     value_close: ClassVar[str]
     forgotten_close: ClassVar[str] = "(?P<known_key>(?!))"  # the group `known_key` must be an argument of the function
     close: ClassVar[str]
     tail: ClassVar[str] = ""  # optional text
-    style: ClassVar[str]  # xgrammar's name of the arguments' format
+    style: ClassVar[str]  # xgrammar's name for the format of arguments
 
     def new_parser(self, functions: Functions, *, at_most_one: bool = False) -> OutputParser:
         return XmlToolCallParser(self, functions, at_most_one=at_most_one)
 
     @cached_property
     def head(self) -> regex.Pattern[str]:
-        """Pattern from the mark to the first argument's value, or behind a call without arguments."""
+        """Pattern from the mark to the first argument's value, or to the end of a call without arguments."""
         return regex.compile(rf"{self.first}{BLANKS}(?:{self.key}|{self.close})")
 
     @cached_property
     def next_head(self) -> regex.Pattern[str]:
-        """Pattern of the same from `more` on."""
+        """The same pattern, beginning with `more` instead of the mark."""
         return regex.compile(rf"{self.next}{BLANKS}(?:{self.key}|{self.close})")
 
     @cached_property
     def value_end(self) -> regex.Pattern[str]:
-        """Pattern from a value's end to the next one, or behind the call."""
+        """Pattern from a value's end to the next value, or to the end of the call."""
         return regex.compile(rf"{self.value_close}{BLANKS}(?:{self.key}|{self.close})|{self.forgotten_close}")
 
     @cached_property
     def last_close(self) -> regex.Pattern[str]:
-        """Pattern from a value's end to the end of the call, if its tag is the last of the answer."""
+        """Pattern from a value's end to the end of the call, if the call's closing tag ends the answer."""
         return regex.compile(rf"\n?(?:{self.close})")
 
     def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
-        """Return the types of the value behind `key`, of those that the function's schema allows."""
+        """Return the possible types of the value after `key`, out of those that the function's schema allows."""
         return allowed
 
     def _arguments(self, function: FunctionSignature) -> GrammarSpec:
@@ -84,17 +84,17 @@ class _State(Enum):
 
 
 class XmlToolCallParser(InlineToolCallParser):
-    """The `OutputParser` of `XmlToolCallFormat`. It reports text as it arrives, other values once they are complete."""
+    """The `OutputParser` of `XmlToolCallFormat`. It reports strings as they arrive, other values once complete."""
 
     OUTSIDE, HEAD, DISCARD = _State.OUTSIDE, _State.HEAD, _State.DISCARD
 
     def __init__(self, form: XmlToolCallFormat, functions: Functions, *, at_most_one: bool) -> None:
-        """`at_most_one`: anything behind the first call is dropped."""
+        """`at_most_one`: drop everything after the first call."""
         super().__init__(_State.OUTSIDE, *form.triggers)
         self._form = form
         self._functions = functions
         self._at_most_one = at_most_one
-        self._parameters: Mapping[str, Any] = {}  # of the called function
+        self._parameters: Mapping[str, Any] = {}  # JSON schema of the called function's arguments
         self._names: Collection[str] = ()  # names of its arguments
         self._has_keys = False
         self._types = TYPES  # types of the current value
@@ -134,7 +134,7 @@ class XmlToolCallParser(InlineToolCallParser):
 
     @property
     def _quote(self) -> str:
-        """The quote around a value that is reported as it arrives."""
+        """The JSON quote around a string that is reported as it arrives; "" for other values."""
         return '"' if self._types == TEXT else ""
 
     def _read_values(self, finished: bool) -> list[OutputPart]:
@@ -154,7 +154,7 @@ class XmlToolCallParser(InlineToolCallParser):
         return parts
 
     def _find_end(self) -> regex.Match[str] | None:
-        """Find the end of the value in the held text, or what may become it."""
+        """Find the end of the value in the held text, or a beginning of it."""
         for found in self._form.value_end.finditer(self._held, overlapped=True, partial=True):
             if found.partial or found["known_key"] is None or found["known_key"] in self._names:
                 return found
@@ -211,7 +211,7 @@ class Qwen3Coder(XmlToolCallFormat):
     def text_and_calls_grammar(
         self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
     ) -> GrammarSpec:
-        """Also constrain calls without the outer tags, which the parser accepts."""
+        """Return the grammar; it also constrains calls without the outer tags, which the parser accepts."""
         opening = self.opening.removeprefix("<tool_call>\n")
         bare = [self._tag(function, opening, "</function>") for function in functions]
         grammar = super().text_and_calls_grammar(functions, at_most_one=at_most_one)
@@ -238,7 +238,7 @@ class Glm45(XmlToolCallFormat):
     opening, closing, separator = "<tool_call>%s", "</tool_call>", "\n"
 
     def adapt_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Replace null content, which these templates would write as Python does."""
+        """Replace null content, which these templates would write as `None`."""
         return {**message, "content": message["content"] or ""}
 
 
@@ -266,7 +266,7 @@ class MiniMaxM2(SectionToolCallFormat, XmlToolCallFormat):
 
 
 class DeepSeek32(SectionToolCallFormat, XmlToolCallFormat):
-    """MiniMax's format with other tags, which say of each value whether it is text: DeepSeek-V3.2.
+    """MiniMax's format with other tags, which also say whether a value is a string: DeepSeek-V3.2.
 
     https://huggingface.co/deepseek-ai/DeepSeek-V3.2/blob/main/encoding/encoding_dsv32.py
     """
@@ -290,5 +290,5 @@ class DeepSeek32(SectionToolCallFormat, XmlToolCallFormat):
     section_lead, opening, closing = r"\n", '<｜DSML｜invoke name="%s">\n', "</｜DSML｜invoke>\n"
 
     def types(self, key: regex.Match[str], allowed: frozenset[str]) -> frozenset[str]:
-        """Let the model decide if the schema does not."""
+        """Return the allowed types; if they include strings and others, the model's `string` attribute decides."""
         return (allowed & TEXT if key["is_text"] == "true" else allowed - TEXT) or allowed

@@ -1,11 +1,11 @@
-"""Paged attention on a GPU: which kernel serves which sequences of a step.
+"""Paged attention on a GPU: the choice of kernels for the sequences of a step.
 
 one short decode        decode_short
 decodes                 decode_hopper (16-bit cache), decode_fp8_hopper (E4M3 cache), decode (any device and type)
 prefill, few tokens     prefill_split_kv
 prefill, many tokens    prefill_hopper, prefill_tiles (any device and type)
 
-Decodes with a few drafts are served by the kernels for decodes.
+The kernels for decodes also serve decodes with a few drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["paged_attention", "prepare"]
 
 
 def prepare(batch: AttentionBatch, kv: Tensor, *, num_heads: int, head_dim: int | None = None) -> AttentionBatch:
-    """See `baton.kernels.attention.prepare`. Looks at shapes only: safe inside a captured graph."""
+    """See `baton.kernels.attention.prepare`. Reads shapes only, so a CUDA graph may capture it."""
     head_dim = kv.shape[5] if head_dim is None else head_dim
     heads = {"num_heads": num_heads, "num_kv_heads": kv.shape[1], "head_dim": head_dim}
     value_dim = kv_rows(kv, head_dim).value_dim
@@ -92,7 +92,7 @@ def paged_prefill(
     *,
     out: Tensor,
 ) -> None:
-    """Write the rows of `out` that `plan` covers: its sequences, and the padding tokens behind them.
+    """Write the rows of `out` that `plan` covers: its sequences, and the padding tokens after them.
 
     See `baton.kernels.attention.paged_attention`.
     """

@@ -1,19 +1,18 @@
-"""Decode attention for any GPU, head size and cache type: sequences with one query token each, over their pages.
+"""Decode attention for any GPU, head size and cache type.
 
-Or with a few: the last known token of a sequence, and drafts behind it. A memory-bound kernel either way: every key and
-value is read once, and the work lies in keeping enough reads in flight.
+Each sequence has one query token, or a few: its last known token, and drafts. The kernel is memory-bound: every key and
+value is read once, and the difficulty is to keep enough reads in flight.
 
-* The query heads that read the same KV head, of one query after the other, are the rows of one small matrix product
-  (padded to the 16 that it needs).
-* Programs have equal shares of the keys of the whole step (`decode_plan.py`). In its share a program goes from sequence
-  to sequence, and in a sequence from unit to unit; the reads of the next units are under way all the time.
-* A short step is a chain of waits for memory: share, page, key. So a program asks for its first pages while the kernel
-  before it still runs: they are in L2 when the query is there.
-* A sequence that lies in one share is written at once. The parts of one that lies in several are combined in the order
-  of the shares, whichever program comes last: by the program that comes last, or, where the plan says so, by a kernel
-  behind this one (`decode_combine`).
+* The query heads that read the same KV head, for one query after the other, are the rows of one small matrix product,
+  padded to the 16 rows that it needs.
+* Programs have equal shares of the keys of the whole step (`decode_plan.py`). A program processes its share sequence by
+  sequence, and unit by unit within a sequence, while the next units are being loaded.
+* A short step is a chain of dependent reads: share, page, key. So a program prefetches its first pages while the
+  previous kernel still runs: they are in L2 when the query is ready.
+* If a sequence lies in one share, its result is written directly. If it lies in several, its parts are combined in the
+  order of the shares, by the program that finishes last, or by a second kernel if the plan says so (`decode_combine`).
 
-Scores are kept in units of log 2: the device's exponential has base 2.
+Scores are in units of log 2, since the device's exponential has base 2.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from .decode_plan import (
     units_of,
 )
 
-LINE_BYTES = tl.constexpr(128)  # that a prefetch brings
-ELEMENTS_AT_ONCE = 2048  # of the partial sums, when they are put together: they have registers to share with the loop
+LINE_BYTES = tl.constexpr(128)  # bytes that one prefetch loads
+ELEMENTS_AT_ONCE = 2048  # of partial sums while combining: registers are shared with the main loop
 
 
 def paged_decode(
@@ -58,7 +57,7 @@ def paged_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Write the rows of `out` that the plan is for. See `baton.kernels.attention.paged_attention`."""
+    """Write the rows of `out` that the plan covers. See `baton.kernels.attention.paged_attention`."""
     num_heads, dim = q.shape[1:]
     shares = plan.shares(rule.limit)
     group = num_heads // plan.num_kv_heads
@@ -126,7 +125,7 @@ def attend_share(
     table_rows,
     layer,
     scale,
-    window,  # of all queries of a sequence: that of one, and the queries behind it
+    window,  # keys that a sequence's queries see together: the window of one, plus the number of later queries
     soft_cap,
     num_shares,
     num_seqs,
@@ -139,7 +138,7 @@ def attend_share(
     table_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,  # of a sequence, at most
+    QUERIES: tl.constexpr,  # most queries of a sequence
     PADDED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -154,7 +153,7 @@ def attend_share(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend one share of the keys, for one KV head and the GROUP heads of each query that read it."""
+    """Attend to one share of the keys, for one KV head and the GROUP heads of each query that read it."""
     let_next_start()
     head = tl.program_id(0) % HEADS
     share = tl.program_id(0) // HEADS
@@ -249,7 +248,7 @@ def attend_share(
         unit = 0
         left -= units
         seq_len, table = _sequence(seq, left > 0, seq_lens, block_tables, table_rows, table_stride)
-    if QUERIES > 1:  # tokens behind the last sequence
+    if QUERIES > 1:  # tokens after the last sequence
         token = tl.load(query_start + num_seqs).to(tl.int64) + share
         while token < num_tokens:
             place = out + token * out_stride + head * (GROUP * VALUE_DIM)
@@ -271,7 +270,7 @@ def _queries_of(seq, query_start, QUERIES: tl.constexpr):
 
 @triton.jit
 def _sequence(seq, is_read, seq_lens, block_tables, table_rows, table_stride):
-    """Return the length of a sequence and a pointer to its block ids; undefined where it is not to be read."""
+    """Return the length of a sequence and a pointer to its block ids; undefined unless `is_read`."""
     table_row = seq
     if table_rows is not None:
         table_row = tl.load(table_rows + seq, mask=is_read, other=0)
@@ -280,7 +279,7 @@ def _sequence(seq, is_read, seq_lens, block_tables, table_rows, table_stride):
 
 @triton.jit
 def _keys_of(seq_len, window, unit, units, UNIT: tl.constexpr):
-    """Return the range of keys (begin, end) of `units` units of a sequence, the first of which is `unit`."""
+    """Return the range of keys (begin, end) of `units` units of a sequence, beginning with number `unit`."""
     begin = (first_visible(seq_len, window) // UNIT + unit) * UNIT
     return begin, tl.minimum(begin + units * UNIT, seq_len)
 
@@ -294,7 +293,7 @@ def _places(key, is_read, table, kv_block_stride, BLOCK_SIZE: tl.constexpr, TOKE
 
 @triton.jit
 def _prefetch_rows(place, DIM: tl.constexpr):
-    """Ask for the keys or values at `place` to be brought into L2."""
+    """Prefetch the keys or values at `place` into L2."""
     line: tl.constexpr = LINE_BYTES * 8 // place.dtype.element_ty.primitive_bitwidth
     offset = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(DIM, line))) * line, DIM - 1)
     prefetch(place[:, None] + offset[None, :])
@@ -324,7 +323,7 @@ def _attend_keys(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend those of the keys begin:end that each query sees: weighted sums of values, sums of weights, top scores."""
+    """Attend to the keys begin:end that each query sees: weighted sums of values, sums of weights, top scores."""
     dim = tl.arange(0, PADDED_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
     total = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)

@@ -1,8 +1,8 @@
-"""Combines the parts of decode attention: in the program that comes last, or in a kernel behind all of them.
+"""Combines the parts of decode attention: in the program that finishes last, or in a second kernel.
 
-Where a step has few sequences, and one of them is long, it lies in dozens of shares. The program that comes last with a
-part of it would add them up alone, while the others are idle; here every query head of a sequence has a program. That
-costs a launch in every layer, also in steps with nothing to add: hence only where the plan says so.
+If a step has few sequences and one of them is long, that one lies in dozens of shares. The program that finishes last
+would combine them alone, while all others are idle. In the second kernel, every query head of a sequence has a program.
+It costs a launch in every layer, even in steps with nothing to combine, so it runs only if the plan says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .decode_output import write_rows
 from .decode_plan import UNITS_PER_SHARE, DecodePlan, Shares, part_number, units_of
 
 PARTS_AT_ONCE = 64
-MOST_SEQS = 8  # that a plan may choose this kernel for
+MOST_SEQS = 8  # steps with more sequences do not use the second kernel
 
 
 def add_parts(out: Tensor, plan: DecodePlan, shares: Shares, rule: AttentionRule) -> None:
@@ -66,7 +66,7 @@ def add_parts_kernel(
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Combine one query head of one sequence. Its parts follow from lengths, as in `decode_plan.write_shares`."""
+    """Combine one query head of one sequence. Lengths determine its parts, as in `decode_plan.write_shares`."""
     let_next_start()
     seq, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, SEQS)
@@ -135,7 +135,7 @@ def combine_parts(
         share = base + tl.arange(0, PARTS)[:, None]
         part = (part_number(share, share == first_share) * HEADS + head) * rows + row
         is_real = (share <= last_share) & (row < rows)
-        # past the first cache: other multiprocessors wrote these
+        # bypass L1: other multiprocessors wrote these
         tops_here = tl.load(tops + part, mask=is_real, other=LOWEST, cache_modifier=".cg")
         weights = tl.load(tops + num_shares * 2 * HEADS * rows + part, mask=is_real, other=0.0, cache_modifier=".cg")
         values = tl.load(

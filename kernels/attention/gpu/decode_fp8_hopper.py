@@ -1,17 +1,17 @@
 """Decode attention for Hopper over E4M3 caches: see `decode_tma`.
 
-    scores [64, rows]   = keys query                 for either half of a unit; keys become float16 in registers
-    sums   [dims, rows] = values^T softmax(scores)   and so do values: products of 8 bits add up some 14 bits only
+    scores [64, rows]   = keys query                 for each half of a unit; keys are converted to float16 in registers
+    sums   [dims, rows] = values^T softmax(scores)   values, too: 8-bit tensor cores accumulate only about 14 bits
 
-Float16 holds all that E4M3 does, and more bits of a weight than bfloat16, but has less range. So a query is divided by
-the power of two below its largest value, which is in the scores then, as the keys' scale is; and weights are 2^14 for a
-top score, not 1, so that those of thousands of faint keys, which may add up to much, are not below what float16 has.
+Float16 represents all E4M3 values, and weights more precisely than bfloat16, but its range is smaller. So each query is
+divided by the power of two below its largest value, and scores are multiplied by it again, as by the keys' scale. The
+weight of a top score is 2^14, not 1: thousands of keys with tiny weights may matter together, and must not underflow.
 
-A product of values has dimensions for rows, which transposing loads bring into registers; they take 16 bits at a time.
-So heads of 128 dimensions are loaded by pairs of neighbours, and even and odd dimensions are two sums. Half of 64
-dimensions would not fill a product: these are loaded by bytes.
+The product with values has dimensions as rows. Transposing loads bring them into registers, 16 bits at a time. So heads
+of 128 dimensions are loaded as pairs of neighbours, and even and odd dimensions are two sums. Half of 64 dimensions
+would not fill a product, so those heads are loaded byte by byte.
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 import torch
@@ -51,8 +51,8 @@ from .decode_tma import (
     visible_scores,
 )
 
-TOP_WEIGHT = gl.constexpr(14.0)  # of a key with the top score, in units of log 2; float16 ends below 16
-HALVES = gl.constexpr(2)  # of a unit, each with products of its own
+TOP_WEIGHT = gl.constexpr(14.0)  # log 2 of the weight of a top score; float16 ends below 2^16
+HALVES = gl.constexpr(2)  # a unit is processed in halves, each with products of its own
 UNIT = gl.constexpr(HALVES.value * KEYS.value)  # keys
 FITTINGS = Fittings(
     few_rows={64: Fitting(2, 3, 128), 128: Fitting(2, 3, 128)},
@@ -70,7 +70,7 @@ def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> Decode
 
 
 def serves(q: Tensor, kv: Tensor) -> bool:
-    """Return true for queries that suit this kernel."""
+    """Return whether this kernel supports these queries."""
     return q.dtype in IN_16_BITS and kv.dtype == torch.float8_e4m3fn
 
 
@@ -84,7 +84,7 @@ def tma_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Decode as `decode.paged_decode` does, for what `plan_tma_decode` and `serves` take."""
+    """Decode as `decode.paged_decode` does. Call it only if `plan_tma_decode` returned a plan and `serves` is true."""
     dim, scales = q.shape[2], {"k_scale": rule.k_scale, "v_scale": rule.v_scale}
     decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS, BOXES[dim], out=out, **scales)
 
@@ -113,9 +113,9 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
         divisor = _put_query(queries, first_token, num_queries, share.head, query_memory, shape)
         factor = gl.expand_dims(divisor * scale, 0)  # [1, ROWS]
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
-        weights = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a half has its own sum
+        weights = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)  # one sum per key position in a half
         sums = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)
-        odd = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)  # with PAIRS: of dimensions 1, 3, ...
+        odd = gl.zeros([HEIGHT, shape.ROWS], gl.float32, shape.MMA)  # with PAIRS: sums of dimensions 1, 3, ...
         for index in range(part.tiles):
             begin = (part.first + index) * UNIT
             keys.await_full(n)
@@ -136,7 +136,7 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
                 weight_memory.index(half).store(probabilities.to(gl.float16).trans())
                 weights = weights + probabilities
             hopper.fence_async_shared()
-            barrier()  # the weights of all warps are there
+            barrier()  # all warps have stored their weights
             sums = sums * shrink
             odd = odd * shrink
             values.await_full(n)
@@ -169,7 +169,7 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
 
 @gluon.jit
 def _put_query(queries, first_token, num_queries, head, query_memory, shape):
-    """Store the heads that read a KV head as a right operand, and return the divisor of each [ROWS]."""
+    """Store the query heads that read a KV head as a right operand, and return the divisor of each [ROWS]."""
     query = load_query(queries, first_token, num_queries, head, shape).to(gl.float32)
     largest = gl.max(gl.abs(query), 1)
     unit = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)  # no mantissa: a power of two
@@ -182,8 +182,9 @@ def _put_query(queries, first_token, num_queries, head, query_memory, shape):
 
 @gluon.jit
 def _multiply_keys(unit, query_memory, shape):
-    """Multiply each half of a unit of keys [UNIT, DIM] by the query: [KEYS, ROWS]. All warps have read the keys
-    afterwards.
+    """Multiply each half of a unit of keys [UNIT, DIM] by the query: [KEYS, ROWS].
+
+    On return, all warps have read the keys.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, shape.MMA, 2)
     BOX_8: gl.constexpr = unit.layout
@@ -220,7 +221,7 @@ def _values(unit, half: gl.constexpr, num_keys, shape):
 
 @gluon.jit
 def _without_tail(value, num_keys):
-    """Zero what lies behind the sequence's end: it may be anything, and zero times infinity is not zero."""
+    """Zero the values after the sequence's end: they may be infinite or NaN, and zero times infinity is not zero."""
     if num_keys < KEYS:
         column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, value.type.layout)), 0)
         value = gl.where(column < num_keys, value, gl.zeros_like(value))
@@ -263,9 +264,9 @@ def attend_share(
     APART: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """Attend one share of the keys, for one KV head and the GROUP heads of each query that read it.
+    """Attend to one share of the keys, for one KV head and the GROUP heads of each query that read it.
 
-    `pages` has boxes [page, DIM] of kv seen as rows of one head's dims.
+    `pages` is a TMA descriptor with boxes [page, DIM] of kv, viewed as rows of one head's dimensions.
     """
     operands = RightOperands(
         gl.allocate_shared_memory(gl.float16, [ROWS, DIM], BOX),

@@ -1,9 +1,9 @@
 """Decode attention for Hopper over 16-bit caches: see `decode_tma`.
 
-    scores [unit, rows] = keys query                         keys are the rows of both products: what a warp group
-    sums   [dims, rows] = values^T softmax(scores)           multiplies is full, and neither passes through registers
+    scores [unit, rows] = keys query                         keys and dimensions are the rows of the products: they fill
+    sums   [dims, rows] = values^T softmax(scores)           a warp group's tile, and stay in shared memory
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 from torch import Tensor
@@ -58,7 +58,7 @@ def plan_tma_decode(batch: AttentionBatch, kv: Tensor, num_heads: int) -> Decode
 
 
 def serves(q: Tensor, kv: Tensor, rule: AttentionRule) -> bool:
-    """Return true for queries and rules that suit this kernel: the cache's own type, and no scales."""
+    """Return whether this kernel supports these queries and this rule: queries of the cache's dtype, no scales."""
     return q.dtype == kv.dtype and not rule.is_scaled
 
 
@@ -72,7 +72,7 @@ def tma_decode(
     *,
     out: Tensor,
 ) -> None:
-    """Decode as `decode.paged_decode` does, for what `plan_tma_decode` and `serves` take."""
+    """Decode as `decode.paged_decode` does. Call it only if `plan_tma_decode` returned a plan and `serves` is true."""
     decode_tma.launch(attend_share, q, kv, layer, batch, plan, rule, FITTINGS, BOX.value, out=out)
 
 
@@ -91,11 +91,11 @@ def _consume(share, sequences, queries, output, scoring, operands, keys, values,
         seen = seen_keys(sequences, seq_len, num_queries, shape)
         query_memory.store(
             load_query(queries, first_token, num_queries, share.head, shape)
-        )  # all warps are done with the one before
+        )  # all warps have finished the previous one
         hopper.fence_async_shared()
         barrier()
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.MMA))
-        weights = gl.zeros([UNIT, shape.ROWS], gl.float32, shape.MMA)  # each key's place in a unit has its own sum
+        weights = gl.zeros([UNIT, shape.ROWS], gl.float32, shape.MMA)  # one sum per key position in a unit
         sums = gl.zeros([shape.DIM, shape.ROWS], gl.float32, shape.MMA)
         for index in range(part.tiles):
             begin = (part.first + index) * UNIT
@@ -164,9 +164,9 @@ def attend_share(
     APART: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """Attend one share of the keys, for one KV head and the GROUP heads of each query that read it.
+    """Attend to one share of the keys, for one KV head and the GROUP heads of each query that read it.
 
-    `pages` has boxes [page, slab] of kv seen as rows of one head's dims.
+    `pages` is a TMA descriptor with boxes [page, slab] of kv, viewed as rows of one head's dimensions.
     """
     operands = RightOperands(
         gl.allocate_shared_memory(pages.dtype, [ROWS, DIM], BOX),

@@ -1,4 +1,4 @@
-"""Steps that the kernels for decodes serve, and their plans: with tuned options, else with defaults by head size."""
+"""Decides which sequences the decode kernels serve, and plans them with tuned options, or defaults by head size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from baton.kernels.attention_batch import AttentionBatch
 from .decode_combine import MOST_SEQS
 from .decode_plan import DecodePlan, shares_that_fill
 
-MIN_ROWS = 16  # of a matrix product
-MOST_ROWS = 32  # of queries of one sequence: more belong into tiles of their own
+MIN_ROWS = 16  # least rows of a matrix product
+MOST_ROWS = 32  # most rows for the queries of one sequence; prefill kernels serve more
 
-# unit_tokens: keys of one step of the loop; programs: on a multiprocessor at a time; min_units: of a share;
-# early_units: of a share, prefetched before the query is there; apart: parts are added by `decode_combine`, up to the
-# number of sequences that it serves
+# unit_tokens: keys of one loop iteration; programs: concurrent programs of a multiprocessor; min_units: least units of
+# a share; early_units: units of a share that are prefetched before the query is ready; apart: parts are combined by
+# `decode_combine`, in steps with few enough sequences for it
 DEFAULT = {
     "unit_tokens": 64,
     "programs": 2,
@@ -25,16 +25,17 @@ DEFAULT = {
     "num_warps": 4,
     "num_stages": 5,
 }
-DEFAULT_OF_WIDE_HEADS = {**DEFAULT, "unit_tokens": 32}  # of more than 128 dimensions: what two programs can hold
-# of more than 256 dimensions: what one program can hold
+DEFAULT_OF_WIDE_HEADS = {**DEFAULT, "unit_tokens": 32}  # above 128 dimensions: two programs fit a multiprocessor
+# above 256 dimensions: one program fits a multiprocessor
 DEFAULT_OF_WIDEST_HEADS = {**DEFAULT_OF_WIDE_HEADS, "programs": 1, "num_warps": 8, "num_stages": 3}
 
 
 def plan_decode(
     batch: AttentionBatch, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> DecodePlan:
-    """Return the plan for the first `batch.num_decodes` sequences; where there are none, for all, with a few queries
-    each. Looks at shapes only: safe inside a captured graph.
+    """Return the plan for the first `batch.num_decodes` sequences, or for all if there are no decodes.
+
+    In the latter case, each has a few queries. Reads shapes only, so a CUDA graph may capture it.
     """
     group, num_seqs = num_heads // num_kv_heads, batch.num_decodes or batch.num_seqs
     key = tuning_key(group=group, num_kv_heads=num_kv_heads, head_dim=head_dim, num_seqs=num_seqs)
@@ -44,19 +45,20 @@ def plan_decode(
 
 
 def has_few_queries(batch: AttentionBatch, group: int) -> bool:
-    """Return true if the sequences of a step are decodes with so few drafts that their queries, of `group` heads for
-    each KV head, fit the rows of a product.
+    """Return whether all sequences are decodes with so few drafts that their queries fit into one matrix product.
+
+    `group` is the number of query heads that read a KV head.
     """
     return batch.drafted and not batch.num_decodes and batch.max_query_len <= MOST_ROWS // group
 
 
 def most_queries(batch: AttentionBatch) -> int:
-    """Return the most queries that a sequence has, of those that the kernels for decodes serve in a step."""
+    """Return the largest number of queries of a sequence that the decode kernels serve in this step."""
     return 1 if batch.num_decodes else batch.max_query_len
 
 
 def default_options(head_dim: int) -> dict[str, int]:
-    """Return the options of heads that are not in the tables."""
+    """Return the options for head sizes without tuned ones."""
     if head_dim <= 128:
         return DEFAULT
     return DEFAULT_OF_WIDE_HEADS if head_dim <= 256 else DEFAULT_OF_WIDEST_HEADS
@@ -75,7 +77,7 @@ def tuning_key(*, group: int, num_kv_heads: int, head_dim: int, num_seqs: int) -
 def decode_plan(
     batch: AttentionBatch, options: dict[str, int], *, num_heads: int, num_kv_heads: int, value_dim: int
 ) -> DecodePlan:
-    """Return the plan for given options, which have the keys of `DEFAULT`."""
+    """Return the plan with these options, which have the keys of `DEFAULT`."""
     device = batch.seq_lens.device
     num_shares = shares_that_fill(device, num_kv_heads, options["programs"])
     queries = most_queries(batch)

@@ -1,12 +1,13 @@
-"""Output of decode attention: the result of a sequence that a share has whole, or the part of one that is cut.
+"""Output of decode attention, when a program has finished a sequence in its share of keys.
 
-    all of the sequence     its result is written at once
-    a part of it            is stored; the parts are combined by the program that comes last, or by a kernel of its own
-                            (`decode_combine`), where the plan says so
+    the share has the whole sequence     its result is written
+    the share has a part of it           the part is stored; the program that finishes last combines the parts, or a
+                                         second kernel (`decode_combine`) if the plan says so
 
-The Gluon functions are for the kernels of `decode_tma`, with heads in columns; `write_rows` and `capped` for Triton's.
+The Gluon functions are for the kernels of `decode_tma`, with heads in columns. `write_rows` and `capped` are for the
+Triton kernels.
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 import triton
@@ -22,12 +23,12 @@ from baton.kernels.split_kv import LOG2_E
 
 from .decode_plan import part_number
 
-PARTS_AT_ONCE = gl.constexpr(4)  # of a sequence in several shares, whose loads are under way together
+PARTS_AT_ONCE = gl.constexpr(4)  # parts of a sequence that are loaded concurrently
 
 
 @record
 class DecodeParts:
-    """The memory of parts: see `DecodePlan`."""
+    """The workspace for parts of results: see `DecodePlan`."""
 
     sums: gl.tensor
     tops: gl.tensor
@@ -37,7 +38,7 @@ class DecodeParts:
 
 @record
 class DecodeOutput:
-    """The results of the step, and the values that they depend on beside the sums."""
+    """The step's output, and the inputs of the final computation."""
 
     out: gl.tensor
     sinks: Value  # pointer, or None
@@ -47,9 +48,10 @@ class DecodeOutput:
 
 @gluon.jit
 def finish(found, first_token, num_queries, unit, part, passed, share, output, value_scale, shape):
-    """Write or store what `found` holds of a sequence: its `part`, from `unit` on, behind `passed` units of others.
+    """Write the result `found` of a sequence, or store it as a part.
 
-    Its queries are `num_queries` tokens from `first_token` on. `value_scale`: the factor of values, or None.
+    It covers `part` of the sequence, from the sequence's unit `unit` on, after `passed` units of other sequences in the
+    share. The queries are `num_queries` tokens from `first_token` on. `value_scale` is the factor of values, or None.
     """
     target = _target(first_token, share.head, output, shape)
     if part.units == part.all_units:
@@ -64,7 +66,7 @@ def finish(found, first_token, num_queries, unit, part, passed, share, output, v
 
 @gluon.jit
 def clear_padding(sequences, share, output, shape):
-    """Write zeros for the tokens behind the last sequence: each share's program for some of them."""
+    """Write zeros for the tokens after the last sequence. The programs of all shares divide this work."""
     if shape.QUERIES > 1:
         first = gl.load(sequences.query_start + sequences.num_seqs) + gl.program_id(0) // shape.HEADS
         row = gl.zeros([shape.ROWS], gl.float32, gl.SliceLayout(0, shape.MMA))
@@ -75,13 +77,13 @@ def clear_padding(sequences, share, output, shape):
 
 @gluon.jit
 def _target(token, head, output, shape):
-    """Return a pointer to the first result of a token's heads that read a KV head."""
+    """Return a pointer to the output of the first query head, of this token, that reads the KV head."""
     return output.out + (token.to(gl.int64) * shape.HEADS + head) * (shape.GROUP * shape.DIM)
 
 
 @gluon.jit
 def _write(found, target, num_queries, sinks, value_scale, head, shape):
-    """Write the heads that read a KV head, of `num_queries` queries; zeros where there was no key."""
+    """Write the query heads that read a KV head, for `num_queries` queries; zeros if they saw no key."""
     sums, weight, top = found.sums, found.weight, found.top
     row = columns(shape.ROWS, shape.MMA)
     is_real = row < num_queries * shape.GROUP
@@ -101,7 +103,7 @@ def _write(found, target, num_queries, sinks, value_scale, head, shape):
 
 @gluon.jit
 def _places_of_part(parts, share, begins, head, LAYOUT: gl.constexpr, shape):
-    """Return pointers to the part of `share`: as the fields of `Partial`."""
+    """Return pointers to the part of `share`, one for each field of `Partial`."""
     row, dim = columns(shape.ROWS, LAYOUT), dims(shape.DIM, LAYOUT)
     part = (part_number(share, begins) * shape.HEADS + head) * shape.REAL_ROWS + row
     place = parts.sums + gl.expand_dims(part * shape.DIM, 0) + dim
@@ -119,7 +121,7 @@ def _store_part(found, parts, share, begins, head, shape):
 
 @gluon.jit
 def _combine_if_last(seq_begin, all_units, share, target, num_queries, output, value_scale, shape):
-    """Write a sequence whose `all_units` units begin at `seq_begin`, if all its other parts have been stored."""
+    """Combine and write a sequence if all its other parts are stored. Its `all_units` units begin at `seq_begin`."""
     parts = output.parts
     per_share = share.units_per_share()
     first_share, last_share = seq_begin // per_share, (seq_begin + all_units - 1) // per_share
@@ -144,9 +146,9 @@ def write_rows(
     query_stride=0,
     num_queries=1,
 ):
-    """Write the GROUP query heads of a KV head, of one query after the other; zeros where there was no key.
+    """Write the GROUP query heads of a KV head, for one query after the other; zeros if they saw no key.
 
-    `place`: of the first query's first head; those of the next query lie `query_stride` elements behind.
+    `place` is the offset of the first query's first head. The next query's heads are `query_stride` elements further.
     """
     row = tl.arange(0, total.shape[0])
     dim = tl.arange(0, total.shape[1])
@@ -166,5 +168,5 @@ def write_rows(
 
 @triton.jit
 def capped(scores, soft_cap):
-    """cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    """Return cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
     return soft_cap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / soft_cap)) + 1))

@@ -1,15 +1,16 @@
-"""Work partition of decode attention: which program reads which keys, planned on the device once a step for all layers.
+"""Work partition of decode attention: which program reads which keys. Planned on the device, once per step.
 
     keys       |  sequence 0                     |  sequence 1 |  sequence 2 (padding)
     units      | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 0 | 1 | 2 | 0 |      `unit_tokens` keys each, the last one fewer
     shares     |  share 0      |  share 1      |  share 2      |share 3    `per_share` units each
 
-Every program has one share of the keys of the whole step, for one KV head; there are as many programs as the device
-runs at a time. So all end together, whatever the lengths are: one of 32k keys, or hundreds of a few.
+Every program has one share of the keys of the whole step, for one KV head. There are as many programs as the device
+runs concurrently, so that all end together, whatever the lengths: one sequence of 32k keys, or hundreds of short ones.
 
-A share may begin and end in the middle of a sequence. Its results for those two are *partial*: they stay in a workspace
-until the last program with a part of that sequence combines the parts. `arrivals` finds that program: it counts at the
-share where the sequence begins, and at most one sequence that continues in the next share begins in a share.
+A share may begin and end in the middle of a sequence. Its results for those two sequences are *partial*: they stay in a
+workspace until the last program with a part of that sequence combines the parts. `arrivals` finds that program. The
+counter of a sequence is the one of the share where it begins; at most one sequence that begins in a share continues in
+the next.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ SEQUENCES_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Shares:
-    """The keys that a layer of one window reads, in equal shares."""
+    """The keys that layers with a certain window read, in equal shares."""
 
     words: Tensor  # [num_shares, SHARE_WORDS] int32; 0 units: nothing to do
-    arrivals: Tensor  # [num_shares, num_heads] int32: parts that are there of the sequence that goes on after the share
+    arrivals: Tensor  # [num_shares, num_heads] int32: stored parts of the sequence that continues after the share
     unit_tokens: int
 
     @property
@@ -48,9 +49,9 @@ class Shares:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The decodes of one step, or all its sequences where each has a few queries.
+    """The plan for the decodes of one step, or for all its sequences if each has only a few queries.
 
-    Layers with the same window have the same shares, made when the first of them asks.
+    Layers with the same window use the same shares, which are made for the first of them.
     """
 
     seq_lens: Tensor  # [num_seqs] int32
@@ -58,14 +59,14 @@ class DecodePlan:
     num_shares: int
     unit_tokens: int
     min_units: int
-    early_units: int  # of a share, that are prefetched
-    apart: bool  # whether a kernel of its own puts parts together
-    options: dict[str, int]  # of the launch of `decode`'s kernel
-    # of two parts a share: 0 of the sequence that began in a share before, 1 of the one that goes on in the next
+    early_units: int  # units of a share that are prefetched
+    apart: bool  # whether a second kernel combines parts
+    options: dict[str, int]  # launch options of `decode`'s kernel
+    # A share has up to two parts: 0 of the sequence that began in an earlier share, 1 of the one that continues.
     sums: Tensor  # [num_shares, 2, queries * num_heads, head_dim] float32: weighted sums of values
     tops: Tensor  # [2, num_shares, 2, queries * num_heads] float32: their top scores, their sums of weights
-    queries: int = 1  # of a sequence, at most
-    uses_tma: bool = False  # whether warps of their own fetch pages: `decode_tma`
+    queries: int = 1  # most queries of a sequence
+    uses_tma: bool = False  # whether loader warps fetch pages by TMA: `decode_tma`
     by_window: dict[int, Shares] = field(default_factory=dict)
 
     @property
@@ -73,11 +74,11 @@ class DecodePlan:
         return self.seq_lens.shape[0]
 
     def reach(self, window: int) -> int:
-        """Return how many of the newest keys of a sequence one of its queries sees. `window`: `AttentionRule.limit`."""
+        """Return how many of a sequence's newest keys any of its queries sees. `window`: `AttentionRule.limit`."""
         return min(window + self.queries - 1, UNLIMITED)
 
     def shares(self, window: int) -> Shares:
-        """Return the shares of the keys that each sequence's queries see in a window: see `AttentionRule.limit`."""
+        """Return the shares of the keys that queries with this window see. `window`: `AttentionRule.limit`."""
         if window not in self.by_window:
             self.by_window[window] = plan_shares(
                 self.seq_lens,
@@ -92,9 +93,9 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ShortPlan:
-    """The only decode of a step, of a short sequence: where the parts of its result lie until they are added up.
+    """The plan of a step with a single short decode, or a single short sequence with a few queries.
 
-    Or the only sequence of a step, with a few queries.
+    It holds the workspace for the parts of the result.
     """
 
     sums: Tensor  # [splits, queries, num_heads, head_dim] float32: weighted sums of values
@@ -102,7 +103,7 @@ class ShortPlan:
 
     @property
     def splits(self) -> int:
-        """The largest number of splits of the keys."""
+        """The largest possible number of splits of the keys."""
         return self.sums.shape[0]
 
     @property
@@ -113,7 +114,7 @@ class ShortPlan:
 
 @dataclass(frozen=True)
 class AttentionPlans:
-    """The plans of one step, shared by its layers; None where no sequence needs that kernel."""
+    """The plans of one step, shared by its layers; None if no sequence needs that kind of kernel."""
 
     decode: DecodePlan | ShortPlan | None
     prefill: PrefillPlan | None
@@ -131,12 +132,12 @@ def plan_shares(
 ) -> Shares:
     """Partition the newest `window` keys of every sequence of `seq_lens` [num_seqs] int32 over `num_shares` programs.
 
-    A share has at least `min_units` units, so that a short step is not cut too small. Every sequence has at least one
-    unit, even where it has no key, so that some program writes its result. The counts of arrivals are 0 for each of
-    `num_heads` KV heads; every layer leaves them so for the next. Looks at shapes only: safe inside a captured graph.
+    A share has at least `min_units` units, so that a short step is not divided too finely. Every sequence has at least
+    one unit, even without keys, so that some program writes its result. Arrival counters of the `num_heads` KV heads
+    are set to 0, and every layer resets them. Reads shapes only, so a CUDA graph may capture it.
 
-    Kernels launched after this one may read the words and `seq_lens` before they wait for the kernel before them:
-    it is launched the ordinary way, so that none starts before it has ended.
+    Later kernels may read the words and `seq_lens` before they wait for their predecessor. So this kernel is launched
+    without programmatic dependent launch: none of them starts before it has ended.
     """
     words = torch.empty((num_shares, SHARE_WORDS.value), dtype=torch.int32, device=seq_lens.device)
     arrivals = torch.empty((num_shares, num_heads), dtype=torch.int32, device=seq_lens.device)
@@ -157,29 +158,25 @@ def plan_shares(
 
 
 def shares_that_fill(device: torch.device, num_heads: int, programs_per_multiprocessor: int) -> int:
-    """Return the largest number of shares a KV head for which all programs run at the same time."""
+    """Return the largest number of shares per KV head for which all programs run concurrently."""
     return max(1, multiprocessors(device) * programs_per_multiprocessor // num_heads)
 
 
 @triton.jit
 def part_number(share, begins):
-    """Return the number of a part: each share has room for one of the sequence that `begins` in it, and for one of the
-    sequence that began before.
-    """
+    """Return the index of a part of `share`: of the sequence that `begins` in it, or of the one that began earlier."""
     return share * 2 + begins.to(tl.int32)
 
 
 @triton.jit
 def first_visible(seq_len, window):
-    """Return the first key that the newest token of a sequence sees."""
+    """Return the first key that a sequence's newest token sees."""
     return tl.maximum(seq_len - window, 0)
 
 
 @triton.jit
 def units_of(seq_len, window, UNIT: tl.constexpr):
-    """Return the number of units that hold the keys which the newest token of a sequence sees; units begin at multiples
-    of UNIT.
-    """
+    """Return the number of units with keys that a sequence's newest token sees. Units begin at multiples of UNIT."""
     return tl.maximum(tl.cdiv(seq_len, UNIT) - first_visible(seq_len, window) // UNIT, 1)
 
 
@@ -196,7 +193,7 @@ def write_shares(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a share: it counts the units of all sequences and finds the one where its share begins."""
+    """Write one share per program: it counts the units of all sequences, and finds where its share begins."""
     share = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     total = 0
@@ -225,5 +222,5 @@ def write_shares(
     tl.store(word + FIRST_UNIT, first_unit)
     tl.store(word + UNITS_PER_SHARE, per_share)
     tl.debug_barrier()
-    # released: kernels that start early read these words when this program has ended, without waiting
+    # release order: kernels that start early read these words without waiting, once this program has ended
     tl.atomic_xchg(word + NUM_UNITS, tl.maximum(tl.minimum(total - begin, per_share), 0), sem="release")

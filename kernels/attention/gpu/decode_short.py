@@ -1,17 +1,17 @@
-"""Decode attention of one short sequence, with drafts or without: a decode step of a lightly loaded engine.
+"""Decode attention of one short sequence, with or without drafts: a decode step of a lightly loaded engine.
 
-Nothing here is slow but waiting: for the queries, which the kernel before writes, and for lengths, block ids and keys,
-each of which says where the next lies. Only the queries and their own keys and values come from this step, so all else
-is read while the kernels before still run:
+Such a step only waits: for the queries, which the previous kernel writes, and for length, block ids and keys, which are
+dependent reads. Only the queries and their own keys and values are written in this step, so everything else is read
+while the previous kernels still run:
 
     program (split, head)   lengths ── block ids ── keys, values ──┐ wait ── queries, new keys ── weights ── sums
-    kernel before           ...... norm, rotation, KV write ───────┘
+    previous kernel         ...... norm, rotation, KV write ───────┘
 
-A program has KEYS keys of one KV head, whole in its registers, and no loop; the new ones are all in the last program's.
-The rows of its products are the query heads that read the KV head, of one query after the other. A sequence that is
-longer has several programs a head, whose parts a second kernel adds up, a program for each head of a query: that is
-faster than a last program that finds out that it is the last. The grid is that of the longest sequence that is short;
-programs without a key that a query sees leave at once.
+A program has KEYS keys of one KV head in its registers, and no loop. The last program has all new keys. The rows of its
+products are the query heads that read the KV head, for one query after the other. A sequence with more than KEYS keys
+has several programs per head; a second kernel, with a program for each query head, combines their parts. That is faster
+than letting the last program find out that it is the last. The grid is sized for the longest sequence that counts as
+short; programs without visible keys exit at once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .decode_options import MIN_ROWS
 from .decode_output import capped, write_rows
 from .decode_plan import ShortPlan, first_visible
 
-MOST_ROWS = 32  # query heads that read one KV head, of all queries: a program's sums lie in its registers
-NEW_KEYS = 16  # room for those of several queries: what a product needs
-KEYS = 128  # of a program
-MOST_BYTES = 512  # of a key: a program's keys and values lie in its registers
+MOST_ROWS = 32  # query heads that read one KV head, for all queries: sums must fit in registers
+NEW_KEYS = 16  # new keys are padded to this many, the least that a product allows
+KEYS = 128  # keys of a program
+MOST_BYTES = 512  # largest key: a program's keys and values must fit in its registers
 WARPS = 4  # for heads of up to 128 dimensions
 
 
 def plan_short(
     batch: AttentionBatch, kv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> ShortPlan | None:
-    """Return the plan of a step whose only decode, or only sequence with drafts, is short; else None.
+    """Return the plan if the step has a single decode, or a single sequence with drafts, and it is short; else None.
 
-    Looks at shapes only.
+    Reads shapes only.
     """
     queries = 1 if batch.num_decodes else batch.num_tokens
     if batch.num_decodes > 1 or (queries > 1 and not (batch.drafted and batch.num_seqs == 1)):
@@ -124,14 +124,14 @@ def short_decode(
             DIM=rows.value_dim,
             PADDED_DIM=padded_value_dim,
             KEYS=KEYS,
-            MOST_SPLITS=triton.cdiv(SHORT_CONTEXTS[-1], KEYS),  # whatever this step has: one kernel serves all
+            MOST_SPLITS=triton.cdiv(SHORT_CONTEXTS[-1], KEYS),  # not this step's: one compiled kernel serves all
             num_warps=WARPS,
             **launch_options(),
         )
 
 
 def warps_for(dim: int) -> int:
-    """Return the warps of a program: its keys and values lie in their registers."""
+    """Return the number of warps of a program, whose registers must hold its keys and values."""
     return WARPS if dim <= 128 else 2 * WARPS
 
 
@@ -162,8 +162,8 @@ def attend_split(
     table_width,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,  # at most
-    NEW: tl.constexpr,  # room for their keys
+    QUERIES: tl.constexpr,  # most queries
+    NEW: tl.constexpr,  # number of new keys, with padding
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -174,7 +174,7 @@ def attend_split(
     BLOCK_SIZE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend KEYS keys of the sequence, for one KV head and the GROUP query heads of each query that read it."""
+    """Attend to KEYS keys of the sequence, for one KV head and the GROUP query heads of each query that read it."""
     let_next_start()
     head = tl.program_id(0) % HEADS
     split = tl.program_id(0) // HEADS
@@ -184,7 +184,7 @@ def attend_split(
     if table_rows is not None:
         table += tl.load(table_rows).to(tl.int64) * table_width
     key = split * KEYS + tl.arange(0, KEYS)
-    # whatever the length is: asked for before that is there. Ids behind the sequence's end are not used.
+    # Loaded before the length is known. Ids after the sequence's end are not used.
     block = tl.load(table + key // BLOCK_SIZE, mask=key < table_width * BLOCK_SIZE, other=0).to(tl.int64)
     first_split, splits = _splits_of(seq_len, first_new, window, KEYS)
     if (split < first_split) | (split >= splits):
@@ -236,7 +236,7 @@ def attend_split(
     scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
     new_scores = tl.where(new_is_seen, new_scores * LOG2_E, float("-inf"))
     top = tl.maximum(tl.max(scores, 1), LOWEST)
-    if NEW == 1:  # a score for each row
+    if NEW == 1:  # one score per row
         top = tl.maximum(top, new_scores)
         weights, new_weights = tl.exp2(scores - top[:, None]), tl.exp2(new_scores - top)
         weight = tl.sum(weights, 1) + new_weights
@@ -305,7 +305,7 @@ def add_splits(
 def _new_rows(places, is_new, NEW: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
     """Load the keys or values of new tokens: [NEW, PADDED_DIM].
 
-    `places` and `is_new` of a single one are no tensors: rows of one are slower to load and to reduce than vectors.
+    For a single new token, `places` and `is_new` are scalars: tensors with one row are slower to load and to reduce.
     """
     dim = tl.arange(0, PADDED_DIM)
     if NEW == 1:
@@ -317,7 +317,7 @@ def _new_rows(places, is_new, NEW: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: 
 
 @triton.jit
 def _num_queries(seq_len, query_start, QUERIES: tl.constexpr):
-    """Return how many of a sequence's tokens are in this step; 0 for one of padding."""
+    """Return how many of a sequence's tokens are in this step; 0 for padding."""
     count = 1
     if QUERIES > 1:
         count = tl.load(query_start + 1) - tl.load(query_start)
@@ -326,8 +326,8 @@ def _num_queries(seq_len, query_start, QUERIES: tl.constexpr):
 
 @triton.jit
 def _splits_of(seq_len, first_new, window, KEYS: tl.constexpr):
-    """Return the first split with a key that a query sees, and the end of those; one also where there is no key.
+    """Return the range of splits with visible keys; at least one split, even without keys.
 
-    `first_new`: the position of the first query.
+    `first_new` is the position of the first query.
     """
     return first_visible(first_new + 1, window) // KEYS, tl.maximum(tl.cdiv(seq_len, KEYS), 1)

@@ -1,19 +1,19 @@
 """Decode attention for Hopper, warp-specialized: the plan, the launch and the loader warps of its two kernels.
 
-    loader warps    pages ──TMA──> rings of keys and of values     one warp a ring, from unit to unit, over the borders
-                                                                   of sequences, as far ahead as the rings are long
-    four warps      products over what has landed                  `decode_hopper` (16-bit caches) and
+    loader warps    pages ──TMA──> rings of keys and of values     one warp per ring, unit by unit, across sequences, as
+                                                                   far ahead as the ring has stages
+    four warps      products with the loaded units                 `decode_hopper` (16-bit caches) and
                                                                    `decode_fp8_hopper` (E4M3 caches)
                     the result of a sequence, or a part of it      `decode_output`
 
-Work is partitioned and parts are combined as in `decode`, whose plan serves here too. A step of many sequences takes
-nearly all of its time in memory and TMA: a large batch runs at the device's power limit, so whatever the other units do
-not use makes everything faster.
+Work is partitioned and parts are combined as in `decode`, with the same plan. With many sequences, memory and TMA take
+nearly all of the time. A large batch also runs at the device's power limit, so power saved in other units makes
+everything faster.
 
-Only the newest keys and values of a sequence, as many as it has queries, are this step's. So pages are loaded while the
-kernels before this one still run: a loader warp waits for those when it comes to a unit with such a key.
+Only a sequence's newest keys and values, as many as it has queries, are written in this step. So pages are loaded while
+the previous kernels still run: a loader warp waits for them only when it reaches a unit with such a key.
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ from .decode_output import capped
 from .decode_plan import FIRST_SEQ, FIRST_UNIT, NUM_UNITS, UNITS_PER_SHARE, DecodePlan, first_visible, units_of
 
 KEYS = gl.constexpr(64)  # the rows of one product of a warp group
-FEW_ROWS = 16  # of products: what two programs of wide heads have registers for
-FEW_SEQS = 4  # up to so many sequences a kernel of its own puts parts together
+FEW_ROWS = 16  # rows of products for which two programs of wide heads have enough registers
+FEW_SEQS = 4  # with at most this many sequences, a second kernel combines parts
 LOADER_REGISTERS = gl.constexpr(40)
 OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)  # the halves of a block
 
@@ -50,20 +50,20 @@ OF_KEYS, OF_VALUES = gl.constexpr(0), gl.constexpr(1)  # the halves of a block
 class Fitting:
     """The number of programs and the depth of the rings that fit a multiprocessor."""
 
-    programs: int  # at a time
+    programs: int  # concurrent programs of a multiprocessor
     stages: int  # units in a ring
-    registers: int  # of a thread at the start
+    registers: int  # registers per thread at launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Fittings:
     """The fitting of each head size."""
 
-    few_rows: Mapping[int, Fitting]  # query heads that read one KV head, of all queries of a sequence
+    few_rows: Mapping[int, Fitting]  # up to FEW_ROWS rows: the query heads that read one KV head, for all queries
     many_rows: Mapping[int, Fitting]
 
     def of(self, dim: int, rows: int) -> Fitting | None:
-        """Return what fits for so many rows; None where nothing does."""
+        """Return the fitting for this many rows; None if nothing fits."""
         if rows > MOST_ROWS:
             return None
         return (self.few_rows if rows <= FEW_ROWS else self.many_rows).get(dim)
@@ -79,9 +79,9 @@ def plan_tma_decode(
 ) -> DecodePlan | None:
     """Return the plan for the sequences of `decode_options.plan_decode`.
 
-    None where the cache is none of `dtypes` in pages that the copy engine reads, or no fitting is for its heads.
+    None if the cache's dtype is not in `dtypes`, TMA cannot read its pages, or no fitting exists for its heads.
 
-    Its options serve `decode` as well, for queries that do not suit the kernel. Looks at shapes only.
+    The options also suit `decode`, which serves queries that the TMA kernel does not support. Reads shapes only.
     """
     num_kv_heads, dim = kv.shape[1], kv.shape[5]
     fitting = fittings.of(dim, num_heads // num_kv_heads * most_queries(batch))
@@ -107,7 +107,7 @@ def launch(
     out: Tensor,
     **scales: Tensor | None,
 ) -> None:
-    """Launch `attend_share` for `decode.paged_decode`. `box` says how a page's rows are swizzled."""
+    """Launch `attend_share` instead of `decode.paged_decode`. `box` is the layout of a page in shared memory."""
     num_heads, dim = q.shape[1:]
     _, num_kv_heads, num_layers, _, block_size, _ = kv.shape
     shares, group = plan.shares(rule.limit), num_heads // num_kv_heads
@@ -153,17 +153,17 @@ def launch(
 class DecodeShape:
     """The compile-time sizes of a decode kernel."""
 
-    HEADS: gl.constexpr  # of keys and values
-    GROUP: gl.constexpr  # query heads that read one of them
-    QUERIES: gl.constexpr  # of a sequence, at most
-    REAL_ROWS: gl.constexpr  # the GROUP heads of each query
-    ROWS: gl.constexpr  # as many, and padding
+    HEADS: gl.constexpr  # KV heads
+    GROUP: gl.constexpr  # query heads that read one KV head
+    QUERIES: gl.constexpr  # most queries of a sequence
+    REAL_ROWS: gl.constexpr  # QUERIES * GROUP
+    ROWS: gl.constexpr  # REAL_ROWS with padding
     DIM: gl.constexpr
     PAGE: gl.constexpr
     UNIT: gl.constexpr  # keys
     APART: gl.constexpr
     HAS_CAP: gl.constexpr
-    MMA: gl.constexpr  # how the products' results lie in registers
+    MMA: gl.constexpr  # register layout of the products' results
 
     @gluon.constexpr_function
     def __init__(self, HEADS, GROUP, QUERIES, ROWS, DIM, PAGE, UNIT, APART, HAS_CAP):
@@ -182,7 +182,7 @@ class DecodeShape:
 
 @record
 class KeyShare:
-    """The keys of one program, as `decode_plan.write_shares` wrote them, for one KV head."""
+    """One program's share of keys, written by `decode_plan.write_shares`, and its KV head."""
 
     words: gl.tensor  # pointer to its int32 words
     head: gl.tensor
@@ -193,7 +193,7 @@ class KeyShare:
 
     @gluon.jit
     def first_unit(self):
-        """Return the number of its first unit in its first sequence."""
+        """Return the index of the share's first unit within its first sequence."""
         return gl.load(self.words + FIRST_UNIT)
 
     @gluon.jit
@@ -211,12 +211,12 @@ class Sequences:
     """The sequences of the step: pointers to their lengths, first tokens and blocks, and the window of the layer."""
 
     seq_lens: gl.tensor
-    query_start: gl.tensor  # not read where each has one query
+    query_start: gl.tensor  # not read if each sequence has one query
     num_seqs: gl.tensor
     block_tables: gl.tensor
-    table_rows: Value  # or None: sequence i has row i
+    table_rows: Value  # pointer, or None: sequence i has row i
     table_stride: gl.tensor
-    window: gl.tensor  # of all queries of a sequence: that of one, and the queries behind it
+    window: gl.tensor  # keys that a sequence's queries see together: the window of one, plus the later queries
 
     @gluon.jit
     def table(self, seq):
@@ -241,7 +241,7 @@ class Sequences:
 class KVCache:
     """One layer of the cache."""
 
-    pages: Value  # TMA descriptor with boxes [page, columns] of kv seen as rows of one head's dims
+    pages: Value  # TMA descriptor with boxes [page, columns] of kv, viewed as rows of one head's dimensions
     layer: gl.tensor
     num_layers: Value
 
@@ -266,7 +266,7 @@ class Scoring:
 
 @record
 class SeenKeys:
-    """The keys of a sequence that each of its queries sees."""
+    """The range of a sequence's keys that each of its queries sees."""
 
     first: gl.tensor  # [ROWS]
     end: gl.tensor  # [ROWS]
@@ -276,7 +276,7 @@ class SeenKeys:
 
 @record
 class RightOperands:
-    """The shared memory in which products find their right operands."""
+    """Shared memory for the right operands of products."""
 
     query: gl.shared_memory_descriptor
     weights: gl.shared_memory_descriptor
@@ -287,10 +287,10 @@ class SeqPart:
     """The part of a sequence that lies in a share."""
 
     seq_len: gl.tensor
-    all_units: gl.tensor  # of the sequence
-    units: gl.tensor  # of those, the share's
-    tiles: gl.tensor  # of those, the ones that hold keys
-    first: gl.tensor  # number of the first of them, counted from the sequence's first key
+    all_units: gl.tensor  # units of the sequence
+    units: gl.tensor  # units of the sequence in this share
+    tiles: gl.tensor  # units in this share that contain keys
+    first: gl.tensor  # index of the first of them, counted from the sequence's first key
 
 
 @gluon.jit
@@ -319,13 +319,13 @@ def load_pages(share, sequences, cache, ring, HALF: gl.constexpr, shape):
         num_pages = gl.cdiv(part.seq_len, shape.PAGE)
         for index in range(part.tiles):
             page = (part.first + index) * PAGES
-            places = ()  # pages behind the sequence's last are rows behind the last row: they become zero
+            places = ()  # pages after the sequence's last become rows after the last row, which TMA loads as zeros
             for i in gl.static_range(PAGES):
                 exists = page + i < num_pages
                 block = gl.load(table + page + i, mask=exists, other=0)
                 places = places + (gl.where(exists, block * block_rows + row, cache.pages.shape[0]),)
             if (part.first + index + 1) * shape.UNIT > part.seq_len - shape.QUERIES:
-                wait_for_previous()  # the newest keys and values are this step's
+                wait_for_previous()  # the newest keys and values are written in this step
             ring.await_free(n)
             ring.expect(n)
             for i in gl.static_range(PAGES):
@@ -369,9 +369,7 @@ def load_query(queries, first_token, num_queries, head, shape):
 
 @gluon.jit
 def visible_scores(scores, soft_cap, seen, begin, shape):
-    """Return scores [KEYS, ROWS] of the keys from `begin` on, capped, in units of log 2; minus infinity for those
-    unseen.
-    """
+    """Return capped scores [KEYS, ROWS] of the keys from `begin` on, in units of log 2; -inf for invisible keys."""
     if shape.HAS_CAP:
         scores = capped(scores, soft_cap)
     scores = scores * LOG2_E

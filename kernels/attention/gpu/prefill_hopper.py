@@ -1,8 +1,8 @@
-"""Prefill attention for Hopper that copies pages to shared memory as they lie in the cache: see `hopper.flash`.
+"""Prefill attention for Hopper, which copies pages from the cache to shared memory by TMA: see `hopper.flash`.
 
-A page of one head is a box for the copy engine in each slab; boxes one after the other are a tile of keys or values.
+In each slab, a page of one head is one TMA box. Several boxes form a tile of keys or values.
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 from torch import Tensor
@@ -30,13 +30,11 @@ from baton.kernels.query_tiles import FIRST_POSITION, LONG_ROWS, NUM_TOKENS, TAB
 
 from ..rule import AttentionRule
 
-KEYS_OF_A_TILE = {64: 128, 128: 128, 256: 64}  # by dimensions of a head: what registers and shared memory can hold
+KEYS_OF_A_TILE = {64: 128, 128: 128, 256: 64}  # by head dimension: what fits in registers and shared memory
 
 
 def fits(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) -> bool:
-    """Return true for operands that this kernel takes: long tiles of 16-bit types, unscaled, in pages that TMA can load
-    as boxes.
-    """
+    """Return whether this kernel supports the operands: long tiles, 16-bit types, no scales, pages that fit TMA."""
     return (
         plan.rows == LONG_ROWS
         and q.dtype == kv.dtype
@@ -59,7 +57,7 @@ def prefill_pages(
     *,
     out: Tensor,
 ) -> None:
-    """See `prefill.paged_prefill`; for what `fits` takes."""
+    """See `gpu.paged_prefill`. Supports only operands that `fits` accepts."""
     num_heads, dim = q.shape[1:]
     _, num_kv_heads, num_layers, _, block_size, _ = kv.shape
     query_box = [ROWS.value // plan.pack, plan.pack, SLAB.value]
@@ -88,9 +86,9 @@ def prefill_pages(
 
 @record
 class PagedCache:
-    """One layer of the cache, and the blocks of sequences."""
+    """One layer of the cache, and the sequences' block tables."""
 
-    pages: Value  # TMA descriptor with boxes [block, slab] of kv seen as rows of one head's dims
+    pages: Value  # TMA descriptor with boxes [block, slab] of kv, viewed as rows of one head's dimensions
     block_tables: gl.tensor
     table_stride: Value
     num_heads: Value
@@ -127,7 +125,7 @@ def _produce(pipe, tiles, cache, queries, scoring, shape):
 
 @gluon.jit
 def _load_pages(ring, n, pages, table, first_page, num_pages, block_rows, row, shape):
-    """Start the copies of tile n. Pages behind the sequence's last are rows behind the last row: they become zero."""
+    """Start the copies of tile n. Pages after the sequence's last become rows past the end: TMA loads zeros."""
     PAGES: gl.constexpr = shape.KEYS // shape.BLOCK_SIZE
     ring.await_free(n)
     ring.expect(n)
@@ -167,9 +165,10 @@ def attend_pages(
     HAS_WINDOW: gl.constexpr,
     HAS_CAP: gl.constexpr,
 ):
-    """Attend the tiles of `items`, for all heads: those of one KV head together, so that they share it in L2.
+    """Compute the tiles of `items` for all heads. Heads that read the same KV head run together, to share it in L2.
 
-    `queries` has boxes [tokens, heads, slab] of q; `pages` boxes [block, slab] of kv seen as rows of one head's dims.
+    `queries` has boxes [tokens, heads, slab] of q; `pages` has boxes [block, slab] of kv, viewed as rows of one head's
+    dimensions.
     """
     shape = FlashShape(PACK, KEYS, DIM, DIM, BLOCK_SIZE, HAS_WINDOW, HAS_CAP)
     scoring = FlashScoring(window, score_unit, cap_scale)

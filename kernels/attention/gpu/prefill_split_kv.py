@@ -1,10 +1,10 @@
-"""Split-KV prefill attention, for so few query tokens that their tiles alone would leave most of the device idle.
+"""Split-KV prefill attention, for so few query tokens that one program per tile would leave most of the device idle.
 
     a tile of queries, its keys       |   0   |   1   |   2   |   3   |   4   |       tiles of KEYS keys
     splits                            |  split 0      |  split 1      |split 2|       a program each
 
-A prompt of a hundred tokens is a chain of waits for memory, so programs start early, small tiles make many of them, and
-few keys stay with one program. Those of a chunk behind a long context are split: programs leave their parts in a
+A prompt of a hundred tokens mostly waits for memory. So programs start early, and small tiles make many programs. A
+tile with few keys has one program. The keys of a chunk after a long context are split: programs store their parts in a
 workspace, and the last one to arrive combines them, in the order of the splits.
 """
 
@@ -28,18 +28,19 @@ from baton.kernels.split_kv import LOG2_E, LOWEST, merge_part
 from ..rule import AttentionRule
 from .prefill_tiles import attend_keys, read_item, row_places, tile_options, units_of_stored, weighted_mean
 
-PROGRAMS = 2  # on a multiprocessor at a time
-LEAST_SPLITS = 3  # fewer take longer behind 32k keys than long tiles, which multiply faster
+PROGRAMS = 2  # concurrent programs of a multiprocessor
+LEAST_SPLITS = 3  # with fewer splits, long tiles, which multiply faster, win at 32k keys
 MOST_SPLITS = 16
-LEAST_KEYS = 256  # of a split: what one more program would cost more than it saves
+LEAST_KEYS = 256  # of a split: with fewer, another program costs more than it saves
 
 
 def plan_split_prefill(
     batch: AttentionBatch, first_seq: int, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int
 ) -> PrefillPlan | None:
-    """Plan as `plan_prefill` does, with keys split; None where too few splits fit the device. Looks at shapes only.
+    """Plan as `plan_prefill` does, but with split keys; None if too few splits fit the device. Reads shapes only.
 
-    Its kernel reads the tiles before it waits for the kernel before it: what makes the workspace ready comes between.
+    The attention kernel reads the tiles before it waits for its predecessor. That is safe because a kernel that clears
+    the workspace is launched between the kernel that writes the tiles and the attention kernel.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     units = num_units_of(batch, first_seq, SHORT_ROWS, num_heads, num_kv_heads)
@@ -72,7 +73,7 @@ def prefill_split_kv(
     *,
     out: Tensor,
 ) -> None:
-    """See `prefill.paged_prefill`."""
+    """See `gpu.paged_prefill`."""
     num_heads = q.shape[1]
     attend_key_split[(plan.num_items * (num_heads // plan.pack) * split.count,)](
         q,
@@ -143,9 +144,7 @@ def attend_key_split(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend one split of the keys of one tile of queries. Programs of one KV head are neighbours: they
-    share it in L2.
-    """
+    """Attend to one split of the keys of one tile of queries. Programs of one KV head are neighbours, to share L2."""
     let_next_start()
     tile = tl.program_id(0) % tl.load(num_tiles)
     place = tl.program_id(0) // tl.load(num_tiles)
@@ -218,7 +217,7 @@ def attend_key_split(
 
 @triton.jit
 def _store_part(acc, total, top, sums, tops, part):
-    """Store the part of one split. Its top scores are in units of log 2."""
+    """Store the part of one split. Top scores are in units of log 2."""
     row = tl.arange(0, acc.shape[0])
     dim = tl.arange(0, acc.shape[1])
     tl.store(sums + (part.to(tl.int64) * acc.shape[0] + row)[:, None] * acc.shape[1] + dim[None, :], acc)
@@ -237,7 +236,7 @@ def _merge_parts(sums, tops, first_part, splits, ROWS: tl.constexpr, PADDED_DIM:
     tops += first_part * 2 * ROWS
     sums += first_part.to(tl.int64) * (ROWS * PADDED_DIM)
     for part in tl.range(splits):
-        # past the first cache: other multiprocessors wrote these
+        # bypass L1: other multiprocessors wrote these
         part_top = tl.load(tops + part * 2 * ROWS + row, cache_modifier=".cg")
         part_total = tl.load(tops + (part * 2 + 1) * ROWS + row, cache_modifier=".cg")
         place = sums + (part * ROWS + row)[:, None] * PADDED_DIM + dim[None, :]

@@ -1,4 +1,4 @@
-"""Prefill attention for any GPU, head size and cache type: a program a tile of queries, pages by gathered loads."""
+"""Prefill attention for any GPU, head size and cache type: one program per tile of queries, with gathered loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prefill_tiles(
     *,
     out: Tensor,
 ) -> None:
-    """See `prefill.paged_prefill`."""
+    """See `gpu.paged_prefill`."""
     num_heads = q.shape[1]
     attend_tile[(plan.num_items * (num_heads // plan.pack),)](
         q,
@@ -56,11 +56,11 @@ def prefill_tiles(
 
 
 def tile_options(q: Tensor, kv: Tensor, plan: PrefillPlan, rule: AttentionRule) -> dict[str, int]:
-    """Return the compile-time arguments and launch options of kernels that go through a tile with `attend_keys`."""
+    """Return the compile-time arguments and launch options of kernels that use `attend_keys`."""
     num_heads, dim = q.shape[1:]
     rows = kv_rows(kv, dim)
     width = max(dim, rows.value_dim)
-    small = width * q.dtype.itemsize <= 256  # what of a tile shared memory and registers can hold
+    small = width * q.dtype.itemsize <= 256  # larger tiles of narrow rows fit in shared memory and registers
     widest = width > 256
     return {
         "GROUP": num_heads // kv.shape[1],
@@ -97,9 +97,7 @@ def row_places(base, token, head, token_stride, head_stride, PADDED_DIM: tl.cons
 
 @triton.jit
 def units_of_stored(score_unit, cap_scale, k_scale, HAS_CAP: tl.constexpr):
-    """Return `score_unit` and `cap_scale` of a rule for keys as they are stored, which are to be multiplied by
-    `k_scale`.
-    """
+    """Return a rule's `score_unit` and `cap_scale`, multiplied by `k_scale`, for use with keys as they are stored."""
     if k_scale is not None:
         if HAS_CAP:
             cap_scale *= tl.load(k_scale)
@@ -110,7 +108,7 @@ def units_of_stored(score_unit, cap_scale, k_scale, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def weighted_mean(acc, total, v_scale):
-    """Return the result of every row's running softmax; zeros where there was no key."""
+    """Return the result of every row's running softmax; zeros for rows without keys."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale)
@@ -145,9 +143,9 @@ def attend_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Take keys first_key:last_key into every row's running softmax: sum of values, sum of weights, top score.
+    """Add keys first_key:last_key to every row's running softmax: sum of values, sum of weights, top score.
 
-    MASKED: some row may not see some key, or the last tile reaches past the sequence.
+    MASKED: some rows may not see some keys, or the last tile extends past the sequence.
     """
     dim = tl.arange(0, PADDED_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
@@ -168,7 +166,7 @@ def attend_keys(
                 visible &= distance < window
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # a row that has seen no key yet must not subtract infinity from itself
+        # for a row that has seen no key yet, -inf - -inf would be NaN
         shift = tl.where(new_top == float("-inf"), 0.0, new_top * score_unit) if MASKED else new_top * score_unit
         weights = tl.exp2(scores * score_unit - shift[:, None])
         shrink = tl.exp2(top * score_unit - shift)
@@ -220,9 +218,7 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Attend one tile of queries against all keys it sees. Programs of one KV head are neighbours: they
-    share it in L2.
-    """
+    """Compute one tile of queries over all keys that it sees. Programs of one KV head are neighbours, to share L2."""
     num_tiles = tl.load(num_tiles)
     item = items + tl.program_id(0) % num_tiles * ITEM_WORDS
     first_head = tl.program_id(0) // num_tiles * PACK
@@ -249,7 +245,7 @@ def attend_tile(
 
     k_base = kv + layer.to(tl.int64) * layer_stride + first_head // GROUP * head_stride
     v_base = k_base + to_value
-    # all rows see the keys of the middle part: no masks there
+    # all rows see all keys of the middle part, so it needs no masks
     middle_end = tl.maximum(first_position + 1, 0) // KEYS * KEYS
     start, middle = 0, 0
     if HAS_WINDOW:

@@ -2,8 +2,8 @@
 
     x ──quantization.quantize──> E4M3 and scales ──gemm.product, or torch's──> out
 
-Few tokens: our own product, which makes sure that every multiprocessor reads its share of the weight. Many tokens:
-torch's, where it takes the shape.
+For few tokens, our own matrix product lets every multiprocessor read a share of the weight. For many tokens, torch's
+product is used if it supports the shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..weight import BLOCK, Fp8Weight
 from .gemm import product
 from .quantization import quantize
 
-MANY_TOKENS = {"rows": 256, "blocks": 128}  # above: torch's product, by what the weight has a scale a
+MANY_TOKENS = {"rows": 256, "blocks": 128}  # granularity of the weight's scales -> tokens above which torch's is used
 
 
 def linear(
@@ -44,9 +44,7 @@ def linear(
 
 
 def _torch_takes(weight: Fp8Weight, out: Tensor) -> bool:
-    """Return true for shapes that torch multiplies: it writes bfloat16 only, and block scales must fill rows of 16
-    bytes.
-    """
+    """Return whether torch supports the product: bfloat16 output, and rows of block scales of 16-byte multiples."""
     columns, depth = weight.shape
     fits = columns % 16 == 0 and depth % (4 * BLOCK if weight.in_blocks else 16) == 0
     return fits and out.dtype == torch.bfloat16 and out.is_contiguous()

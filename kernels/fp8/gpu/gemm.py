@@ -1,9 +1,9 @@
 """FP8 matrix products, with split-K for few tokens.
 
-They run on the tensor cores' 8-bit instructions. These accumulate in some 14 bits, in which a sum of thousands of
-similar values would lose a fifth, so the partial sums of each 128 values are added up in float32.
+They use the tensor cores' 8-bit instructions. These accumulate only about 14 bits: a sum of thousands of similar values
+would lose a fifth. So the partial sums of each 128 values are added in float32.
 
-Small tiles for few tokens, and several programs for one tile where there would be fewer tiles than multiprocessors.
+Tiles are small for few tokens, and several programs share a tile if there would be fewer tiles than multiprocessors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from baton.kernels.arrivals import is_last_to_arrive
 
 from ..weight import BLOCK, Fp8Weight
 
-BAND = 8  # tiles of tokens that are multiplied with the same stretch of the weight while that is in the cache
+BAND = 8  # tiles of tokens that are multiplied by the same part of the weight while it is in L2
 MOST_SPLIT_TILES = 4096
 
-# TOKENS x COLUMNS is the tile of one program; GROUPS of 128 values of the depth are one step of its loop; TURNED makes
-# the weight the left operand, whose tile must be 64 high, so that the tile of tokens may be narrower; SPLIT programs
-# share the depth of a tile.
+# TOKENS x COLUMNS is the tile of a program. A loop iteration takes GROUPS groups of 128 values of the depth. TURNED
+# makes the weight the left operand: the left operand's tile must be 64 high, and so the tile of tokens may be narrower.
+# SPLIT programs share the depth of a tile.
 OPTIONS: dict[int, tuned.Options] = {
     16: {"TOKENS": 16, "COLUMNS": 64, "GROUPS": 2, "TURNED": 1, "SPLIT": 1, "STAGES": 6, "num_warps": 4},
     32: {"TOKENS": 32, "COLUMNS": 64, "GROUPS": 2, "TURNED": 1, "SPLIT": 1, "STAGES": 4, "num_warps": 4},
@@ -46,7 +46,7 @@ def product(
 ) -> Tensor:
     """Multiply `quantized` [T, K] with its scales by the weight, into `out` [T, N], or add the product to `out`.
 
-    `options` serve instead of the tuned ones.
+    `options` replace the tuned ones.
     """
     num_tokens, depth = quantized.shape
     num_columns = weight.shape[0]
@@ -90,13 +90,13 @@ def product(
 def _arrivals(device: torch.device) -> Tensor:
     """Return the arrival counters of split tiles: zero before and after every product.
 
-    One for all products of a device: they run one after another, in one stream and in graphs of it.
+    All products of a device share them, since they run one after another, in one stream and its graphs.
     """
     return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def tuning_key(quantized: Tensor, weight: Fp8Weight) -> tuned.Key:
-    """Return the key on which the best options of a product depend."""
+    """Return the key for the tuned options of a product."""
     columns, depth = weight.shape
     return {"scales": weight.scaled_by, "tokens": quantized.shape[0], "columns": columns, "depth": depth}
 
@@ -127,9 +127,9 @@ def gemm_kernel(
     BLOCK: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One program: a tile TOKENS x COLUMNS of the result, or of SPLIT shares of its depth one.
+    """Compute a tile TOKENS x COLUMNS of the result, or the part of it from one of SPLIT shares of the depth.
 
-    The last program of a tile adds the shares in their order, so that the sum does not depend on which one that is.
+    The last program of a tile adds the parts in their order, so that the sum does not depend on which one is last.
     """
     token_tile, column_tile = _tile(num_tokens, num_columns, TOKENS, COLUMNS, BAND)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
@@ -142,7 +142,7 @@ def gemm_kernel(
     num_groups = tl.cdiv(depth, BLOCK)
     if IN_BLOCKS:
         tl.static_assert(BLOCK % COLUMNS == 0, "a tile must lie in one row of the weight's blocks")
-        # A tensor of one rather than a scalar, which would not be loaded ahead with the others.
+        # A tensor of one element: a scalar would not be prefetched by the loop's pipeline.
         weight_scale += tl.zeros([1], tl.int32) + column_tile * COLUMNS // BLOCK * num_groups
         x_scale += token
     share = tl.cdiv(tl.cdiv(num_groups, GROUPS), SPLIT) * GROUPS
@@ -198,7 +198,7 @@ def gemm_kernel(
 
 @triton.jit
 def _tile(num_tokens, num_columns, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
-    """(tile of tokens, tile of columns) of this program: bands of BAND tiles of tokens, column by column."""
+    """Return this program's (tile of tokens, tile of columns): bands of BAND tiles of tokens, column by column."""
     token_tiles = tl.cdiv(num_tokens, TOKENS)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
     index = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""FP8 quantization of inputs (E4M3), per token or per group of 128 values, with an RMSNorm before it where asked."""
+"""FP8 quantization of inputs (E4M3), per token or per group of 128 values, with an optional RMSNorm before it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..weight import BLOCK, LARGEST
 
 
 def quantize(x: Tensor, group: int, norm: RowNorm | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, K], or its norm, to E4M3, with a scale for each `group` of values: 128, or K. See
-    `reference.quantize`.
+    """Quantize x [T, K], or its norm, to E4M3, with a scale for each `group` of values (128 or K).
+
+    See `reference.quantize`.
     """
     num_tokens, depth = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -55,7 +56,7 @@ def quantize(x: Tensor, group: int, norm: RowNorm | None = None) -> tuple[Tensor
 def _quantize_groups_kernel(
     x, quantized, scale, num_tokens, depth, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """One program: some groups of one token."""
+    """Quantize some groups of one token."""
     pdl.wait_for_previous()
     pdl.let_next_start()
     token = tl.program_id(0).to(tl.int64)
@@ -72,7 +73,7 @@ def _quantize_groups_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantize_tokens_kernel(x, quantized, scale, num_tokens, depth, stride, CHUNK: tl.constexpr, LARGEST: tl.constexpr):
-    """One program: one token, read once for its largest value and again, from the cache, to be written."""
+    """Quantize one token: it is read for its largest value, and again, from the hardware cache, to be converted."""
     pdl.wait_for_previous()
     pdl.let_next_start()
     token = tl.program_id(0).to(tl.int64)
@@ -106,7 +107,7 @@ def _quantize_normed_kernel(
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One program: one token, whose RMSNorm goes to 8 bits without being rounded in between."""
+    """Quantize the RMSNorm of one token, without rounding it in between."""
     GROUPS: tl.constexpr = COLUMNS // GROUP
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     exists = column < depth

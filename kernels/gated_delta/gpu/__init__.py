@@ -1,11 +1,11 @@
 """The gated delta rule on a GPU.
 
-    decodes     `step`: one kernel, a state read and written once
-    others      `intra` (decays a head) or `intra_per_dim`: what needs no state, all chunks at the same time;
-                then `scan`: the states from chunk to chunk, with outputs and checkpoints
+    decodes     `step`: one kernel, which reads and writes each state once
+    others      `intra` (one decay per head) or `intra_per_dim`: everything that needs no state, for all chunks in
+                parallel; then `scan`: the states from chunk to chunk, with outputs and checkpoints
 
-Between the two lie, for each chunk and head, two matrices in the inputs' type and a few factors: no state is written
-that nobody asked for.
+For each chunk and head, `intra` passes two matrices in the inputs' dtype and a few factors to `scan`. Only requested
+states (targets and checkpoints) are written.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def gated_delta(
     intra: Options | None = None,
     scan: Options | None = None,
 ) -> Tensor:
-    """See `baton.kernels.gated_delta.gated_delta`; `step`, `intra` and `scan` are options to use instead of the tuned
-    ones.
-    """
+    """See `baton.kernels.gated_delta.gated_delta`. `step`, `intra` and `scan` replace the tuned options."""
     _, num_heads, value_dim = v.shape
     shape = Shape(num_heads, num_heads // q.shape[1], q.shape[2], value_dim, gate.per_dim)
     out = batch.empty_like(v) if out is None else out

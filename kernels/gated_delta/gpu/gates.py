@@ -1,6 +1,6 @@
-"""The gates of a kernel's tokens, out of what projections give, and the key dimensions of heads.
+"""Device functions for gates (computed from the outputs of projections) and for the key dimensions of heads.
 
-A program holds KEYS key dimensions, a power of two; those past KEY_DIM are zeros in keys, queries and states, and are
+A program has KEYS key dimensions, a power of two. Those past KEY_DIM are zeros in keys, queries and states, and are
 neither read nor written.
 """
 
@@ -14,7 +14,7 @@ from baton.kernels.split_kv import LOG2_E
 
 @triton.jit
 def log2_decay(decay, rate, bias):
-    """Return the binary logarithm of what is kept of a state; `rate` is exp(log_rate), or None where decay is g."""
+    """Return the binary logarithm of a state's decay factor. `rate` is exp(log_rate), or None if `decay` is g."""
     value = decay.to(tl.float32)
     if rate is not None:
         x = value + bias
@@ -24,7 +24,7 @@ def log2_decay(decay, rate, bias):
 
 @triton.jit
 def write_strength(beta, rate, SCALE: tl.constexpr):
-    """Return beta, out of its logits unless `rate` is None."""
+    """Return beta, computed from its logits unless `rate` is None."""
     value = beta.to(tl.float32)
     if rate is not None:
         value = SCALE / (1.0 + tl.exp(-value))
@@ -33,7 +33,7 @@ def write_strength(beta, rate, SCALE: tl.constexpr):
 
 @triton.jit
 def load_dims(cells, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Return what lies at `cells`, 0 where `dim`, of the same shape or one that broadcasts to it, is past KEY_DIM."""
+    """Load `cells`; 0 where `dim`, which broadcasts to their shape, is past KEY_DIM."""
     if KEYS == KEY_DIM:
         values = tl.load(cells)
     else:
@@ -43,7 +43,7 @@ def load_dims(cells, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def load_known_dims(cells, known, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Return what lies at `cells`, 0 where a token is not `known` and where `dim` is past KEY_DIM."""
+    """Load `cells`; 0 where a token is not `known`, or `dim` is past KEY_DIM."""
     if KEYS == KEY_DIM:
         values = tl.load(cells, mask=known, other=0.0)
     else:
@@ -53,7 +53,7 @@ def load_known_dims(cells, known, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr
 
 @triton.jit
 def store_dims(cells, values, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Store `values` but for those whose `dim` is past KEY_DIM."""
+    """Store `values`, except where `dim` is past KEY_DIM."""
     if KEYS == KEY_DIM:
         tl.store(cells, values)
     else:
@@ -62,7 +62,7 @@ def store_dims(cells, values, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def reciprocal_length(squares, eps, NORM: tl.constexpr):
-    """Return what makes vectors of length 1 of those whose squares sum up to `squares`; ones without NORM."""
+    """Return the factors that normalize vectors with these sums of squares to length 1; ones without NORM."""
     length = tl.full(squares.shape, 1.0, tl.float32)
     if NORM:
         length = tl.rsqrt(squares + eps)

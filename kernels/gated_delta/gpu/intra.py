@@ -1,20 +1,20 @@
-"""The part of each chunk's work that needs no state, for decays a head: all chunks at the same time.
+"""The part of each chunk's work that needs no state, for one decay per head. All chunks are computed in parallel.
 
-    A[i, j] = beta_i (k_i . k_j) e^(G_i - G_j)   j < i             G: the sum of g up to and with a token
+    A[i, j] = beta_i (k_i . k_j) e^(G_i - G_j)   j < i             G: the sum of g up to and including a token
     mixing = (I + A)^-1 diag(beta)                                 changes = mixing (v - e^G k S)
     attention[i, j] = scale (q_i . k_j) e^(G_i - G_j)   j <= i     out = scale e^G q S + attention changes
 
-Keys and queries are multiplied as they lie there, and their lengths divided out afterwards: of products in the matrices
-here, of the others in the factors of each token, which the scan multiplies with.
+Keys and queries are multiplied without being normalized. Afterwards their lengths are divided out: here for the two
+matrices, and in each token's factors for the products that the scan computes.
 
-The inverse of I + A is made in the registers of one program (`unit_lower_inverse`):
+The inverse of I + A is computed in the registers of one program (`unit_lower_inverse`):
 
     blocks on the diagonal, B x B       forward substitution, all of them at once: B - 1 steps of rank 1
-    what lies below                     I + A = D^-1 (I + M), M = D N            D: their inverses, N: A below them
+    the rest, below them                I + A = D^-1 (I + M), M = D N            D: the blocks' inverses, N: the rest
                                         (I + M)^-1 = (I - M) (I + M^2) (I + M^4), since M^8 = 0 for eight blocks
 
-Substitution is as accurate as the matrix allows, and the series has few terms: nothing grows as it would in a series
-over all of A. Products take the tensor cores (TF32).
+Substitution is as accurate as the matrix allows, and the series has few terms, so that values do not grow as they would
+in a series over all of A. Products use the tensor cores (TF32).
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def intra_chunk(
     scale,
     eps,
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # heads of values that share one of keys
-    HEADS: tl.constexpr,  # of a program; divides GROUP
+    GROUP: tl.constexpr,  # value heads that share a key head
+    HEADS: tl.constexpr,  # per program; divides GROUP
     KEY_DIM: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
+    KEYS: tl.constexpr,  # KEY_DIM, rounded up to a power of two
     CHUNK: tl.constexpr,
-    SOLVE: tl.constexpr,  # rows that are solved by substitution
+    SOLVE: tl.constexpr,  # size B of the blocks that are inverted by substitution
     NORM: tl.constexpr,
     BETA_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,  # of products of float32
+    PRECISION: tl.constexpr,  # precision of float32 products
 ):
     pdl.let_next_start()
     chunk = tl.program_id(1)

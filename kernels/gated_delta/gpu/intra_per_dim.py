@@ -1,17 +1,18 @@
-"""The part of each chunk's work that needs no state, for decays a key dimension.
+"""The part of each chunk's work that needs no state, for one decay per key dimension.
 
     A[i, j] = beta_i sum_d k_id k_jd e^(G_id - G_jd)   j < i       attention: the same with q_i, no beta, and j <= i
 
-The factor of a pair does not come apart into a large and a small one without overflow, but relative to a token that
-lies between the two it does: both factors are 1 at most. So the triangle is taken in halves, each relative to its
-middle:
+e^(G_i - G_j) cannot be split into e^(G_i) and e^(-G_j), since the latter may overflow. Relative to a token m between i
+and j it can: e^(G_i - G_m) and e^(G_m - G_j) are both at most 1. So the triangle is divided recursively, with m in the
+middle of each block:
 
     0  .            a block of 2 h tokens: rows of its second half, columns of its first, relative to token h
-    2  0  .         h = CHUNK / 2, ... 2, 1: each level is one product over the whole chunk, of which the cells
-    1  1  0  .      within the same block count
+    2  0  .         h = CHUNK / 2, ... 2, 1: each level is one product over the whole chunk; only its cells within the
+    1  1  0  .      same block are used
     1  1  2  0
 
-The keys and queries that meet states are stored scaled: read = e^G k, queries = scale e^G q, write = e^(G_last - G) k.
+Keys and queries for products with states are stored scaled: read = e^G k, queries = scale e^G q,
+write = e^(G_last - G) k.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def intra_chunk_per_dim(
     read_keys,  # [num_chunks, NUM_HEADS, CHUNK, KEY_DIM]
     read_queries,
     write_keys,
-    keep,  # [num_chunks, NUM_HEADS, KEY_DIM] float32: what is kept of a state
+    keep,  # [num_chunks, NUM_HEADS, KEY_DIM] float32: decay factors of a state over the chunk
     q_stride,
     k_stride,
     decay_stride,
@@ -49,7 +50,7 @@ def intra_chunk_per_dim(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
+    KEYS: tl.constexpr,  # KEY_DIM, rounded up to a power of two
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,  # CHUNK is 2 ** LEVELS
     SOLVE: tl.constexpr,
@@ -98,7 +99,7 @@ def intra_chunk_per_dim(
 
     dependence = tl.zeros([CHUNK, CHUNK], tl.float32)
     weights = tl.where(row[:, None] == row[None, :], tl.sum(queries * keys, axis=1)[:, None], 0.0)
-    for level in range(LEVELS):  # not unrolled: one level's operands are as much as registers hold
+    for level in range(LEVELS):  # not unrolled: registers hold the operands of one level only
         of_keys, of_queries = _across_middles(queries, keys, total, CHUNK >> (level + 1), CHUNK, KEYS, dtype, PRECISION)
         dependence += of_keys
         weights += of_queries
@@ -113,8 +114,8 @@ def intra_chunk_per_dim(
 def _across_middles(
     queries, keys, total, half, CHUNK: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Return the products of later keys, and of later queries, with earlier keys across the middle of a block of 2 half
-    tokens: [CHUNK, CHUNK], zero elsewhere.
+    """Return the products of keys, and of queries, in the second half of each block of 2 * `half` tokens with keys in
+    the first half: [CHUNK, CHUNK], zero elsewhere.
     """
     row = tl.arange(0, CHUNK)
     middle = (row & ~(2 * half - 1)) + half

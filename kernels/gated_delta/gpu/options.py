@@ -1,4 +1,4 @@
-"""Launch options of the kernels: defaults, and the keys under which measured ones are kept."""
+"""Launch options of the kernels: defaults, and the keys of tuned ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP: Options = {"VALUES": 32, "num_warps": 4}
 INTRA: Options = {"HEADS": 1, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
 INTRA_PER_DIM: Options = {**INTRA, "num_warps": 8}
 SCAN: Options = {"VALUES": 32, "num_warps": 4, "num_stages": 2}
-WIDE_SCAN: Options = {"VALUES": 128, "num_warps": 8, "num_stages": 2}  # where heads alone fill the device
+WIDE_SCAN: Options = {"VALUES": 128, "num_warps": 8, "num_stages": 2}  # if one program per head fills the device
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Shape:
 
     @property
     def padded_key_dim(self) -> int:
-        """The key dimensions that a program holds."""
+        """The number of key dimensions of a program, a power of two."""
         return 1 << (self.key_dim - 1).bit_length()
 
     @property
     def words(self) -> dict[str, str]:
-        """Return what of a key must be equal."""
+        """Return the part of a tuning key that must match exactly."""
         gates = "a dimension" if self.per_dim else "a head"
         return {"gates": gates, "key_dim": str(self.key_dim), "value_dim": str(self.value_dim)}
 
@@ -48,7 +48,7 @@ def intra_key(shape: Shape, num_tokens: int) -> tuned.Key:
 
 
 def scan_key(shape: Shape, num_seqs: int, num_tokens: int) -> tuned.Key:
-    """Return the key of a step's prompts: how many scans run side by side, and how long they are."""
+    """Return the key for a step's prompts: how many scans run in parallel, and how long they are."""
     heads, tokens = shape.num_heads * num_seqs, num_tokens // max(1, num_seqs)
     return {"kernel": "scan", **shape.words, "heads": heads, "tokens_per_seq": tokens}
 
@@ -70,5 +70,5 @@ def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.dev
 
 
 def narrowed(options: Options, shape: Shape) -> Options:
-    """Return options for programs whose value dimensions divide those that there are."""
+    """Return the options, with VALUES reduced so that it divides the number of value dimensions."""
     return {**options, "VALUES": min(options["VALUES"], shape.value_dim & -shape.value_dim)}

@@ -1,12 +1,12 @@
-"""The state from chunk to chunk, and the outputs on the way: a program has some value dimensions of one head.
+"""Computes the states from chunk to chunk, and outputs. A program has some value dimensions of one head.
 
-    read     = e^G k S            products with the state as it was before the chunk
+    read     = e^G k S            with the state S before the chunk
     changes  = mixing (v - read)
     out      = e^G q S + attention changes
     S        = e^G_last S + (e^(G_last - G) k)^T changes
 
-All of it transposed, value dimensions first, so that each product's result is the next one's first operand as it lies
-in the registers: nothing passes through shared memory between the products of the chain but what is read from memory.
+Everything is transposed, value dimensions first, so that each product's result is the next one's left operand without
+leaving registers. Only operands from global memory go through shared memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .intra import FACTORS, KEEP, READ_KEY, READ_QUERY, WRITE_KEY
 
 @triton.jit(do_not_specialize=["first_seq"])
 def scan_chunks(
-    q,  # decays a head: [T, NUM_HEADS / GROUP, KEY_DIM], tokens q_stride apart; a dimension: see intra_per_dim
+    q,  # one decay per head: [T, NUM_HEADS / GROUP, KEY_DIM], tokens q_stride apart; per dimension: see intra_per_dim
     k,
-    write_keys,  # None, or as k: what is multiplied with the changes
+    write_keys,  # None, or like k: the keys that are multiplied by the changes
     v,  # [T, NUM_HEADS, VALUE_DIM], tokens v_stride apart
     mixing,  # [num_chunks, NUM_HEADS, CHUNK, CHUNK]
     attention,
-    factors,  # [num_chunks, NUM_HEADS, FACTORS, CHUNK], or [num_chunks, NUM_HEADS, KEY_DIM]: what is kept of a state
+    factors,  # [num_chunks, NUM_HEADS, FACTORS, CHUNK], or decay factors of states [num_chunks, NUM_HEADS, KEY_DIM]
     state,  # [slots, NUM_HEADS, KEY_DIM, VALUE_DIM] float32, slots state_stride apart
     sources,
     targets,
@@ -45,9 +45,9 @@ def scan_chunks(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
+    KEYS: tl.constexpr,  # KEY_DIM, rounded up to a power of two
     VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr,  # of a program; divides VALUE_DIM
+    VALUES: tl.constexpr,  # per program; divides VALUE_DIM
     CHUNK: tl.constexpr,
     PER_DIM: tl.constexpr,
     PRECISION: tl.constexpr,

@@ -1,12 +1,13 @@
-"""Decodes: a program has some value dimensions of one head's state in its registers and goes token by token.
+"""Decodes: a program has some value dimensions of one head's state in registers, and processes token by token.
 
     out = e^g q S + (q . k) change          change = beta (v - e^g k S)          S = e^g S + k^T change
 
-So a state is read once, written once, and reduced over its key dimensions once a token, for k and q together. Its cells
-are prefetched while the kernel before this one still runs.
+So a state is read once, written once, and reduced over its key dimensions once per token, for k and q together. It is
+prefetched while the previous kernel still runs.
 
-With drafts, accepted ones of the step before change it first, by their inputs in the places of their row; it is written
-behind the first token, and the inputs of the others go to places: none of those that any program still reads.
+With drafts, the state first advances by the previous step's accepted drafts, whose inputs were stored at places of the
+row. The state is written after the step's first token. The inputs of the other tokens, which are drafts, are stored at
+places that no program still reads.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ def step_tokens(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY_DIM, up to a power of two
+    KEYS: tl.constexpr,  # KEY_DIM, rounded up to a power of two
     VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr,  # of a program; divides VALUE_DIM
+    VALUES: tl.constexpr,  # per program; divides VALUE_DIM
     NUM_PLACES: tl.constexpr,  # of a row, 0 without drafts
     PER_DIM: tl.constexpr,
     BETA_SCALE: tl.constexpr,
     NORM: tl.constexpr,
-    PREFETCH: tl.constexpr,  # cells of the state that lie in one line of the cache, 0: none are prefetched
+    PREFETCH: tl.constexpr,  # values of the state in one cache line; 0: no prefetch
 ):
     pdl.let_next_start()
     seq = tl.program_id(2)
@@ -151,7 +152,7 @@ def step_tokens(
 
 @triton.jit
 def _decayed(kept, decays, rate, offset, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, PER_DIM: tl.constexpr):
-    """Return what a token keeps of the state [KEYS, VALUES]; `decays` are the cells of its decays, or of its one."""
+    """Return the state [KEYS, VALUES] after a token's decay. `decays` points to its decays, or to its single one."""
     if PER_DIM:
         factor = tl.exp2(log2_decay(load_dims(decays, dim, KEY_DIM, KEYS), rate, offset))[:, None]
     else:

@@ -1,8 +1,8 @@
-"""Linear layers on a GPU; which of three methods serves a shape was measured (`tuned/`).
+"""Linear layers on a GPU, by one of three methods. Measurements decide which one is used for a shape (`tuned/`).
 
-FEW_TOKENS      norm, product, bias, gate and residual in one kernel on the plain multipliers
-TILES           product, bias, gate and residual in one kernel on the tensor cores
-LIBRARY         torch's matrix product, which adds to a residual itself; what else is around it by kernels of their own
+FEW_TOKENS      norm, product, bias, gate and residual in one kernel, without tensor cores
+TILES           product, bias, gate and residual in one kernel, with tensor cores
+LIBRARY         torch's matrix product, which also adds to a residual; norm and activation are separate kernels
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..operands import RowNorm
 from .gemm import multiply_tiles
 from .gemv import MAX_TOKENS, stream_weight
 
-SMALLEST_TILE = 16  # tokens: the short side of a product on the tensor cores
-MANY_TOKENS = 256  # more are the library's
-NARROWEST_STEP = 128  # depths that are no multiple of this are the library's
+SMALLEST_TILE = 16  # tokens: the least short side of a product on the tensor cores
+MANY_TOKENS = 256  # with more tokens, the library is used
+NARROWEST_STEP = 128  # for depths that are not multiples of this, the library is used
 
 
 class Method(IntEnum):
@@ -48,9 +48,7 @@ def linear(
     activation: Activation | Pointwise | None,
     options: tuned.Options | None = None,
 ) -> Tensor:
-    """See `baton.kernels.linear.linear` and, with the activation of a gate, `gated_linear`. `options`: other than the
-    tuned ones.
-    """
+    """See `baton.kernels.linear.linear` and, for an `Activation`, `gated_linear`. `options` replace the tuned ones."""
     num_tokens, depth = x.shape
     gated = isinstance(activation, Activation)
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -100,7 +98,7 @@ def linear(
 
 
 def options_for(num_tokens: int, columns: int, depth: int, device: torch.device, *, gated: bool) -> tuned.Options:
-    """Return one set for all numbers of tokens up to the same power of two, so that few kernels serve all."""
+    """Return the options. Token counts with the same next power of two share them, so that few kernels are compiled."""
     if num_tokens > MANY_TOKENS:
         return UNTUNED_MANY
     key = tuning_key(triton.next_power_of_2(num_tokens), columns, depth, gated=gated)
@@ -112,9 +110,9 @@ def tuning_key(tokens: int, columns: int, depth: int, *, gated: bool) -> tuned.K
 
 
 def fitting_method(options: tuned.Options, x: Tensor, weight: Tensor) -> Method:
-    """Return the method of the options where it can serve these operands, else the library's.
+    """Return the options' method if it supports these operands, else LIBRARY.
 
-    The options may be those of another shape that is not far from this one.
+    The options may have been tuned for another, similar shape.
     """
     method = Method(options["method"])
     if x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous() or x.shape[1] % NARROWEST_STEP:
@@ -127,7 +125,7 @@ def fitting_method(options: tuned.Options, x: Tensor, weight: Tensor) -> Method:
 
 
 def _largest_step(most: int, whole: int) -> int:
-    """Return the largest power of two that is no larger than `most`, one itself, and divides `whole`."""
+    """Return the largest power of two up to `most`, itself a power of two, that divides `whole`."""
     return min(most, whole & -whole)
 
 

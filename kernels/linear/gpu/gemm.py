@@ -1,10 +1,11 @@
-"""Linear layers of some tokens on the tensor cores, with split-K: out.T = weight @ x.T puts the weight on the long
-side.
+"""Linear layers for tens of tokens on the tensor cores, with split-K.
+
+out.T = weight @ x.T is computed, so that the weight has the long side of the tensor cores' tiles.
 
     program (n, s, t)   BLOCK_N columns of out, part s of SPLIT of the depth, TOKENS tokens from t * TOKENS on
 
-Where the depth is split, each program leaves its part in a workspace; the last one of a tile to arrive adds them up in
-order, so that the result is the same every time.
+If the depth is split, each program stores its part in a workspace. The last program of a tile to arrive adds the parts
+in order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from baton.kernels.activation import Activation, Pointwise
 from baton.kernels.activation.gpu import activated
 from baton.kernels.arrivals import is_last_to_arrive
 
-MAX_TILES = 1 << 16  # that can be split in one launch
+MAX_TILES = 1 << 16  # most tiles of a launch with split depth
 
 
 def multiply_tiles(
@@ -40,9 +41,10 @@ def multiply_tiles(
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """out [T, N] = x [T, K] @ weight.T + bias; SPLIT * BLOCK_K divides K. `activation` and `add` as in `stream_weight`.
+    """Compute out [T, N] = x [T, K] @ weight.T + bias; `activation` and `add` as in `stream_weight`.
 
-    Only one launch at a time on a device may split: launches share the counters of arrivals.
+    SPLIT * BLOCK_K must divide K. Launches with SPLIT > 1 must not run concurrently on a device: they share the arrival
+    counters.
     """
     num_tokens, depth = x.shape
     columns = out.shape[1]
@@ -81,9 +83,7 @@ def multiply_tiles(
 
 @functools.cache
 def _arrived(device: torch.device) -> Tensor:
-    """Return the arrival counters of split tiles. Zero between launches: the last program of a tile resets
-    its counter.
-    """
+    """Return the arrival counters of split tiles. They are zero between launches: a tile's last program resets it."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
@@ -106,7 +106,7 @@ def gemm_kernel(
     SPLIT: tl.constexpr,
     PREFETCH: tl.constexpr,
     ACTIVATION: tl.constexpr,  # or None
-    GATED: tl.constexpr,  # whether it is that of gates, which the weight has beside the ups
+    GATED: tl.constexpr,  # whether ACTIVATION is for gates: the weight then has gates and ups
     ADD: tl.constexpr,
 ):
     pdl.let_next_start()
@@ -115,7 +115,7 @@ def gemm_kernel(
     PART_DEPTH: tl.constexpr = DEPTH // SPLIT
     index = tl.arange(0, ROWS)
     column = tl.minimum(tl.program_id(0) * BLOCK_N + index // PARTS, COLUMNS - 1)
-    row = (column + index % PARTS * COLUMNS).to(tl.int64)  # gate, up, gate, up, ... of neighbouring columns
+    row = (column + index % PARTS * COLUMNS).to(tl.int64)  # gate, up, gate, up, ... of consecutive columns
     start = tl.program_id(1) * PART_DEPTH
     if PREFETCH:
         LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -161,7 +161,7 @@ def _finish(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,  # or None
-    GATED: tl.constexpr,  # whether it is that of gates, which the weight has beside the ups
+    GATED: tl.constexpr,  # whether ACTIVATION is for gates: the weight then has gates and ups
     ADD: tl.constexpr,
 ):
     """Apply bias, gate and residual, and write the result."""

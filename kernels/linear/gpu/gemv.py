@@ -1,11 +1,11 @@
-"""Linear layers of 1 to 4 tokens (GEMV): the weight streams through the registers of many small programs.
+"""Linear layers for 1 to 4 tokens (GEMV): many small programs stream the weight through registers.
 
-    program p           ROWS rows of the weight, whole: no sums cross programs
-    a thread            8 neighbouring weights of every row at a time, times those of each token, into one sum a row
+    program p           ROWS whole rows of the weight, so that no sums cross programs
+    a thread            8 consecutive weights of every row at a time, times those values of each token; one sum per row
 
-At so few tokens the time is that of reading the weight, and in a small model that of launching. So a kernel fuses the
-norm before the product and the bias, gate and residual after it, prefetches its weights before it waits for the kernel
-that makes its input, and leaves no partial sums for another kernel.
+With so few tokens, the time is spent on reading the weight and, in small models, on launches. So the kernel fuses the
+norm before the product, and the bias, gate and residual after it; it prefetches its weights before it waits for the
+previous kernel, which writes its input; and it leaves no partial sums to another kernel.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def stream_weight(
     PREFETCH: int,
     num_warps: int,
 ) -> None:
-    """out [T, N] = norm(x) [T, K] @ weight.T + bias, T <= MAX_TOKENS, BLOCK_K divides K; `add`: out += that.
+    """Compute out [T, N] = norm(x) [T, K] @ weight.T + bias, for T <= MAX_TOKENS. With `add`, add it to `out`.
 
-    With that of a gate, weight [2 N, K] holds gates, then ups, and out = activation(gate) * up. BLOCK_N columns of out
-    a program; of its weights the first PRELOAD steps of BLOCK_K are loaded, and the others prefetched (where PREFETCH),
-    before the input is waited for.
+    With an `Activation`, weight [2 N, K] has gates, then ups, and out = activation(gate) * up. A program computes
+    BLOCK_N columns of out, in steps of BLOCK_K, which divides K. Before it waits for its input, it loads the weights of
+    the first PRELOAD steps, and prefetches the others with PREFETCH.
     """
     num_tokens, depth = x.shape
     columns = out.shape[1]
@@ -85,14 +85,14 @@ def gemv_kernel(
     eps,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    TOKENS: tl.constexpr,  # num_tokens, up to a power of two
+    TOKENS: tl.constexpr,  # num_tokens, rounded up to a power of two
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRELOAD: tl.constexpr,
     PREFETCH: tl.constexpr,
     THREAD: tl.constexpr,
     ACTIVATION: tl.constexpr,  # or None
-    GATED: tl.constexpr,  # whether it is that of gates, which the weight has beside the ups
+    GATED: tl.constexpr,  # whether ACTIVATION is for gates: the weight then has gates and ups
     ADD: tl.constexpr,
 ):
     pdl.let_next_start()
@@ -101,7 +101,7 @@ def gemv_kernel(
     STEPS: tl.constexpr = DEPTH // BLOCK_K
     index = tl.arange(0, ROWS)
     column = tl.minimum(tl.program_id(0) * BLOCK_N + index // PARTS, COLUMNS - 1)
-    row = (column + index % PARTS * COLUMNS).to(tl.int64)  # gate, up, gate, up, ... of neighbouring columns
+    row = (column + index % PARTS * COLUMNS).to(tl.int64)  # gate, up, gate, up, ... of consecutive columns
     cells = weight + row[:, None] * DEPTH + tl.arange(0, BLOCK_K)[None, :]
 
     if PREFETCH and STEPS > PRELOAD:
@@ -162,9 +162,10 @@ def _add_step(
     BLOCK_K: tl.constexpr,
     THREAD: tl.constexpr,
 ):
-    """Add tile [ROWS, BLOCK_K] times each token to its sums, and the token's squares, from depth `start` on.
+    """Add the products of tile [ROWS, BLOCK_K] with each token to the sums, and x's squares, from depth `start` on.
 
-    The norm's factor belongs to the whole row of x, so it can wait for the end: here x is only weighted.
+    The norm's factor is the same for the whole row of x, so it is applied at the end; here x is only multiplied by the
+    norm's weights.
     """
     depth = start + tl.arange(0, BLOCK_K)
     weights = tile.to(tl.float32)

@@ -1,11 +1,12 @@
-"""Multi-head latent attention on a GPU: which of its two forms serves which tokens of a step.
+"""Multi-head latent attention on a GPU: the choice between its two forms for the tokens of a step.
 
-    absorbed    queries in the space of the latents, which are keys and values at once: decodes, short chunks, and
-                everything in a captured graph           work_list, head_gemv, absorbed or absorbed_hopper, combine
-    expanded    keys and values of every head computed from the latents once for all queries of long chunks
+    absorbed    queries are projected to the space of latents, which are both keys and values: for decodes, short
+                chunks, and everything in a captured graph
+                                                         work_list, head_gemv, absorbed or absorbed_hopper, combine
+    expanded    keys and values of every head are computed from latents, once for all queries of a long chunk
                                                          expanded, dense or dense_hopper
 
-`latent_cache` norms and rotates the latents and writes them into the KV cache.
+`latent_cache` norms and rotates latents, and writes them to the KV cache.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from .work_list import WorkList, WorkTiles, plan_work
 
 __all__ = ["latent_and_cache", "mla_attention", "prepare"]
 
-LEAST_ROWS, MOST_ROWS = 16, 64  # of a matrix product; whose sums fit the registers of a program
+LEAST_ROWS, MOST_ROWS = 16, 64  # the least that a matrix product needs; the most whose sums fit in registers
 TILE = 64  # keys
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A work list for the absorbed kernels: sequences of one query token, whose heads are a program's rows, or
-    sequences of several, of which as many tokens as there is room for fill the rows.
+    """A work list for the absorbed kernels, for sequences with one query token, or for those with several.
+
+    A program's rows are the heads of one token, or of as many tokens of a sequence as fit.
     """
 
     work: WorkList
@@ -45,12 +47,12 @@ class MLAPlans:
     """The work of one step, shared by its layers."""
 
     absorbed: tuple[Absorbed, ...]
-    num_absorbed_tokens: int  # the first so many; the others are of `prompts`
+    num_absorbed_tokens: int  # the step's first tokens are absorbed; the others belong to `prompts`
     prompts: ExpandedPrompts | None
 
 
 def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int, tile: int = TILE) -> AttentionBatch:
-    """See `baton.kernels.mla.prepare`. `tile` is how many keys the absorbed kernels take at a time."""
+    """See `baton.kernels.mla.prepare`. `tile` is the number of keys of an absorbed kernel's loop iteration."""
     heads = triton.next_power_of_2(num_heads)
     rows = max(LEAST_ROWS, min(heads, absorbed_hopper.NARROW_ROWS.value))
     singles = WorkTiles(rows, rows, tile)
@@ -91,7 +93,7 @@ def mla_attention(
                 part.tiles,
                 scale=scale,
                 out=attended,
-                pads=index == len(prepared.absorbed) - 1,  # the last list has room for every token
+                pads=index == len(prepared.absorbed) - 1,  # the last list has items for all tokens, padding included
             )
         head_gemv.values(up, attended, out[:num_absorbed])
     if prepared.prompts is not None:

@@ -1,9 +1,9 @@
-"""Absorbed MLA in Triton: queries in the space of the latents, so that a page is read once and is both keys and values.
+"""Absorbed MLA in Triton: queries are in the space of latents, so that a page is read once, for keys and values.
 
     scores [rows, tile] = q_latent latents^T + q_rope ropes^T        rows: the heads of a few query tokens
     out    [rows, rank] = softmax(scores) latents
 
-Work is divided as in `work_list`. At the sizes of DeepSeek-V2 a key is 1 152 bytes, and 35 kFLOP for 16 heads.
+Work is divided as in `work_list`. At DeepSeek-V2's sizes, a key has 1 152 bytes, and needs 35 kFLOP for 16 heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .work_list import (
     WorkTiles,
 )
 
-FEW_ROWS = 16  # leave room in shared memory for a tile more on its way
+FEW_ROWS = 16  # with so few rows, shared memory has room for one more tile in flight
 
 
 def latent_attention(
@@ -139,7 +139,7 @@ def latent_attention_kernel(
         query = row // HEADS
         is_query = (query < num_queries) & (head < num_heads)
         token = (tl.load(words + FIRST_TOKEN) + query).to(tl.int64)
-        num_visible = tl.minimum(first_visible + query, num_keys)  # of the keys, by each row
+        num_visible = tl.minimum(first_visible + query, num_keys)  # number of keys that each row sees
         latent_row = q_latent_ptr + token * latent_token_stride + head * latent_head_stride
         rope_row = q_rope_ptr + token * rope_token_stride + head * rope_head_stride
         q_latent = tl.load(latent_row[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
@@ -153,7 +153,7 @@ def latent_attention_kernel(
         for index in tl.range(tile - item_start, end - item_start):
             key = index * TILE + key_in_tile
             exists = key < num_keys
-            block = next_block  # read a tile ahead, so that pages can be asked for that much earlier
+            block = next_block  # block ids are loaded one tile ahead, so that loads of pages can start earlier
             following = key + TILE
             next_block = tl.load(table + following // PAGE, mask=following < num_keys, other=0)
             page_row = kv_ptr + layer_offset + block.to(tl.int64) * block_stride + key % PAGE * (RANK + ROPE)
@@ -164,7 +164,7 @@ def latent_attention_kernel(
             peak = tl.maximum(highest, tl.max(scores, 1))
             base = peak
             if HEADS < ROWS:
-                base = tl.where(peak == float("-inf"), 0.0, peak)  # this query sees nothing of the share so far
+                base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: this query has seen no key of the share yet
             decay = tl.exp2(highest - base)
             probs = tl.exp2(scores - base[:, None])
             weight = weight * decay + tl.sum(probs, 1)

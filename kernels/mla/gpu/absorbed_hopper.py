@@ -1,21 +1,22 @@
-"""Absorbed MLA for Hopper, warp-specialized: three warps load by TMA, one or two warp groups multiply what has landed.
+"""Absorbed MLA for Hopper, warp-specialized: three warps load by TMA, one or two warp groups multiply.
 
-    copy engine ──pages──> ring of tiles in shared memory ──> scores [tile, rows] = latents q_latent + ropes q_rope
-                                                          ──> sums   [rank, rows] = latents^T softmax(scores)
+    TMA ──pages──> ring of tiles in shared memory ──> scores [tile, rows] = latents q_latent + ropes q_rope
+                                                  ──> sums   [rank, rows] = latents^T softmax(scores)
 
-Keys are the rows of both products, so that 16 query heads fill what a warp group multiplies, and a tile is read from
-memory once for keys and values. Work is partitioned as in `work_list`; the outputs are those of `absorbed`.
+Keys and latent dimensions are the rows of the products, so that 16 query heads suffice to fill a warp group's products.
+A tile is read from memory once, for keys and values. Work is partitioned as in `work_list`; outputs are the same as
+those of `absorbed`.
 
-    narrow    up to 32 heads of one query          one warp group; two tiles of queries on their way
-    wide      64 rows: heads of several queries    two warp groups, which divide the rows among them for the scores, and
-                                                   the dimensions of the latents for the sums; one tile of queries
+    narrow    up to 32 heads of one query          one warp group; two tiles of queries in flight
+    wide      64 rows: heads of several queries    two warp groups, which divide the rows for the scores, and the
+                                                   dimensions of latents for the sums; one tile of queries
 
-Of a decode only the newest latent is this step's. So pages are on their way while the kernels before this one still
-run: a warp that fetches them waits for those when it comes to the last tile of a sequence. It waits at once where one
-is no decode: a single token behind longer chunks may have a prefix that these compute, and so may a later part of a
-chunk. Queries have their own warp.
+Only the newest latent of a decode is written in this step. So pages are loaded while the previous kernels still run: a
+loader warp waits for them only when it reaches the last tile of a sequence. For sequences that are not decodes, it
+waits at once: a single token after longer chunks may share a prefix with them, and a later part of a chunk reads an
+earlier one, all written in this step. A third warp loads queries.
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 import torch
@@ -52,18 +53,18 @@ from .work_list import WorkList, WorkTiles
 
 TILE = gl.constexpr(64)  # keys: the rows of one product of a warp group
 STAGES = gl.constexpr(2)
-NARROW_ROWS = gl.constexpr(32)  # whose sums fit the registers of a warp group
-WIDE_ROWS = 64  # ... of two
-LEAST_HEADS = 8  # of a query: a box whose rows repeat the swizzle's pattern
-LOADERS = gl.constexpr(2)  # warps for pages: one alone would take as long for a tile as its products do
+NARROW_ROWS = gl.constexpr(32)  # most rows whose sums fit in the registers of one warp group
+WIDE_ROWS = 64  # ... and of two
+LEAST_HEADS = 8  # heads of a query: the rows of a TMA box must cover the swizzle's pattern
+LOADERS = gl.constexpr(2)  # warps that load pages: a single one would need as long per tile as its products
 LOADER_REGISTERS = gl.constexpr(40)
 REGISTERS = 152  # of a thread at the start: with all that there are, no other kernel's program could be beside one
 WIDE_REGISTERS = 168  # all that there are: a wide program takes all of the shared memory, too
-FEW_ITEMS = 32  # times groups of heads; up to so many, a kernel of its own puts parts together
+FEW_ITEMS = 32  # items x groups of heads, up to which a second kernel combines parts
 
 
 def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bool:
-    """Return true for devices and shapes that this kernel is for."""
+    """Return whether this kernel supports the device and the shapes."""
     page, width = kv.shape[4:]
     return (
         is_hopper(kv.device)
@@ -83,7 +84,7 @@ def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bo
 
 
 def fits_boxes(matrix: Tensor) -> bool:
-    """Return true for matrices that TMA can read: rows that begin at multiples of 16 bytes."""
+    """Return whether TMA can read the matrix: rows must begin at multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and all(step * matrix.itemsize % 16 == 0 for step in matrix.stride()[:-1])
 
 
@@ -100,10 +101,10 @@ def latent_attention(
     out: Tensor,
     pads: bool,
 ) -> None:
-    """Attend items as `absorbed.latent_attention` does.
+    """Compute the same as `absorbed.latent_attention`.
 
-    An item in many parts would keep the program that comes last with one busy while the others are idle: where there
-    are few items, `combine` has a program for each of their rows; and of wide items, whose parts are large.
+    With few items, or wide ones, whose parts are large, `combine` adds the parts, with many programs per item: the
+    program that finishes last would do it alone, while the others are idle.
     """
     num_heads, rank = q_latent.shape[1:]
     groups = tiles.groups(num_heads)
@@ -152,13 +153,13 @@ class AbsorbedShape:
     """The compile-time sizes of the kernel."""
 
     QUERIES: gl.constexpr
-    HEADS: gl.constexpr  # of a group, and padding
-    ROWS: gl.constexpr  # the heads of all queries
+    HEADS: gl.constexpr  # heads of a group, with padding
+    ROWS: gl.constexpr  # QUERIES * HEADS
     RANK: gl.constexpr
     PAGE: gl.constexpr
     APART: gl.constexpr
-    WARPS: gl.constexpr  # that multiply
-    SCORES: gl.constexpr  # how the products' results lie in registers
+    WARPS: gl.constexpr  # number of multiplying warps
+    SCORES: gl.constexpr  # register layout of the products' results
     SUMS: gl.constexpr
 
     @gluon.constexpr_function
@@ -186,9 +187,9 @@ class QueryBoxes:
 
 @record
 class LatentCache:
-    """One layer of the cache, and the blocks of sequences."""
+    """One layer of the cache, and the sequences' block tables."""
 
-    pages: Value  # TMA descriptor with boxes [page, slab] of kv seen as rows of latents
+    pages: Value  # TMA descriptor with boxes [page, slab] of kv viewed as rows of latents
     layer: gl.tensor
     num_layers: Value
     block_tables: gl.tensor
@@ -243,7 +244,7 @@ def _load_pages(work, num_decodes, cache, ring, FIRST: gl.constexpr, shape):
         num_pages = gl.cdiv(item.num_keys, shape.PAGE)
         table = cache.block_tables + item.table_row.to(gl.int64) * cache.table_stride
         for index in range(tile - item.start, item.end - item.start):
-            places = ()  # pages behind the sequence's last are rows behind the last row: they become zero
+            places = ()  # pages after the sequence's last become rows after the last row, which TMA loads as zeros
             for i in gl.static_range(OWN):
                 page = index * PAGES + FIRST + i
                 exists = page < num_pages
@@ -252,7 +253,7 @@ def _load_pages(work, num_decodes, cache, ring, FIRST: gl.constexpr, shape):
                     gl.where(exists, (block * cache.num_layers + cache.layer) * shape.PAGE, cache.pages.shape[0]),
                 )
             if (index + 1) * TILE >= item.num_keys:
-                wait_for_previous()  # the newest latent is this step's
+                wait_for_previous()  # the newest latent is written in this step
             latents.await_free(n)
             mbarrier.expect(latents.barrier(n), OWN * shape.PAGE * (shape.RANK + SLAB) * 2)
             for i in gl.static_range(OWN):
@@ -279,9 +280,9 @@ def _consume(work, output, scale, query_ring, ring, weight_memory, shape):
     wait_for_previous()
     while tile < share_end:
         item = work.item(number, share_end)
-        num_visible = gl.minimum(item.num_visible + query_of_row, item.num_keys)  # of the keys, by each row
+        num_visible = gl.minimum(item.num_visible + query_of_row, item.num_keys)  # number of keys that each row sees
         top = gl.full([shape.ROWS], LOWEST, gl.float32, gl.SliceLayout(0, shape.SCORES))
-        weights = gl.zeros([TILE, shape.ROWS], gl.float32, shape.SCORES)  # each key's place in a tile has its own sum
+        weights = gl.zeros([TILE, shape.ROWS], gl.float32, shape.SCORES)  # one sum per key position in a tile
         sums = gl.zeros([shape.RANK, shape.ROWS], gl.float32, shape.SUMS)
         q_latent.await_full(turn)
         for index in range(tile - item.start, item.end - item.start):
@@ -361,10 +362,10 @@ def attend_share(
     PAGE: gl.constexpr,
     APART: gl.constexpr,
 ):
-    """Attend one share of the tiles, for one group of heads.
+    """Compute one share of the tiles, for one group of heads.
 
-    `pages` has boxes [page, slab] of kv seen as rows of latents. Of the first `num_padded_tokens`, those of slot -1
-    become zero, unless `combine` sees to it.
+    `pages` has boxes [page, slab] of kv, viewed as rows of latents. Of the first `num_padded_tokens` tokens, those of
+    slot -1 become zero, unless `combine` does that.
     """
     shape = AbsorbedShape(QUERIES, HEADS, RANK, PAGE, APART)
     ROWS: gl.constexpr = shape.ROWS

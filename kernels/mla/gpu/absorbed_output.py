@@ -1,10 +1,10 @@
-"""Output of absorbed MLA for Hopper: the result of an item that a share has whole, or the part of one that is cut.
+"""Output of absorbed MLA for Hopper, when a program has finished an item in its share.
 
-    all of the item     its result is written at once
-    a part of it        is stored; the parts are combined by the program that comes last with one, or by a kernel of its
-                        own (`combine`)
+    the share has the whole item     its result is written
+    the share has a part of it       the part is stored; the program that finishes last combines the parts, or a second
+                                     kernel (`combine`)
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 from triton.experimental import gluon
@@ -27,18 +27,18 @@ from .work_list import (
     programs_of,
 )
 
-PARTS_IN_REGISTERS = gl.constexpr(32)  # rows of parts whose loads are under way together
+PARTS_IN_REGISTERS = gl.constexpr(32)  # rows of parts that are loaded concurrently
 
 
 @record
 class Item:
-    """The query tokens of an item with all of their keys, as far as they lie in this program's share."""
+    """An item (query tokens and their keys), and its tiles in this program's share."""
 
     start: gl.tensor  # its first tile
-    end: gl.tensor  # the tile behind its last one in the share
-    token: gl.tensor  # the first
-    num_visible: gl.tensor  # keys that the first token sees
-    num_keys: gl.tensor  # ... and the last
+    end: gl.tensor  # one past its last tile in the share
+    token: gl.tensor  # its first query token
+    num_visible: gl.tensor  # number of keys that the first token sees
+    num_keys: gl.tensor  # number of keys that the last token sees
     table_row: gl.tensor
 
 
@@ -53,7 +53,7 @@ class Work:
 
     @gluon.jit
     def share(self):
-        """Return this program's (first tile, tile behind its last, item that the first is of)."""
+        """Return this program's (first tile, end of its tiles, item of the first tile)."""
         share = self.shares + SHARE_WORDS * gl.program_id(0)
         return gl.load(share + FIRST_TILE), gl.load(share + SHARE_WORDS + FIRST_TILE), gl.load(share + FIRST_ITEM)
 
@@ -69,10 +69,10 @@ class Work:
 
 @record
 class AbsorbedParts:
-    """The memory of parts: see `combine.combine`."""
+    """The workspace for parts of results: see `combine.combine`."""
 
     sums: gl.tensor
-    softmax: gl.tensor  # of each row its top score and its weight
+    softmax: gl.tensor  # top score and weight of each row
     arrivals: gl.tensor
 
 
@@ -87,7 +87,7 @@ class AbsorbedOutput:
 
 @record
 class Padding:
-    """The rows of tokens of slot -1, which are zeroed among the first `num_tokens`."""
+    """The padding among the first `num_tokens` tokens: those of slot -1, whose rows are zeroed."""
 
     out: gl.tensor
     slots: gl.tensor
@@ -96,7 +96,7 @@ class Padding:
 
     @gluon.jit
     def clear(self, first_head, shape):
-        """Zero a group of heads of padding tokens, which no item has; one warp of every program takes some of them."""
+        """Zero a group of heads of padding tokens, which are in no item. A warp of every program does some of them."""
         dim = gl.arange(0, shape.RANK, gl.BlockedLayout([8], [32], [1], [0]))
         token = gl.program_id(0)
         while token < self.num_tokens:
@@ -109,7 +109,7 @@ class Padding:
 
 @gluon.jit
 def finish(found, item, tile, end, work, output, shape):
-    """Write or store what `found` holds of an item: its tiles from `tile` to `end`."""
+    """Write the result `found` of an item, or store it as a part: it covers the item's tiles from `tile` to `end`."""
     token = gl.load(work.items + ITEM_WORDS * item + FIRST_TOKEN)
     item_start, item_end = gl.load(work.starts + item), gl.load(work.starts + item + 1)
     if (tile == item_start) & (end == item_end):
@@ -135,7 +135,7 @@ def _write(found, token, num_queries, output, LAYOUT: gl.constexpr, shape):
 
 @gluon.jit
 def _places_of_part(parts, program, begins, head_group, LAYOUT: gl.constexpr, shape):
-    """Return pointers to the part that `program` has of the item which `begins` in its share, or in one before."""
+    """Return pointers to `program`'s part of the item that `begins` in its share, or of the one that began earlier."""
     row, dim = columns(shape.ROWS, LAYOUT), dims(shape.RANK, LAYOUT)
     number = head_group * gl.num_programs(0) + program
     part = (number.to(gl.int64) * 2 + begins.to(gl.int32)) * shape.ROWS + row
@@ -153,7 +153,7 @@ def _store_part(found, parts, begins, shape):
 
 @gluon.jit
 def _combine_if_last(start, end, token, work, output, shape):
-    """Write the item of tiles `start` to `end`, if all its other parts have been stored, in the order of its keys."""
+    """Combine and write the item of tiles `start` to `end`, in the order of its keys, if all other parts are stored."""
     parts = output.parts
     SPREAD: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1])
     AT_ONCE: gl.constexpr = PARTS_IN_REGISTERS // shape.ROWS

@@ -1,4 +1,4 @@
-"""Combines the parts of items that several programs share, in a kernel behind theirs."""
+"""Combines the parts of items that are divided over several programs, in a second kernel."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from baton.kernels.split_kv import LOWEST, merge_parts
 
 from .work_list import FIRST_TOKEN, ITEM_WORDS, NUM_QUERIES, WorkList, programs_of
 
-FEW_ROWS = 256  # fewer would leave multiprocessors idle if a program took many
+FEW_ROWS = 256  # with fewer rows, a program takes only one, so that the device is filled
 MANY_AT_ONCE = 16  # rows of a program otherwise
 
 
 def combine(
     parts: Tensor, softmax: Tensor, batch: AttentionBatch, work: WorkList, heads: int, *, out: Tensor, pads: bool
 ) -> None:
-    """Write rows of out [T, H, rank] whose softmax lies in several parts.
+    """Write the rows of out [T, H, rank] whose softmax is divided into several parts.
 
-    parts [groups, programs, 2, rows, rank] are unnormalised sums, softmax [..., 2] the highest score (base 2) and the
-    sum of weights; each group of `heads` heads has its own. Part 1 is that of the item which began in the program's
-    share, part 0 that of the one which began before it. With `pads`, tokens of slot -1 get zeros.
+    parts [groups, programs, 2, rows, rank] are unnormalized sums; softmax [..., 2] has the top score (base 2) and the
+    sum of weights; each group of `heads` heads has its own. Part 1 belongs to the item that began in the program's
+    share, part 0 to the item that began in an earlier one. With `pads`, tokens of slot -1 get zeros.
     """
     groups, _, _, rows, rank = parts.shape
     few = work.max_items * rows * groups <= FEW_ROWS
@@ -78,7 +78,7 @@ def _combine(
     query, head = row // HEADS, group * HEADS + row % HEADS
     wait_for_previous()
     let_next_start()
-    if PADS:  # the items have room for all tokens, padding included
+    if PADS:  # there are items for all tokens, padding included
         token = item * (ROWS // HEADS) + query
         is_token = (token < num_tokens) & (head < num_heads)
         slot = tl.load(slots_ptr + token, mask=is_token, other=0)

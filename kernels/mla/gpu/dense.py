@@ -1,9 +1,9 @@
-"""Causal attention in Triton over keys and values that lie one sequence after another, as `kv_b_proj` leaves them.
+"""Causal attention in Triton over contiguous keys and values of concatenated sequences, as `kv_b_proj` writes them.
 
-    scores [tile of queries, tile of keys] = q_nope k_nope^T + q_rope k_rope^T        one head; k_rope is all heads'
+    scores [tile of queries, tile of keys] = q_nope k_nope^T + q_rope k_rope^T        one head; all heads share k_rope
 
-Longest tiles first, a head at a time, so that the programs that run together read the same keys. For what
-`attention.gpu.dense_hopper` does not take.
+Tiles are ordered by head, longest first, so that concurrent programs read the same keys. It serves operands that
+`dense_hopper` does not support.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dense_prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attend as `dense_hopper.dense_prefill` does, for dimensions that are powers of two and any type."""
+    """Compute the same as `dense_hopper.dense_prefill`, for any dtype and dimensions that are powers of two."""
     num_heads, value = out.shape[1:]
     rope = k_rope.shape[1]
     nope = q.shape[2] - rope
@@ -99,7 +99,7 @@ def dense_attention_kernel(
     weight = tl.zeros((QUERIES,), tl.float32)
     total = tl.zeros((QUERIES, VALUE), tl.float32)
     column = head * (NOPE + VALUE)
-    num_full = tl.maximum(num_visible, 0) // KEYS * KEYS  # keys in tiles that every query sees whole
+    num_full = tl.maximum(num_visible, 0) // KEYS * KEYS  # keys in tiles that all queries see completely
 
     for start in tl.range(0, num_full, KEYS):
         k_nope = k_nope_boxes.load([first_key + start, column])

@@ -1,9 +1,9 @@
-"""Causal attention for Hopper over keys and values that lie one sequence after another: see `hopper.flash`.
+"""Causal attention for Hopper over contiguous keys and values of concatenated sequences: see `hopper.flash`.
 
-    key     = [nope of its head | rope, the same for all heads]                          value = value of its head
+    key     = [nope of its head | rope, shared by all heads]                             value = value of its head
     rows of keys_values [keys, heads x (nope | value)]     rows of k_rope [keys, rope]
 
-Annotations are read by Triton: this module evaluates them.
+No `from __future__ import annotations` here: Triton reads annotations as objects.
 """
 
 import torch
@@ -34,7 +34,7 @@ KEYS = 128  # of a tile
 
 
 def fits(q: Tensor, keys_values: Tensor, k_rope: Tensor, plan: PrefillPlan) -> bool:
-    """Return true for tensors that `dense_prefill` takes: long tiles of 16-bit types, keys of 128 + 64 dims, values of
+    """Return whether `dense_prefill` supports the tensors: long tiles, 16-bit types, keys of 128 + 64 dims, values of
     128.
     """
     dims = (q.shape[2] - k_rope.shape[1], k_rope.shape[1], keys_values.shape[2])
@@ -60,11 +60,11 @@ def dense_prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Write the rows of out [T, H, value] that `plan` covers, for tensors that `fits` takes.
+    """Write the rows of out [T, H, value] that `plan` covers. Supports only tensors that `fits` accepts.
 
-    q is [T, H, nope + rope], keys_values [K, H, nope + value], k_rope [K, rope]. The keys of the sequence in row i of
-    the block tables begin at key_start[i] (int32): plan without `table_rows`, and i is its number. Nothing of keys and
-    values may be NaN or infinite, also behind the last key.
+    q is [T, H, nope + rope], keys_values [K, H, nope + value], k_rope [K, rope]. The keys of sequence i begin at
+    key_start[i] (int32); the plan must have been made without `table_rows`. Keys and values must be finite, even after
+    the last key.
     """
     num_heads, rope = q.shape[1], k_rope.shape[1]
     value = out.shape[2]
@@ -148,7 +148,7 @@ def attend_rows(
     VALUE: gl.constexpr,
     KEYS: gl.constexpr,
 ):
-    """Attend the tiles of `items`, for all heads: the programs that run together share the keys of a head in L2."""
+    """Compute the tiles of `items` for all heads. Concurrent programs share the keys of a head in L2."""
     shape = FlashShape(1, KEYS, NOPE + ROPE, VALUE, None, False, False)
     scoring = FlashScoring(gl.to_tensor(0), score_unit, score_unit)
     pipe = new_pipe(rows.dtype, shape)

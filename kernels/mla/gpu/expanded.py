@@ -21,22 +21,22 @@ from baton.kernels.query_tiles import PrefillPlan, plan_prefill
 from ..up_projection import MAX_EXPANDED_TOKENS, UpProjection
 from . import dense, dense_hopper
 
-LEAST_QUERIES = 128  # of a sequence, on average: with fewer, spelling out a key costs more than it saves
+LEAST_QUERIES = 128  # average queries per sequence; with fewer, expanding a key costs more than it saves
 PAGE = 16
 GATHER_ROWS = 16
 
 
 @dataclass(frozen=True)
 class ExpandedPrompts:
-    """The sequences of a step whose keys and values are expanded, laid out one after another."""
+    """The sequences of a step whose keys and values are expanded, concatenated."""
 
-    sources: Tensor  # [num_kv_tokens] int64: slot of every key; -1 where the bound was larger than the keys
+    sources: Tensor  # [num_kv_tokens] int64: slot of every key; -1 for the rest, as num_kv_tokens is an upper bound
     key_start: Tensor  # [num_seqs + 1] int32: row of the first key of each sequence; 0 for the decodes
     plan: PrefillPlan
 
 
 def pays_to_expand(batch: AttentionBatch) -> bool:
-    """Return true where chunks are long enough and the host knows the number of their keys."""
+    """Return whether chunks are long enough, and the host knows an upper bound of their keys."""
     num_seqs, num_tokens = batch.num_seqs - batch.num_decodes, batch.num_tokens - batch.num_decodes
     if batch.num_kv_tokens is None or batch.num_kv_tokens > MAX_EXPANDED_TOKENS:
         return False
@@ -66,10 +66,9 @@ def expanded_attention(
 
 
 def find_sources(batch: AttentionBatch, first_seq: int, key_start: Tensor, num_rows: int, page: int) -> Tensor:
-    """Return the slot of every key of the sequences from `first_seq` on: [num_rows] int64, -1 where there is no further
-    key.
+    """Return the slot of every key of the sequences from `first_seq` on: [num_rows] int64, -1 after the last key.
 
-    Key j of sequence i is row key_start[i] + j; `key_start` [num_seqs + 1] int32.
+    Key j of sequence i is row key_start[i] + j; `key_start` is [num_seqs + 1] int32.
     """
     sources = torch.empty(num_rows, dtype=torch.int64, device=key_start.device)
     rows = batch.table_rows
@@ -92,9 +91,7 @@ def find_sources(batch: AttentionBatch, first_seq: int, key_start: Tensor, num_r
 
 
 def gather(kv: Tensor, layer: int, sources: Tensor) -> Tensor:
-    """Copy [rows, width] of slots `sources` [rows] of `layer` out of kv [blocks, 1, layers, 1, page,
-    width]; -1: zeros.
-    """
+    """Copy slots `sources` [rows] of `layer` of kv [blocks, 1, layers, 1, page, width] to [rows, width]; -1: zeros."""
     num_rows, width = sources.shape[0], kv.shape[5]
     out = torch.empty((num_rows, width), dtype=kv.dtype, device=kv.device)
     _gather[(triton.cdiv(num_rows, GATHER_ROWS),)](
@@ -129,7 +126,7 @@ def _find_sources(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    seq = tl.zeros_like(row) + first_seq  # the last that begins at or before this row
+    seq = tl.zeros_like(row) + first_seq  # the last sequence that begins at or before this row
     for step in range(0, search_steps):
         next_seq = seq + (1 << (search_steps - 1 - step))
         begin = tl.load(key_start_ptr + next_seq, mask=next_seq < num_seqs, other=0)

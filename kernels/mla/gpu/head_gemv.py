@@ -1,6 +1,6 @@
-"""Products with the matrices between latents and heads for a few tokens (GEMV): bound by reading the matrices.
+"""Products with the matrices between latents and heads, for a few tokens (GEMV): bound by reading the matrices.
 
-A program keeps its piece of one head's matrix in registers, read before the kernel in front has ended, and takes one
+A program loads its piece of one head's matrix into registers before the previous kernel has ended, and multiplies one
 token after another.
 """
 
@@ -15,8 +15,8 @@ from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 from ..up_projection import UpProjection
 
-MOST_TOKENS = 8  # with more, a matrix product pays
-ELEMENTS = 8192  # of a matrix, in one program
+MOST_TOKENS = 8  # with more, a matrix product is faster
+ELEMENTS = 8192  # elements of a matrix in one program
 
 
 def absorb(up: UpProjection, q: Tensor) -> Tensor:

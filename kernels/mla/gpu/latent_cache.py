@@ -1,6 +1,6 @@
-"""RMSNorm of the latent, both rotations and the KV cache write of MLA: one program a token.
+"""RMSNorm of the latent, both rotations and the KV cache write of MLA: one program per token.
 
-Pairs of neighbouring dimensions are read and written side by side, 16 bytes a thread, and taken apart in registers.
+Pairs of neighbouring dimensions are read and written together, 16 bytes per thread, and separated in registers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def latent_and_cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     dims, rope_dims = tl.arange(0, RANK), tl.arange(0, ROPE)
     let_next_start()
-    # What no kernel of the step writes is there before the projection is.
+    # Inputs that no kernel of the step writes are loaded before the projection is ready.
     norm = tl.load(norm_ptr + dims).to(tl.float32)
     slot = tl.load(slots_ptr + token)
     angles = cos_sin_ptr + tl.load(positions_ptr + token) * ROPE
@@ -100,7 +100,7 @@ def latent_and_cache_kernel(
 
 @triton.jit
 def _turned(values, cos, sin):
-    """Rotate values [rows, ROPE] in float32: each even dimension against the next one."""
+    """Rotate values [rows, ROPE] in float32: each even dimension and the next one are a pair."""
     ROWS: tl.constexpr = values.shape[0]
     ROPE: tl.constexpr = values.shape[1]
     first, second = tl.split(tl.reshape(values.to(tl.float32), [ROWS, ROPE // 2, 2]))

@@ -1,13 +1,13 @@
 """Work partition of absorbed MLA: which program reads which tiles of keys, so that all programs end together.
 
-    item      a few query tokens of one sequence, with every key that the last of them sees, in tiles of `tile` keys
-    tiles     of all items in a row:   | item 0        | item 1 |     | item 3                      |
+    item      a few query tokens of one sequence, with all keys that the last of them sees, in tiles of `tile` keys
+    tiles     of all items, in order:  | item 0        | item 1 |     | item 3                      |
     shares    of the programs:         | p0      | p1      | p2      | p3      | p4      | p5       |
 
-A program walks its share. Where a share's end cuts an item, both programs leave their part of the softmax in a
-workspace, at most two a program (the item that its share begins in, and the one that it ends in). The parts are added
-up in the order of the keys: by `combine`, or by the last program with one, which `arrivals` finds. Only
-shapes decide how much is launched; lengths are read on the device.
+If the end of a share cuts an item, both programs store their part of its softmax in a workspace. A program stores at
+most two parts: of the item in which its share begins, and of the one in which it ends. The parts are added in the order
+of the keys, by `combine` or by the last program with a part, which `arrivals` finds. Launches depend on shapes only;
+lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_TILE, FIRST_ITEM = (tl.constexpr(word) for word in range(SHARE_WORDS.value
 
 @dataclass(frozen=True)
 class WorkTiles:
-    """The tile sizes of one kernel: `rows` = `heads` heads of some query tokens, by `tile` keys."""
+    """The tile sizes of one kernel: `rows` (`heads` heads of some query tokens) by `tile` keys."""
 
     rows: int
     heads: int
@@ -41,7 +41,7 @@ class WorkTiles:
         return self.rows // self.heads
 
     def groups(self, num_heads: int) -> int:
-        """Return the number of programs that the heads are divided over."""
+        """Return the number of groups that the heads are divided into, each with its own programs."""
         return triton.cdiv(num_heads, self.heads)
 
 
@@ -49,10 +49,10 @@ class WorkTiles:
 class WorkList:
     """The items of one step for one kernel, and each program's share of them."""
 
-    items: Tensor  # [max_items, 4] int32: first token, how many, keys that the first of them sees, row of block_tables
-    starts: Tensor  # [max_items + 1] int32: tiles before each item; an item of no tiles does not exist
-    shares: Tensor  # [num_programs + 1, 2] int32: first tile of each program's share, and the item that it is of
-    # [groups, num_programs] int32: parts that are there of the item that goes on after the share; every layer leaves 0
+    items: Tensor  # [max_items, 4] int32: first token, number of tokens, keys that the first sees, row of block_tables
+    starts: Tensor  # [max_items + 1] int32: tiles before each item; an item without tiles does not exist
+    shares: Tensor  # [num_programs + 1, 2] int32: first tile of each program's share, and that tile's item
+    # [groups, num_programs] int32: stored parts of the item that continues after the share; every layer resets them
     arrivals: Tensor
 
     @property
@@ -65,14 +65,13 @@ class WorkList:
 
 
 def plan_work(batch: AttentionBatch, num_seqs: int, tiles: WorkTiles, num_heads: int, *, singles: bool) -> WorkList:
-    """Plan the work of the first `num_seqs` sequences that have one query token (`singles`), or of those that have
-    more.
+    """Plan the work of those of the first `num_seqs` sequences that have one query token (`singles`), or more.
 
-    With singles, item i is sequence i; else the items of sequence i begin at i + query_start[i] // queries, which
-    leaves room for all without counting them.
+    With singles, item i is sequence i. Otherwise the items of sequence i begin at i + query_start[i] // queries, which
+    leaves room for all items without counting them.
 
-    Kernels launched after this one may read what it writes before they wait for the kernel before them: it is launched
-    the ordinary way, so that none starts before it has ended.
+    Later kernels may read the work list before they wait for their predecessor. So this kernel is launched without
+    programmatic dependent launch: none of them starts before it has ended.
     """
     device, queries = batch.seq_lens.device, tiles.queries
     groups = tiles.groups(num_heads)
@@ -151,7 +150,7 @@ def plan_work_kernel(
             seq = item
             query = tl.zeros_like(item)
         else:
-            seq = tl.zeros_like(item)  # the last whose items begin at or before this one
+            seq = tl.zeros_like(item)  # the last sequence whose items begin at or before this one
             for step in range(0, seq_search_steps):
                 next_seq = seq + (1 << (seq_search_steps - 1 - step))
                 begin = next_seq + tl.load(query_start_ptr + next_seq, mask=next_seq < num_seqs, other=0) // QUERIES
@@ -175,13 +174,13 @@ def plan_work_kernel(
         tl.store(words + TABLE_ROW, table_row, mask=exists)
         tl.store(starts_ptr + item, total + tl.cumsum(tiles, 0) - tiles, mask=exists)
         total += tl.sum(tiles, 0)
-    tl.debug_barrier()  # the starts are read by other threads than wrote them
+    tl.debug_barrier()  # other threads read the starts than wrote them
 
     num_active = num_active_programs(num_programs, total)
     for block in range(0, tl.cdiv(num_programs + 1, BLOCK)):
         program = block * BLOCK + tl.arange(0, BLOCK)
         first_tile = (tl.minimum(program, num_active).to(tl.int64) * total // num_active).to(tl.int32)
-        item = tl.zeros_like(program)  # the last that begins at or before this tile; those without tiles come before it
+        item = tl.zeros_like(program)  # the last item that begins at or before this tile, after any without tiles
         for step in range(0, item_search_steps):
             next_item = item + (1 << (item_search_steps - 1 - step))
             begin = tl.load(starts_ptr + next_item, mask=next_item < max_items, other=0)
@@ -192,5 +191,5 @@ def plan_work_kernel(
         for group in range(0, num_groups):
             tl.store(arrivals_ptr + group * num_programs + program, 0, mask=program < num_programs)
     tl.debug_barrier()
-    # released: kernels that start early read all of this when this program has ended, without waiting
+    # release order: kernels that start early read all of this without waiting, once this program has ended
     tl.atomic_xchg(starts_ptr + max_items, total, sem="release")

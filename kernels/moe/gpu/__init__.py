@@ -1,9 +1,9 @@
 """A mixture of experts on a GPU, in Triton.
 
-    few tokens   gate_up -> down                       each (token, expert) pair by itself (`few`)
-    others       align -> gate_up -> down -> combine   the rows of an expert together (`tiles`, `grouped`, `combine`)
+    few tokens    gate_up -> down                       each (token, expert) pair separately (`gemv`)
+    more tokens   align -> gate_up -> down -> combine   the rows of an expert together (`alignment`, `grouped_gemm`)
 
-No step of either waits for the host, and no launch depends on the routing: both can be captured in a graph.
+Neither synchronizes with the host, and no launch depends on the routing, so CUDA graphs can capture both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .router import route, router_logits
 
 __all__ = ["fused_experts", "grouped_experts", "route", "router_logits"]
 
-ROW_BYTES = 16  # rows start at multiples of it, for wide loads and for the tensor memory accelerator
+ROW_BYTES = 16  # rows must begin at multiples of it, for wide loads and for TMA
 
 
 def fused_experts(
@@ -28,7 +28,7 @@ def fused_experts(
 ) -> Tensor:
     """See `baton.kernels.moe.fused_experts`. Weights and biases are contiguous; x and add_to have contiguous rows.
 
-    Raises `ValueError` for rows of weights that are no multiple of 16 bytes.
+    Raises `ValueError` if rows of weights are not multiples of 16 bytes.
     """
     if experts.hidden_size * x.itemsize % ROW_BYTES or experts.width * x.itemsize % ROW_BYTES:
         raise ValueError(
@@ -51,7 +51,7 @@ def grouped_experts(
     add_to: Tensor | None,
     options: GroupedOptions,
 ) -> Tensor:
-    """`fused_experts` by way of tiles, for any number of tokens but none."""
+    """Compute `fused_experts` with grouped products over tiles, for at least one token."""
     tiles = align(expert_ids, experts.num_experts, options.block_rows)
     short_rows = options.short_rows
     activations = grouped_gemm.gate_up(x, experts, tiles, short_rows, expert_ids.shape[1], options.gate_up)

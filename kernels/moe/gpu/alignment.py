@@ -1,12 +1,12 @@
-"""Alignment of (token, expert) pairs: sorted by expert and cut into tiles of rows, all on the device.
+"""Alignment of (token, expert) pairs: they are sorted by expert and cut into tiles of rows, on the device.
 
     pair p = token * K + k                                     T = 3, K = 2, tiles of 2 rows
     expert_ids   [[4, 1], [4, 7], [4, 1]]
-    order        [1, 5 | 0, 2, 4 | 3]                          pairs by expert; of one expert in their own order
-    tiles        (1, 0, 2) (4, 2, 5) (4, 4, 5) (7, 5, 6)       expert, first row, the row behind the expert's last
+    order        [1, 5 | 0, 2, 4 | 3]                          pairs sorted by expert, then by number
+    tiles        (1, 0, 2) (4, 2, 5) (4, 4, 5) (7, 5, 6)       expert, first row, end of the expert's rows
     num_tiles    4
 
-Rows are places in `order`. Shapes depend on T and K only: there are `most_tiles(...)` tiles at most.
+Rows are indices in `order`. Shapes depend on T and K only: there are at most `most_tiles(...)` tiles.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from baton.kernels.launch import cdiv, next_power_of_2
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-CHUNK_TOKENS = 1024  # that one program looks at: more are counted first, chunk by chunk
+CHUNK_TOKENS = 1024  # tokens of one program; more are first counted chunk by chunk
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """The tiles of rows that the programs of a grouped product work on. Pairs whose expert is -1 are in none."""
+    """The tiles of rows for the programs of a grouped product. Pairs with expert -1 are in no tile."""
 
     order: Tensor  # [T * K] int32
     table: Tensor  # [most_tiles, 3] int32
@@ -39,7 +39,7 @@ class RowTiles:
 
 
 def most_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """Return the largest number of tiles that any routing makes: every expert may end in a tile that is not full."""
+    """Return the largest number of tiles of any routing: every expert's last tile may be partial."""
     ends = min(num_experts, num_pairs)
     return ends + (num_pairs - ends) // block_rows
 
@@ -91,7 +91,7 @@ def count_kernel(
     EXPERTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """One program a chunk of tokens: how many of its pairs each expert has."""
+    """Count the pairs of each expert in a chunk of tokens: one program per chunk."""
     let_next_start()
     chunk = tl.program_id(0)
     wait_for_previous()
@@ -110,13 +110,13 @@ def place_kernel(
     num_experts,
     num_chunks,
     TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,  # TOP_K, filled up to a power of two
-    EXPERTS: tl.constexpr,  # their number, filled up to a power of two
+    PLACES: tl.constexpr,  # TOP_K, rounded up to a power of two
+    EXPERTS: tl.constexpr,  # their number, rounded up to a power of two
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # num_chunks, filled up to a power of two
+    CHUNKS: tl.constexpr,  # num_chunks, rounded up to a power of two
 ):
-    """One program an expert and chunk: all counts tell where its pairs go, those of the first chunk make the tiles."""
+    """Place the pairs of one expert and chunk, given all counts. Programs of the first chunk also write the tiles."""
     let_next_start()
     mine, chunk = tl.program_id(0), tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
@@ -154,7 +154,7 @@ def place_kernel(
 
 @triton.jit
 def _pairs_of(expert_ids, chunk, num_tokens, TOP_K: tl.constexpr, PLACES: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Return the pairs of a chunk and their experts, [BLOCK_TOKENS, PLACES]; -1 where there is none."""
+    """Return the pairs of a chunk and their experts, [BLOCK_TOKENS, PLACES]; -1 for none."""
     token = chunk * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
     place = tl.arange(0, PLACES)[None, :]
     pair = token * TOP_K + place

@@ -1,4 +1,4 @@
-"""Element-wise steps that the expert kernels take on values in registers: the gated activation, FP8 dequantization."""
+"""Element-wise operations of the expert kernels on values in registers: activations, FP8 dequantization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = tl.constexpr(experts.BLOCK)
 
 
 def activation_constants(activation: GatedActivation | Pointwise) -> dict[str, float | str | None]:
-    """Return the compile-time arguments of a kernel for an activation: each one is a variant of its own."""
+    """Return a kernel's compile-time arguments for an activation. Each activation is compiled separately."""
     if isinstance(activation, Pointwise):
         return {"UNGATED": activation.value, "GATE": None, "SLOPE": 0.0, "LIMIT": None, "SHIFT": 0.0}
     of_ups = {"LIMIT": activation.limit, "SHIFT": activation.shift}
@@ -26,13 +26,13 @@ def activated_columns(
     products,  # [ROWS, COLUMNS] float32
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    UNGATED: tl.constexpr,  # the activation of ups without gates; None: gates and ups lie next to each other
+    UNGATED: tl.constexpr,  # the activation of ups without gates; None: columns of gates and ups are interleaved
     GATE: tl.constexpr,  # the activation of gates
     SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Return the activation of a product: [ROWS, COLUMNS / 2], and without gates [ROWS, COLUMNS]."""
+    """Return the activation of a product: [ROWS, COLUMNS / 2]; without gates [ROWS, COLUMNS]."""
     if UNGATED is None:
         gate, up = tl.split(tl.reshape(products, [ROWS, COLUMNS // 2, 2]))
         result = gated(gate, up, GATE, SLOPE, LIMIT, SHIFT)

@@ -1,11 +1,11 @@
-"""Experts of a few tokens (GEMV): every (token, expert) pair reads its own weights, with all of the device at once.
+"""Experts for a few tokens (GEMV): every (token, expert) pair reads its expert's weights, with the whole device.
 
     gate_up   program (pair, some columns)   activation(gate, up)     [T, K, F]
     down      program (token, some columns)  the sum over the token's experts    [T, H]
 
-Nothing is sorted and nothing is added up in a third kernel: what a token costs beyond reading its experts' weights once
-is two launches, and the second hides most of its own by reading weights while the first still runs. Two tokens of one
-expert read its weights twice, the second time mostly from L2.
+Pairs are not sorted, and no third kernel adds them. Beside reading weights, a step costs two launches; the second
+kernel hides most of its own by reading weights while the first still runs. Two tokens of one expert read its weights
+twice, the second time mostly from L2.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from .elementwise import BLOCK, activated_columns, activation_constants, down_scales, gate_up_scales
 from .options import GemvOptions
 
-MOST_PRELOADED = 192  # values that a thread of `down_few_kernel` holds of the weights
-UNROLLED = tl.constexpr(4)  # loads in flight of what is not held
+MOST_PRELOADED = 192  # most weights that a thread of `down_few_kernel` preloads into registers
+UNROLLED = tl.constexpr(4)  # concurrent loads of weights that are not preloaded
 
 
 def fused_experts(
@@ -81,7 +81,7 @@ def fused_experts(
 
 
 def preloaded(width: int, top_k: int, options: GemvOptions) -> int:
-    """Return the depth up to which `down_few_kernel` holds every expert's weights in registers, as they have room."""
+    """Return the depth up to which `down_few_kernel` preloads every expert's weights into registers."""
     threads = 32 * options.down_warps
     values = next_power_of_2(top_k) * options.down_columns * options.down_depth // threads  # of a block
     return min(width, max(1, MOST_PRELOADED // max(values, 1)) * options.down_depth)
@@ -111,7 +111,7 @@ def gate_up_few_kernel(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     k = tl.arange(0, BLOCK_DEPTH)
     wait_for_previous()
-    let_next_start()  # only now: `down_few_kernel` reads what the kernels before this one wrote without waiting
+    let_next_start()  # not earlier: `down_few_kernel` reads results of this kernel's predecessors without waiting
     expert = tl.load(expert_ids + pair)
     if expert >= 0:
         row = x + (pair // TOP_K).to(tl.int64) * x_stride
@@ -155,10 +155,10 @@ def down_few_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,  # TOP_K, filled up to a power of two
+    PLACES: tl.constexpr,  # TOP_K, rounded up to a power of two
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    PRELOADED: tl.constexpr,  # how far down weights are read before the activations are there
+    PRELOADED: tl.constexpr,  # depth up to which weights are loaded before the activations are ready
     ADD: tl.constexpr,
 ):
     let_next_start()
@@ -166,8 +166,8 @@ def down_few_kernel(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     place, k = tl.arange(0, PLACES), tl.arange(0, BLOCK_DEPTH)
     pair = token * TOP_K + place
-    # The kernel before let this one start when all before it had ended, so the routing is there; past the first cache,
-    # which may hold what lay there earlier.
+    # The previous kernel let this one start after its predecessors had ended, so the routing is ready. Loads bypass L1,
+    # which may have older values.
     expert = tl.load(expert_ids + pair, mask=place < TOP_K, other=-1, cache_modifier=".cg")
     routed = expert >= 0
     weight_rows = weight + expert.to(tl.int64)[:, None, None] * (COLUMNS * DEPTH) + column[None, :, None] * DEPTH
@@ -219,7 +219,7 @@ def down_few_kernel(
 
 @triton.jit
 def _scaled(product, factor):
-    """Multiply each of the SPANS stretches of product [..., SPANS * n] by its factor [..., SPANS]."""
+    """Multiply each of the SPANS equal parts of product [..., SPANS * n] by its factor [..., SPANS]."""
     SPANS: tl.constexpr = factor.shape[len(factor.shape) - 1]
     STRETCH: tl.constexpr = product.shape[len(product.shape) - 1] // SPANS
     stretches = tl.reshape(product, factor.shape + [STRETCH])

@@ -4,16 +4,16 @@ experts.
     gate_up   rows of x, gathered  x  [2 F, H] of the tile's expert  ->  activation        [rows, F]
     down      those rows           x  [H, F]   of the tile's expert  ->  * routing weight  [pairs, H], scattered
 
-Programs of one tile are neighbours, and so are the tiles of one expert: an expert's weights come from memory once and
-from L2 after that. In a grid that has room for the worst routing, programs without a tile end at once. What lies in
-order comes through the tensor memory accelerator (descriptors), which fills up with zeros past the end of a row; blocks
-that reach over an expert's last column, or over its last row, read the next one's and do not store them.
+Programs of one tile are neighbours, and so are the tiles of one expert: an expert's weights are read from memory once,
+and then from L2. The grid has room for the worst routing; programs without a tile exit at once. Contiguous operands are
+loaded by TMA (descriptors), which pads with zeros past the end of a row. Blocks that extend past an expert's last
+column or row compute some of the next expert's, but do not store them.
 
-A kernel has its product twice, for whole tiles and for tiles of few rows: how many rows an expert gets is known on the
-device only, and a few rows multiplied as many would wait for the tensor cores instead of the memory.
+A kernel contains its product twice, for whole tiles and for tiles with few rows: only the device knows how many rows an
+expert has, and padding a few rows to a whole tile would make tensor cores the bottleneck instead of memory.
 
-Weights in 8 bits are multiplied out in registers, which tensor cores read the left operand from: so the product is
-turned, weight times rows, and a tile may be as few rows as its short side is.
+8-bit weights are dequantized in registers, from which tensor cores can read the left operand. So the product is weight
+times rows, and a tile may have as few rows as the short side of a tensor-core tile.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from .alignment import RowTiles
 from .elementwise import activated_columns, activation_constants, dequantized, down_scales, gate_up_scales
 from .options import ProductOptions
 
-# A thread of `combine_kernel` holds 8 columns of all rows of a token: as many loads of 16 bytes in flight as the token
-# has experts, and sums that never leave the thread.
+# A thread of `combine_kernel` sums 8 columns of all of a token's rows, with one 16-byte load in flight per expert.
 COMBINE_WARPS = 4
 COMBINE_BLOCK = COMBINE_WARPS * 32 * 8
 
@@ -78,9 +77,9 @@ def down(
     routing_weights: Tensor,
     options: ProductOptions,
 ) -> Tensor:
-    """Multiply rows [T * K, F] in the order of the tiles by `down` and their routing weights: [T * K, H], by pair.
+    """Multiply rows [T * K, F], in the order of the tiles, by `down` and routing weights: [T * K, H], ordered by pair.
 
-    Rows of pairs without an expert stay as they were allocated.
+    Rows of pairs without an expert are not written.
     """
     weight = experts.down
     _, num_columns, depth = weight.shape
@@ -108,9 +107,9 @@ def down(
 
 
 def combine(outputs: Tensor, expert_ids: Tensor, add_to: Tensor | None) -> Tensor:
-    """Sum weighted outputs [T * K, H] over each token's experts -> [T, H], into `add_to` where given; -1: no expert.
+    """Sum weighted outputs [T * K, H] over each token's experts -> [T, H], added to `add_to` if given; -1: no expert.
 
-    The order of a sum is fixed and there are no atomics: the same inputs give the same bits.
+    The result is deterministic: sums have a fixed order, without atomics.
     """
     num_tokens, top_k = expert_ids.shape
     size = outputs.shape[1]
@@ -345,7 +344,7 @@ def _bias_of(bias, expert, column_block, COLUMNS: tl.constexpr, BLOCK_COLUMNS: t
 
 @triton.jit
 def _entry_of(table, tile):
-    """Return the expert of a tile, its first row, and the row behind the expert's last."""
+    """Return the expert of a tile, its first row, and the end of the expert's rows."""
     entry = table + tile * 3
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
@@ -358,7 +357,7 @@ def combine_kernel(
     out_stride,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,  # TOP_K, filled up to a power of two
+    PLACES: tl.constexpr,  # TOP_K, rounded up to a power of two
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):

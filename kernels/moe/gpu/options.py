@@ -11,14 +11,14 @@ from baton.kernels import tuned
 from baton.kernels.launch import next_power_of_2
 from baton.kernels.moe.experts import ExpertWeights
 
-MOST_FEW_PAIRS = 32  # (token, expert) pairs up to which each has programs of its own
+MOST_FEW_PAIRS = 32  # up to so many (token, expert) pairs, each has its own programs (`gemv`)
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """The shape that the best options depend on. The number of tokens counts by its next power of two.
+    """The shape that the best options depend on. The number of tokens is rounded up to a power of two.
 
-    So a process that has launched every power of two has compiled all that it will ever launch.
+    So a process that has launched every power of two has compiled everything that it will launch.
     """
 
     num_tokens: int
@@ -56,7 +56,7 @@ class ProductOptions:
     """Options of one grouped product."""
 
     block_columns: int
-    block_depth: int  # of values of 2 bytes; half of it of values of 4, whose blocks take as much room
+    block_depth: int  # for 2-byte values; 4-byte values use half of it, so that blocks need the same memory
     warps: int
     stages: int
 
@@ -73,8 +73,8 @@ class ProductOptions:
 class GroupedOptions:
     """Options of both grouped products, which share their tiles.
 
-    A tile that holds `short_rows` rows at most is multiplied as if it were that high. Where tokens agree on few
-    experts, these have tall tiles; where they do not, nearly all tiles are short.
+    A tile with at most `short_rows` rows is computed with that height. If tokens agree on a few experts, these have
+    tall tiles; otherwise nearly all tiles are short.
     """
 
     block_rows: int
@@ -113,8 +113,9 @@ def tuning_key(kernels: str, shape: MoeShape) -> dict[str, int | str]:
 
 
 def default_grouped(shape: MoeShape) -> GroupedOptions:
-    """Return options with tiles about as tall as an expert has rows: shorter ones read weights again, taller ones
-    compute on padding.
+    """Return options with tiles about as tall as an expert's average number of rows.
+
+    Shorter tiles would read weights several times, taller ones compute padding.
     """
     rows_per_expert = shape.num_tokens * shape.top_k / shape.num_experts
     for block_rows in (16, 32):

@@ -1,14 +1,14 @@
-"""Peer-to-peer collectives in Triton: one kernel each, which waits for the others' values and for nothing else.
+"""Peer-to-peer collectives in Triton. Each is one kernel, which waits only for other ranks' values.
 
-    ONE_SHOT    every rank sends what it has to every rank that wants it: all of it (all_reduce, all_gather), or the
-                part of that rank (reduce_scatter); sums are made where they are wanted
-    TWO_SHOTS   of all_reduce: every rank sends each part to the rank that sums it, which sends the sums to every rank
+    ONE_SHOT    every rank sends its values to every rank that needs them: all values (all_reduce, all_gather), or that
+                rank's part (reduce_scatter); the receivers sum
+    TWO_SHOTS   all_reduce only: every rank sends each part to the rank that sums it, which sends the sums to all
 
-Two shots send less where there are more than two ranks, and wait twice. Tokens go in one shot (`tokens`).
+Two shots send less with more than two ranks, but wait twice. Tokens are sent in one shot (`dispatch_combine`).
 
-A program sends all of its values before it waits for any, and waits only for programs of its own number on other
-ranks: it needs no other program of its device. Kernels behind may start early, those of this kind included: nothing is
-sent, and no count is read, before all that came before has ended.
+A program sends all of its values before it waits for any, and waits only for the programs with its own index on other
+ranks; it does not depend on other programs of its device. Later kernels may start early, including collectives: none
+sends anything, or reads a counter, before all previous kernels have ended.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def warm_up(memory: PeerMemory, dtype: torch.dtype) -> None:
     smallest = torch.zeros(memory.size * ELEMENTS_PER_THREAD, dtype=dtype, device=memory.addresses.device)
     for op, run in ((Op.ALL_REDUCE, all_reduce), (Op.ALL_GATHER, all_gather), (Op.REDUCE_SCATTER, reduce_scatter)):
         for options in options_of_any_size(op, memory):
-            if fitting_method(op, options, smallest, memory) is not Algorithm.LIBRARY:  # else another type, or no room
+            if fitting_method(op, options, smallest, memory) is not Algorithm.LIBRARY:  # supported dtype, enough room
                 run(smallest, memory, options)
 
 
@@ -158,8 +158,9 @@ def _launch(
     numbers: tuple[int, ...] = (),
     **constants: int,
 ) -> None:
-    """Launch a kernel. `size`: vectors, or tokens, of each rank that a rank wants. `numbers`, `constants`: further
-    arguments.
+    """Launch a kernel. `size` is the number of vectors, or tokens, that a rank receives from each rank.
+
+    `numbers` and `constants` are further arguments.
     """
     block = options["BLOCK"]
     programs, steps = programs_and_steps(op, Algorithm(options["method"]), block, x.shape, memory.size)

@@ -91,7 +91,7 @@ def gather_parts(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather in words of two values: a word is seen as a whole, and few bit patterns are mistaken for an empty one."""
+    """Gather 32-bit words of two values: words arrive atomically, and only one bit pattern of a word means empty."""
     WORDS: tl.constexpr = BLOCK // 2
     size = num_vectors * (VALUES_PER_VECTOR // 2)
     lanes = tl.arange(0, WORDS)[None, :]

@@ -1,12 +1,12 @@
-"""Kernels of dispatch and combine: a token's row goes to the ranks that have an expert of it, and partial sums come
-back.
+"""Kernels of dispatch and combine: a token's row is sent to the ranks that have one of its experts, and partial sums
+come back.
 
-A rank without an expert of a token is not sent its row, and does not wait for it: each rank knows the rows that come
-from the tokens' routing, which goes to all ranks, ahead of the row and with every block of it. In `combine` both ends
-know already. There a row that is not served is sent as its first vector, of zeros: so every program receives from every
-rank in every turn, on which the protocol of two turns relies (see `peer_memory`).
+A rank without any expert of a token neither gets its row nor waits for it. Each rank knows which rows come from the
+tokens' routing, which is sent to all ranks, ahead of the row and with every block of it. In `combine`, both sides know
+this already. There, a row that was not sent to a rank comes back as one vector of zeros: the protocol of two turns (see
+`peer_memory`) relies on every program receiving something from every rank in every turn.
 
-A program takes a block of a row in a step, of all ranks' rows of one number.
+In one iteration, a program handles the same block of the same row index of all ranks.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def bring_tokens(
     places,  # [E, REPLICAS] int32: where the replicas of each expert lie
     counts,  # [E] int32: how many it has
     loads,  # [E] int64, to which this rank's tokens are added
-    brought,  # [RANKS, T, HIDDEN], of which the rows that this rank serves are written
+    brought,  # [RANKS, T, HIDDEN]: only rows with an expert on this rank are written
     brought_ids,  # [RANKS, T, TOP_K] int32, written: places on this rank, or -1
     brought_weights,  # [RANKS, T, TOP_K] float32, written
-    visits,  # [2, RANKS, T] int32, written: whether a token of that rank came here; whether this rank's went there
+    visits,  # [2, RANKS, T] int32, written: whether that rank's token came here; whether this rank's token went there
     addresses,  # [RANKS] int64
     turns,  # [CHANNELS] int32
     ended,  # [1] int32
     num_tokens,  # T
     rank,
-    num_experts,  # E: other numbers are no experts'
-    first_place,  # of rank 0
-    places_apart,  # from one rank's first to the next one's
-    num_places,  # of each rank
+    num_experts,  # E: ids from E on are no experts
+    first_place,  # first place of rank 0
+    places_apart,  # distance between the first places of two consecutive ranks
+    num_places,  # number of places of each rank
     RANKS: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,7 +52,7 @@ def bring_tokens(
     ROW: tl.constexpr = HIDDEN // 2
     BLOCKS: tl.constexpr = (ROW + WORDS - 1) // WORDS
     SLOT: tl.constexpr = _ROUTING_WORDS + WORDS
-    HALF: tl.constexpr = _ROUTING_WORDS // 2  # ids, and weights behind them
+    HALF: tl.constexpr = _ROUTING_WORDS // 2  # the first half has ids, the second one weights
     lanes = tl.arange(0, WORDS)[None, :]
     choice = lanes % HALF
     is_id = (lanes < HALF) & (choice < TOP_K)
@@ -72,7 +72,7 @@ def bring_tokens(
         at = token * TOP_K + choice
         expert = tl.load(expert_ids + at, mask=is_id, other=-1)
         routed = is_id & (expert >= 0) & (expert < num_experts)
-        number = rank * num_tokens + token  # among all ranks' tokens, which take turns
+        number = rank * num_tokens + token  # index among all ranks' tokens, by which replicas are chosen in turn
         at_place = expert * REPLICAS
         if REPLICAS > 1:
             at_place += number % tl.load(counts + expert, mask=routed, other=1)
@@ -115,7 +115,7 @@ def bring_tokens(
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def sum_tokens(
-    x,  # [RANKS, T, HIDDEN] of 16 bits, of which the rows that came here are read
+    x,  # [RANKS, T, HIDDEN] of 16 bits; only rows that came here are read
     total,  # [T, HIDDEN], written
     visits,  # [2, RANKS, T] int32, as `bring_tokens` writes it
     addresses,  # [RANKS] int64
@@ -128,7 +128,7 @@ def sum_tokens(
     BLOCK: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """Sum to the bits of `sum_own_part`, for which rows that did not come here would be zeros."""
+    """Compute the same bits as `sum_own_part` would with zeros in rows that were not dispatched."""
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     lanes = tl.arange(0, BLOCK)[None, :]
     channel, turn, start, ranks, receivers, own = begin(addresses, turns, rank, tl.int16, RANKS, ROOM)
@@ -154,6 +154,6 @@ def sum_tokens(
 
 @triton.jit
 def _local(words, is_id, first, num_places):
-    """Convert places to numbers from `first` on, and others to -1. Words that are no ids become -1 as well."""
+    """Convert places to indices from `first`; places outside, and words that are not ids, become -1."""
     place = words - first
     return tl.where(is_id & (place >= 0) & (place < num_places), place, -1)

@@ -1,6 +1,4 @@
-"""Sends and receives by the Lamport protocol: a slot is full once it no longer holds the value EMPTY (see
-`peer_memory`).
-"""
+"""Sends and receives by the Lamport protocol: a value has arrived once its cell is not EMPTY (see `peer_memory`)."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from baton.kernels import pdl
 from ..options import ELEMENTS_PER_THREAD
 from ..peer_memory import CHANNELS, EMPTY
 
-LOOKS = 512  # from one look at whether the group has ended to the next: about half a millisecond
+LOOKS = 512  # polls between two checks whether the group has ended: about half a millisecond
 
 EMPTY_VALUE = tl.constexpr(EMPTY)
 EMPTY_WORD = tl.constexpr((EMPTY << 16) | (EMPTY & 0xFFFF))  # two values
@@ -23,11 +21,10 @@ VALUES_PER_VECTOR = tl.constexpr(ELEMENTS_PER_THREAD)
 
 @triton.jit
 def begin(addresses, turns, rank, dtype: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr):
-    """Begin a program: return its channel, the turn, the channel's offset in it, ranks, the memory of all and of this
-    rank.
+    """Begin a program. Return its channel, the turn, the channel's offset in it, ranks, all ranks' memory and its own.
 
-    Ranks are [ranks, 1], memory is pointers to `dtype`, of which a channel has ROOM. What comes behind this call comes
-    behind all kernels before.
+    Ranks are [ranks, 1]; memory is pointers to `dtype`, and a channel has ROOM values. The call waits until all
+    previous kernels have ended.
     """
     pdl.let_next_start()
     channel = tl.program_id(0)
@@ -41,7 +38,7 @@ def begin(addresses, turns, rank, dtype: tl.constexpr, RANKS: tl.constexpr, ROOM
 
 @triton.jit
 def end(turns, channel, turn):
-    """End a program: the next call uses the other turn, once all of this one has been received."""
+    """End a program, after it has received all values of this turn. The next call uses the other turn."""
     tl.debug_barrier()
     tl.store(turns + channel, turn + 1)
 
@@ -55,16 +52,16 @@ def _memory_of(addresses, ranks, dtype: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def sent(bits, empty: tl.constexpr):
-    """Return `bits` as they are sent: none is `empty`."""
+    """Return `bits` as they are sent: `empty` is replaced, so that it is never sent."""
     return tl.where(bits == empty, 0, bits).to(bits.dtype)
 
 
 @triton.jit
 def receive(slots, mask, empty: tl.constexpr, ended, BLOCK: tl.constexpr):
-    """Wait until all of `slots` has come, or the group has ended; return the values and leave the slots empty.
+    """Wait until all values in `slots` have arrived, or the group has ended. Return the values, and empty the slots.
 
-    Whether to look again is reduced over the program's threads, so that all of its warps go the same way: BLOCK is the
-    width of `slots`, which spans them.
+    The decision to poll again is reduced over all of the program's threads, so that its warps do not diverge. BLOCK is
+    the width of `slots`, which spans them.
     """
     bits = tl.load(slots, mask=mask, other=0, volatile=True)
     missing = _any(bits == empty)

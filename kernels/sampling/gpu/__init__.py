@@ -1,8 +1,8 @@
-"""Sampling on a GPU, the tokens of the reference: to the bit but for where top-p ends, as on a CPU.
+"""Sampling on a GPU. As on a CPU, it draws the same tokens as the reference, except at the border of top-p.
 
-    logits ──edit_logits──> truncate ──> draw_tokens ──> tokens        two kernels; edits only where asked
+    logits ──edit_logits──> truncate ──> draw_tokens ──> tokens        two kernels; edits only if requested
 
-Nothing here waits for the device, and `sample_rows` has nothing that a captured graph could not hold.
+Nothing here synchronizes with the device, and CUDA graphs may capture `sample_rows`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def _every_row(num_rows: int, device: torch.device) -> Tensor:
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Edit logits as `reference.edit_logits` does, in float32 where a row asks for changes; penalties read the history
-    only.
+    """Edit logits as `reference.edit_logits` does, in a float32 copy if a row needs edits.
+
+    Penalties take time for the history, not for the vocabulary.
     """
     if not batch.edits_logits:
         return logits

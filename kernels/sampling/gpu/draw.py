@@ -1,20 +1,20 @@
-"""Sampling in one pass over the logits: each program finds the best of its part of a row, and the last to arrive
-chooses.
+"""Sampling in one pass over the logits: each program finds the best token of its part of a row, and the last program to
+arrive chooses among them.
 
-A token's score is logit / temperature + noise, in float64 (greedy rows: the logit). Nearly all tokens lose whatever
-their logarithms are, so a tile of tokens passes through sieves of growing cost, each of which only drops tokens that
-are below the best score so far by more than all that it may have rounded:
+A token's score is logit / temperature + noise, in float64 (greedy rows: the logit). For nearly all tokens, a cheap
+upper bound of the score shows that they lose. So a tile of tokens passes through sieves of growing cost. Each sieve
+drops only tokens whose bound is below the best score so far by more than its rounding error:
 
-    1  best logit of the tile            with the greatest noise that there is: needs no random words
+    1  best logit of the tile            plus the greatest possible noise: needs no random words
     2  v <= exp(logit / T - best)        noise = -log(-log u) <= -log v with v = 1 - u: for the best logit and the
                                          luckiest word of the four tokens that share a counter, in whole steps of 2**-23
     3  logit / T - log v                 computed for the tile, greatest first
-    4  the score itself                  token by token, until sieve 3 says that the rest is below
+    4  the score itself                  token by token, until sieve 3 shows that the rest is lower
 
-Sieves decide how much is computed, never which token wins. So the programs of a row may exchange
-their best scores at any time. They share a cache line, which holds that and the number of programs that have ended:
+Sieves affect only how much is computed, never which token wins. So the programs of a row may exchange their best scores
+at any time. They share a cache line with the best score and the number of programs that have finished:
 
-    scoreboards[row]    goal, the best score less the margin, as an integer in the order of floats | arrived | unused
+    scoreboards[row]    goal (the best score less the margin, as an integer in the order of floats) | arrived | unused
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _NONE = tl.constexpr(-math.inf)
 _LEAST = tl.constexpr(-float(torch.finfo(torch.float32).max))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOG_2 = tl.constexpr(math.log(2))
-_MARGIN = tl.constexpr(1e-3)  # more than float32 rounds in sieves 2 and 3, where logits are not much larger than T ...
-_RELATIVE_MARGIN = tl.constexpr(1e-6)  # ... and in sieves 1 and 2 where they are
+_MARGIN = tl.constexpr(1e-3)  # above the float32 rounding error of sieves 2 and 3, if logits are not much larger than T
+_RELATIVE_MARGIN = tl.constexpr(1e-6)  # ... and of sieves 1 and 2, if they are
 _CERTAIN = tl.constexpr(0x4B7FFFFF)
-MOST_SHARES = 512  # of a row
+MOST_SHARES = 512  # most programs of a row
 SCOREBOARD_WORDS = 32
 _SCOREBOARD_WORDS = tl.constexpr(SCOREBOARD_WORDS)
 
 OPTIONS = {"groups": 8, "programs": 2112}
-NUM_WARPS = 1  # a second warp would see other goals, and part ways with the first
+NUM_WARPS = 1  # two warps might see different goals, and would diverge
 
 
 def draw_tokens(
     logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor, floors: Tensor, scoreboards: Tensor
 ) -> Tensor:
-    """Draw token ids `[R]` int64 of the rows, or `NO_TOKEN`, among logits from `floors` `[R]` float32 upwards.
+    """Draw token ids [R] int64, or `NO_TOKEN`, among the tokens with logits of at least `floors` [R] float32.
 
-    `scoreboards` `[R, SCOREBOARD_WORDS]` int32 must be as `truncate` leaves them: no score, no program arrived.
+    `scoreboards` [R, SCOREBOARD_WORDS] int32 must be in the state in which `truncate` returns them.
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -107,7 +107,7 @@ def draw_share_kernel(
     pdl.wait_for_previous()
     share, index = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + index.to(tl.int64) * logits_stride
-    # Two tiles are under way at any time, from before the row's numbers are there.
+    # Two tiles are being loaded at any time; the first loads start before the row's numbers have arrived.
     start, step = share * GROUPS * GROUP, tl.num_programs(0) * GROUPS * GROUP
     tile = _load_tile(logits, start, vocab_size, GROUPS)
     following = _load_tile(logits, start + step, vocab_size, GROUPS)
@@ -210,7 +210,7 @@ def _best_score(
                 b2 = _bound(x2.to(tl.float32), w2, top, scale, floor)
                 b3 = _bound(x3.to(tl.float32), w3, top, scale, floor)
                 lead = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)))
-                # Of several infinite scores the first token wins: what is not a number goes on, too.
+                # Among several infinite scores the first token wins, so NaN must continue, too.
                 while (lead > _NONE) & ~(
                     lead < (tl.maximum(best, goal.to(tl.float64)) - base).to(tl.float32) - _MARGIN
                 ):
@@ -246,15 +246,13 @@ def _lane(GROUPS: tl.constexpr):
 
 @triton.jit
 def _offset(GROUPS: tl.constexpr):
-    """Return the offset of the first token of each counter in its tile, `[GROUPS, LANES]`; the others follow LANES
-    apart.
-    """
+    """Return the offset in the tile of each counter's first token, [GROUPS, LANES]; its others follow LANES apart."""
     return tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def _load_tile(logits, start, vocab_size, GROUPS: tl.constexpr):
-    """Return the logits of the four tokens of each counter of a tile; anything for tokens that there are not."""
+    """Return the logits of the four tokens of each counter of a tile; undefined past the vocabulary."""
     offset = _offset(GROUPS)
     left = vocab_size - start
     at = logits + start + offset
@@ -267,7 +265,7 @@ def _load_tile(logits, start, vocab_size, GROUPS: tl.constexpr):
 
 @triton.jit
 def _known(tile, start, vocab_size, GROUPS: tl.constexpr):
-    """Return a tile with minus infinity for tokens that there are not."""
+    """Return a tile with -inf for tokens past the vocabulary."""
     x0, x1, x2, x3 = tile
     left = vocab_size - start
     if left < GROUPS * GROUP:
@@ -297,15 +295,15 @@ def _any(condition):
 
 @triton.jit
 def _by_thread(values):
-    """Return the greatest of every four lanes, which one thread has: what comes next is done for a quarter as many."""
+    """Return the greatest of the four lanes of each thread, so that the next steps handle a quarter of the values."""
     return tl.max(tl.reshape(values, [values.shape[0] * values.shape[1] // 4, 4]), 1)
 
 
 @triton.jit
 def _greater(one, other):
-    """Return the greater of two logits, or the one that is a number."""
+    """Return the greater of two logits, or the one that is not NaN."""
     if one.dtype == tl.bfloat16:
-        # Triton would make four floats of a pair, and compare those.
+        # Triton itself would convert the pairs to float32, and compare those.
         greater = tl.inline_asm_elementwise(
             "max.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -316,23 +314,21 @@ def _greater(one, other):
 
 @triton.jit
 def _chance(logit, word, slope, offset):
-    """Compute sieve 2: at least `_CERTAIN` where 2**23 v, rounded down, is at most 2**(slope * logit + offset),
-    rounded.
+    """Compute sieve 2: at least `_CERTAIN` if floor(2**23 v) is at most 2**(slope * logit + offset), rounded.
 
-    What is not a number passes.
+    NaN passes.
     """
-    # The bits of 2**23 + n are those of 2**23, plus n. And 2**23 v = 2**23 - 1 - (word >> 9): all is a sum of integers.
+    # As floats, the bits of 2**23 + n are those of 2**23, plus n. And 2**23 v = 2**23 - 1 - (word >> 9). So this is
+    # integer arithmetic.
     most = (tl.exp2(tl.fma(logit, slope, offset)) + 8388608.0).to(tl.uint32, bitcast=True)
     return most + (word >> 9)
 
 
 @triton.jit
 def _bound(logit, word, top, scale, floor):
-    """Compute sieve 3: an upper bound of the score, but for rounding, less `top` / temperature; -inf for what is
-    truncated.
-    """
+    """Compute sieve 3: an upper bound of the score (up to rounding) less `top` / temperature; -inf if truncated."""
     v = ((~word).to(tl.float32) + 0.5) * (2.0**-32)
-    # Read as a fixed-point number, the bits of a float are its logarithm with base 2, or a little less.
+    # As a fixed-point number, the bits of a float are its binary logarithm, or a little less.
     log2_v = v.to(tl.int32, bitcast=True).to(tl.float32) * (2.0**-23) - 127
     behind = tl.where(logit == top, 0.0, (logit - top) * scale)
     return tl.where(logit >= floor, behind - log2_v * _LOG_2, _NONE)

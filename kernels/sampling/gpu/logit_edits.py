@@ -1,10 +1,10 @@
 """Edits of logits before sampling: masks of allowed tokens, and penalties on the tokens of a row's history.
 
-Tokens are counted in a table that is zero before and after: one pass over the history adds, the next takes each count
-out again, and the program that finds it not zero changes the logit.
+Tokens are counted in a table that is zero before and after. One pass over the history counts. A second pass takes each
+count out and sets it to zero; the program that gets a non-zero count changes the logit.
 
     history    7 9 7 | 7 4        prompt | output
-    counts     7: 1 + in prompt   9: in prompt   4: 1                then    7: taken once, others find 0
+    counts     7: 1 + in prompt   9: in prompt   4: 1                then    7: taken once, other programs get 0
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from ..batch import AllowedTokens, Penalties, TokenHistory
 
 _IN_PROMPT = tl.constexpr(1 << 30)
-ROWS_AT_ONCE = 32  # so large is the table of counts, whatever the batch
-PROGRAMS = 16  # that share the history of a row
+ROWS_AT_ONCE = 32  # rows of the table of counts; larger batches are processed in several launches
+PROGRAMS = 16  # programs that share the history of a row
 _BLOCK = tl.constexpr(256)
 _MASK_BLOCK = tl.constexpr(1024)
 _NONE = tl.constexpr(-math.inf)
 
 
 def penalize(logits: Tensor, penalties: Penalties, history: TokenHistory, positions: Tensor) -> None:
-    """Change the rows of `logits` `[R, V]` float32 that `penalties` names. Waits for no device.
+    """Apply `penalties` to rows of `logits` [R, V] float32 in place. Does not synchronize with the device.
 
-    Raises `ValueError` where the history's tokens are not int32 or int64 rows.
+    Raises `ValueError` if the history's tokens are not int32 or int64 rows.
     """
     table = history.token_ids
     if table.dtype not in (torch.int32, torch.int64) or table.stride(1) != 1:
@@ -64,7 +64,7 @@ def penalize(logits: Tensor, penalties: Penalties, history: TokenHistory, positi
 
 @functools.cache
 def _counts(device: torch.device, vocab_size: int) -> Tensor:
-    """Return zeros `[ROWS_AT_ONCE, vocab_size]` int32, between calls. Calls of one device come one after the other."""
+    """Return the table of counts [ROWS_AT_ONCE, vocab_size] int32, zero between calls, which run one after another."""
     return torch.zeros(ROWS_AT_ONCE, vocab_size, dtype=torch.int32, device=device)
 
 
@@ -132,9 +132,9 @@ def _apply(
 
 
 def keep_allowed(logits: Tensor, allowed: AllowedTokens) -> None:
-    """Change the rows of `logits` `[R, V]` float32 that `allowed` names. Waits for no device.
+    """Set tokens of `logits` [R, V] float32 that `allowed` excludes to -inf. Does not synchronize with the device.
 
-    Raises `ValueError` where the bits are not one contiguous int32 word for each 32 tokens.
+    Raises `ValueError` if the bits are not one contiguous int32 word for each 32 tokens.
     """
     bits, (_, vocab_size) = allowed.bits, logits.shape
     num_rows, num_words = len(allowed.rows), -(-vocab_size // 32)

@@ -1,8 +1,7 @@
 """Arithmetic of the sampling kernels: the noise of `sampling/noise.py`, and floats as integers of the same order.
 
-The noise has the same integers as the reference, and float64 that is rounded the same way.
-
-Kernels that call `gumbel` are launched with `enable_fp_fusion=False`: a product fused with a sum is rounded once less.
+The noise has the same integers as the reference, and float64 with the same rounding. Kernels that call `gumbel` must be
+launched with `enable_fp_fusion=False`, since a fused multiply-add is rounded once instead of twice.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ _LOG_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def philox(counter, position, seed):
-    """Return four words, uint32 each, of the counters that differ in their first word `counter`; the others
-    are int64.
-    """
+    """Return four uint32 words for each counter with first word `counter`; `position` and `seed` are int64."""
     c0, c1, c2, c3 = counter, _low(position), _high(position), tl.zeros([], tl.uint32)
     k0, k1 = _low(seed), _high(seed)
     for _ in tl.static_range(_ROUNDS):
         p0 = c0.to(tl.uint64) * _MULTIPLIER_0
         p1 = c2.to(tl.uint64) * _MULTIPLIER_1
-        # In the first rounds, c1 and c3 are one for all tokens, as the keys are.
+        # In the first rounds, c1 and c3 are scalars, the same for all tokens, like the keys.
         c0, c1, c2, c3 = _high(p1) ^ (c1 ^ k0), _low(p1), _high(p0) ^ (c3 ^ k1), _low(p0)
         k0 += _KEY_STEP_0
         k1 += _KEY_STEP_1
@@ -89,12 +86,12 @@ def _high(wide):
 
 @triton.jit
 def ordered(value):
-    """Return the int32 of a float32: greater for a greater one, neighbours for neighbours; -0.0 is just below 0.0."""
+    """Map a float32 to an int32 in the same order, adjacent floats to adjacent integers; -0.0 is just below 0.0."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def unordered(key):
-    """Return the float32 of which `ordered` gave the int32 `key`."""
+    """Return the float32 that `ordered` mapped to `key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,17 +1,17 @@
-"""Truncation thresholds: the least logit of each row that min-p, top-k and top-p leave. One program a row.
+"""Truncation thresholds: the least logit of each row that min-p, top-k and top-p keep. One program per row.
 
-A row is too long to be kept and sorting it is slow, but the end is nearly always among the few best logits. So in one
-pass over the row, each lane keeps the three best of the logits that come its way:
+A row does not fit in registers, and sorting it is slow, but the threshold is nearly always among the best few logits.
+So in one pass over the row, each lane keeps the three best logits that it sees:
 
     logits    l0 l1 l2 ... l2047 | l2048 ...          lane j sees l[j], l[j + 2048], ...
-    lanes     first >= second >= third, each [2048]   what a lane drops is at most its third
+    lanes     first >= second >= third, each [2048]   dropped logits are at most the lane's third
 
-So every logit above `blind`, the best third, is in the lanes. Top-k and top-p both ask for the greatest logit at which
-the weights of those above and at it reach a goal (top-k: weight 1, goal k). If the logits in the lanes reach it at
-`blind` or above, that is the answer; halving the range of floats finds it without touching memory. Else the answer is
-below, and passes over the row narrow it down: for flat rows and for large k.
+So every logit above `blind`, the maximum of the thirds, is in the lanes. Top-k and top-p both need the greatest logit x
+for which the weights of all logits >= x reach a goal (top-k: each weight is 1, and the goal is k). If the logits in the
+lanes reach the goal at `blind` or above, x is found by bisection over floats, without memory access. Otherwise (for
+flat rows and large k) x is lower, and passes over the row narrow it down.
 
-Rows that do not truncate end at once. The sums of weights are float32 within a lane, float64 between lanes.
+Programs of rows without truncation exit at once. Sums of weights are float32 within a lane, and float64 between lanes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 LANES = 2048
 NUM_WARPS = 16
-_AT_ONCE = tl.constexpr(4)  # loads that are under way together
-_ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # at the end of each logit, read as float32
+_AT_ONCE = tl.constexpr(4)  # concurrent loads
+_ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # trailing zero bits of logits as float32
 
 
 def truncate(logits: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least logit `[R]` float32 that each row may draw, minus infinity where it does not truncate.
+    """Return the least logit [R] float32 that each row may draw (-inf without truncation), and `scoreboards`.
 
-    And the `scoreboards` that `draw_tokens` asks for, to be used once.
+    The scoreboards are for one call of `draw_tokens`.
     """
     num_rows, vocab_size = logits.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -112,9 +112,9 @@ def _floor(logits, vocab_size, temperature, top_k, top_p, min_p, ZERO_BITS: tl.c
         floor = best
     elif best > _NONE:
         if min_p > 0:
-            # `portable_log` is for normal numbers, and float64 has every float32 as one.
+            # `portable_log` needs normal numbers; every float32 is a normal float64.
             floor = _round_up(best.to(tl.float64) + temperature.to(tl.float64) * portable_log(min_p.to(tl.float64)))
-        for question in range(2):  # top-k, then top-p over what it leaves: a loop, so that the code is there once
+        for question in range(2):  # top-k, then top-p over the rest; a loop, so that the code is compiled once
             by_count = question == 0
             if tl.where(by_count, (top_k > 0) & (top_k < vocab_size), top_p < 1):
                 decay = tl.where(by_count, 0.0, 1 / temperature * _LOG2_E)
@@ -130,7 +130,7 @@ def _floor(logits, vocab_size, temperature, top_k, top_p, min_p, ZERO_BITS: tl.c
                     else:
                         mass, _, _ = _pass(logits, vocab_size, best, decay, floor, floor, LANES)
                     goal = top_p.to(tl.float64) * mass
-                    # All logits below this weigh less than what top-p may leave away: the best alone weighs 1.
+                    # All logits below this together weigh less than top-p may drop: the best alone weighs 1.
                     least = best - (tl.log2(vocab_size / (1 - top_p)) + 1) / decay
                 end = _quantile(
                     logits, vocab_size, first, second, third, decay, weigh_from, least, goal, ZERO_BITS, LANES
@@ -169,15 +169,13 @@ def _quantile(
     second,
     third,
     decay,  # a logit weighs 2**((logit - best) * decay)
-    floor,  # those below weigh nothing
-    least,  # a logit at which the goal is reached for sure
+    floor,  # lower logits have weight 0
+    least,  # a logit at which the goal is certainly reached
     goal,
     ZERO_BITS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the greatest logit at which the weights of those above and at it reach `goal`; not above `least` if none
-    does.
-    """
+    """Return the greatest x for which the weights of all logits >= x reach `goal`; at most `least` if none does."""
     best, blind = tl.max(first), tl.max(third)
     w0 = _weight(first, best, decay, floor)
     w1 = _weight(second, best, decay, floor)
@@ -185,7 +183,7 @@ def _quantile(
     seen = _sum(_from(first, w0, blind) + _from(second, w1, blind) + _from(third, w2, blind)) >= goal
     least = tl.maximum(least, floor)
     low, high = _key(tl.where(seen, blind, least), ZERO_BITS), _key(tl.where(seen, best, blind), ZERO_BITS) + 1
-    # Below `blind` the lanes know some of the logits: enough for an answer that is not too great.
+    # Below `blind` the lanes have only some of the logits, so a result there may be too low, but not too high.
     while high - low > 1:
         middle = low + (high - low) // 2
         at = _logit(middle, ZERO_BITS)
@@ -202,18 +200,19 @@ def _quantile(
 def _narrow(logits, vocab_size, best, blind, decay, floor, low, goal, ZERO_BITS: tl.constexpr, LANES: tl.constexpr):
     """Return the key of the quantile, from `low` up to that of `blind`, by passes over the row."""
     high = _key(blind, ZERO_BITS) + 1
-    low_mass, high_mass = 2 * goal, 0 * goal  # a guess: it only moves where the passes look first
+    low_mass, high_mass = 2 * goal, 0 * goal  # a guess: it only affects where the first passes look
     turn = 0
     while high - low > 1:
         middle = low + (high - low) // 2
         low_logit, high_logit = _logit(low, ZERO_BITS), _logit(high, ZERO_BITS)
         if (turn % 2 == 0) & (low_logit > _NONE):
-            # Where the goal would be if the mass fell evenly. Every other turn halves, for where it does not.
+            # Interpolates linearly for the goal. Every other iteration bisects, in case the mass is distributed
+            # unevenly.
             share = ((low_mass - goal) / (low_mass - high_mass)).to(tl.float32)
             middle = _key(low_logit + (high_logit - low_logit) * share, ZERO_BITS)
             middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
         mass, above, below = _pass(logits, vocab_size, best, decay, floor, _logit(middle, ZERO_BITS), LANES)
-        # No logit lies between `below` and `above`, so the next question is beyond them.
+        # No logit lies between `below` and `above`, so the search continues outside of them.
         if mass >= goal:
             low, low_mass = tl.maximum(middle, _key(above, ZERO_BITS)), mass
         else:
@@ -224,9 +223,7 @@ def _narrow(logits, vocab_size, best, blind, decay, floor, low, goal, ZERO_BITS:
 
 @triton.jit
 def _pass(logits, vocab_size, best, decay, floor, at, LANES: tl.constexpr):
-    """Return the weight of the logits from `at` and `floor` upwards, the least logit from `at` on, the greatest below
-    it.
-    """
+    """Return the weight of the logits >= `at` and >= `floor`, the least logit >= `at`, and the greatest below it."""
     lane = tl.arange(0, LANES)
     weight = tl.zeros([LANES], tl.float32)
     above = tl.full([LANES], _INFINITE, tl.float32)
@@ -255,9 +252,7 @@ def _lower(logit, at):
 
 @triton.jit
 def _load_four(logits, token, vocab_size, LANES: tl.constexpr):
-    """Return the logits of four turns of the lanes as float32; minus infinity for NaN and for tokens that there are
-    not.
-    """
+    """Return the next four logits of each lane as float32; -inf for NaN and past the vocabulary."""
     y0 = tl.load(logits + token, token < vocab_size, _NONE)
     y1 = tl.load(logits + token + LANES, token + LANES < vocab_size, _NONE)
     y2 = tl.load(logits + token + 2 * LANES, token + 2 * LANES < vocab_size, _NONE)
@@ -289,16 +284,14 @@ def _sum(weight):
 
 @triton.jit
 def _key(logit, ZERO_BITS: tl.constexpr):
-    """Return the int64 key of a float, ordered as the floats are, with one key for each float whose last
-    bits are zero.
-    """
+    """Return an int64 key of a float, in the order of floats; adjacent for floats with ZERO_BITS trailing zeros."""
     return (ordered(logit) >> ZERO_BITS).to(tl.int64)
 
 
 @triton.jit
 def _logit(key, ZERO_BITS: tl.constexpr):
     """Return the float of a key."""
-    # Below zero the bits are those of the float turned around: the last ones must be ones.
+    # The keys of negative floats have inverted bits, so the trailing ones must be ones.
     return unordered((key << ZERO_BITS).to(tl.int32) | tl.where(key < 0, (1 << ZERO_BITS) - 1, 0))
 
 

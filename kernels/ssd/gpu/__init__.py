@@ -1,10 +1,11 @@
 """Mamba-2's recurrence on a GPU.
 
-    decodes     `step`: one kernel, a state read and written once
-    others      `time_steps`: dt, and its sums over each chunk, all chunks at the same time;
+    decodes     `step`: one kernel, which reads and writes each state once
+    others      `time_steps`: dt, and its sums over each chunk, for all chunks in parallel;
                 then `scan`: the states from chunk to chunk, with outputs and checkpoints
 
-Between the two lie two float32 a token and head: no state is written that nobody asked for.
+`time_steps` passes two float32 per token and head to `scan`. Only requested states (targets and checkpoints) are
+written.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def ssd(
     step: Options | None = None,
     scan: Options | None = None,
 ) -> Tensor:
-    """See `baton.kernels.ssd.ssd`; `step` and `scan` are options to use instead of the tuned ones."""
+    """See `baton.kernels.ssd.ssd`. `step` and `scan` replace the tuned options."""
     num_tokens, num_heads, head_dim = x.shape
     shape = SSDShape(num_heads, num_heads // b.shape[1], head_dim, b.shape[2])
     out = batch.empty_like(x) if out is None else out
@@ -58,7 +59,7 @@ def ssd(
 
 @dataclass(frozen=True)
 class _Operands:
-    """The tensors of one call, and the launches that take them."""
+    """The tensors of one call, and the launches with them."""
 
     x: Tensor
     b: Tensor

@@ -1,4 +1,4 @@
-"""Launch options of the kernels: defaults, and the keys under which measured ones are kept."""
+"""Launch options of the kernels: defaults, and the keys of tuned ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.kernels.tuned import Options
 STEP: Options = {"VALUES": 32, "num_warps": 4}
 SUMS: Options = {"HEADS": 16, "num_warps": 4}
 SCAN: Options = {"HEADS": 1, "VALUES": 64, "num_warps": 4, "num_stages": 2}
-WIDE_STATE = 256  # dimensions: a program of 4 warps has no registers for 64 rows of them
+WIDE_STATE = 256  # dimensions of a state for which a program of 4 warps has too few registers for 64 rows
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SSDShape:
 
     @property
     def words(self) -> dict[str, str]:
-        """Return what of a key must be equal."""
+        """Return the part of a tuning key that must match exactly."""
         return {"head_dim": str(self.head_dim), "state_dim": str(self.state_dim)}
 
 
@@ -35,9 +35,9 @@ def step_key(shape: SSDShape, num_seqs: int) -> tuned.Key:
 
 
 def scan_key(shape: SSDShape, num_seqs: int, num_tokens: int) -> tuned.Key:
-    """Return the key of a step's prompts: how many scans run side by side, and how long they are."""
+    """Return the key for a step's prompts: how many scans run in parallel, and how long they are."""
     heads, tokens = shape.num_heads * num_seqs, num_tokens // max(1, num_seqs)
-    pairs = "even" if shape.group % 2 == 0 else "odd"  # heads of a group, which a program may have two of
+    pairs = "even" if shape.group % 2 == 0 else "odd"  # with an even number, a program may take two heads of a group
     return {"kernel": "scan", **shape.words, "group": pairs, "heads": heads, "tokens_per_seq": tokens}
 
 
@@ -49,11 +49,11 @@ def scan_options(shape: SSDShape, num_seqs: int, num_tokens: int, dtype: torch.d
     default = _narrowed(SCAN, shape)
     if shape.state_dim >= WIDE_STATE:
         default = {**default, "num_warps": 8}
-    if dtype.itemsize > 2:  # tiles of twice the size: measured options need not fit
+    if dtype.itemsize > 2:  # tiles are twice as large, so tuned options may not fit
         return {**default, "num_stages": 1}
     return tuned.config("ssd", device, scan_key(shape, num_seqs, num_tokens), default)
 
 
 def _narrowed(options: Options, shape: SSDShape) -> Options:
-    """Return options for programs with no more rows of a state than there are."""
+    """Return the options, with a program's rows limited to the rows of a state."""
     return {**options, "VALUES": min(options["VALUES"], shape.head_dim)}

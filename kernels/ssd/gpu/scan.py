@@ -1,14 +1,14 @@
-"""The states from chunk to chunk, and the outputs on the way: a program has one or two heads of one sequence.
+"""Computes the states from chunk to chunk, and outputs. A program has one or two heads of one sequence.
 
-    weights[j, i] = (B_j . C_i) e^(G_i - G_j) dt_j   j <= i        G: the sum of dt A up to and with a token
+    weights[j, i] = (B_j . C_i) e^(G_i - G_j) dt_j   j <= i        G: the sum of dt A up to and including a token
     out^T         = (S C^T) e^G + x^T weights                      D is added on the diagonal of the weights
     S             = e^G_last S + (x e^(G_last - G) dt)^T B
 
-Outputs are transposed, dimensions of the head first, so that the state is a product's first operand as it lies in the
-registers. Products of B and C are those of a group: a program with two heads works them out once.
+Outputs are transposed, head dimensions first, so that the state is a product's left operand directly from registers.
+The products of B and C are the same for all heads of a group: a program with two heads computes them once.
 
-Addresses are worked out anew for each chunk: those of rows begin with min(begin, 0), which is 0, but the compiler does
-not know that, and so does not keep in registers what it could compute before the first chunk.
+Addresses of rows contain min(begin, 0). It is always 0, but the compiler does not know that. So it computes addresses
+for each chunk, instead of keeping them in registers from before the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def advance_head(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,  # of products of float32
 ):
-    """Return the state behind the chunk, and what its tokens read, [VALUES, CHUNK]."""
+    """Return the state after the chunk, and the outputs of its tokens [VALUES, CHUNK]."""
     row = tl.arange(0, CHUNK)
     total = tl.load(vectors + TOTAL * CHUNK + row)
     dt = tl.load(vectors + STEP * CHUNK + row)

@@ -1,10 +1,11 @@
-"""Decodes: a program has some rows of one head's state in its registers and goes token by token.
+"""Decodes: a program has some rows of one head's state in registers, and processes token by token.
 
-So a state is read once, written once, and reduced over its columns once a token. Its cells are prefetched while the
-kernel before this one still runs.
+So a state is read once, written once, and reduced over its columns once per token. It is prefetched while the previous
+kernel still runs.
 
-With drafts, accepted ones of the step before change it first, by their inputs in the places of their row; it is written
-behind the first token, and the inputs of the others go to places: none of those that any program still reads.
+With drafts, the state first advances by the previous step's accepted drafts, whose inputs were stored at places of the
+row. The state is written after the step's first token. The inputs of the other tokens, which are drafts, are stored at
+places that no program still reads.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def step_tokens(
     STATE_DIM: tl.constexpr,
     NUM_PLACES: tl.constexpr,  # of a row, 0 without drafts
     VALUES: tl.constexpr,  # rows of a program
-    PREFETCH: tl.constexpr,  # cells of the state that lie in one line of the cache, 0: none are prefetched
+    PREFETCH: tl.constexpr,  # values of the state in one cache line; 0: no prefetch
 ):
     pdl.let_next_start()
     seq = tl.program_id(2)

@@ -1,4 +1,4 @@
-"""Time steps, and what states keep over them: one by one, and summed up over each chunk."""
+"""Time steps, and the decay of states over them: for one token, and summed over each chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOTAL, STEP = (tl.constexpr(number) for number in range(2))
 
 @triton.jit
 def time_step(raw, bias, lowest, highest):
-    """Return dt out of what the projection gives; `bias` may be None."""
+    """Return dt, given the output of the projection; `bias` may be None."""
     value = raw.to(tl.float32)
     if bias is not None:
         value += bias

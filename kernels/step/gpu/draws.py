@@ -1,4 +1,4 @@
-"""Drawn tokens on their way into the rows and to the CPU, and drafts that are checked against them."""
+"""Kernels that store drawn tokens in rows and copy them to the CPU, and check drafts against them."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def _place_drafts(
     row = tl.load(rows + seq)
     real = mask & (row >= 0) & (draw < tl.load(draw_start + num_seqs))
     some_row = tl.maximum(row, 0).to(tl.int64)
-    behind = draw - tl.load(draw_start + seq)  # the sequence's first draw
-    token = tl.load(query_start + seq + 1) - tl.load(draw_start + seq + 1) + draw  # both end with the sequence
+    behind = draw - tl.load(draw_start + seq)  # index among the sequence's draws
+    token = tl.load(query_start + seq + 1) - tl.load(draw_start + seq + 1) + draw  # the last draw is at the last token
     position = tl.load(computed + some_row, mask=real, other=0) + token - tl.load(query_start + seq)
     number = position - tl.load(first_guess + some_row, mask=real, other=0)
     known = real & (number >= 0) & (number < width)
@@ -194,7 +194,7 @@ def _accept_tokens(
     NOT_ACCEPTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Accept drafts in one program, which alone advances the page."""
+    """Accept drafts of all sequences in a single program, which also advances the page."""
     page_number = tl.load(turn)
     page = pages + page_number * page_stride
     for first_seq in range(0, num_seqs, BLOCK):
@@ -216,7 +216,7 @@ def _accept_tokens(
             kept = here & (num_right == number)  # all drafts before this draw were right
             tl.store(page + first + number, tl.where(kept, token, NOT_ACCEPTED), mask=here)
             draft = tl.load(own + number, mask=kept & (number < num_drafts), other=-1)
-            # A row that drew no token is reported; a step that is launched already goes on from token 0.
+            # A row without a token to draw is reported by its page; a step that is already launched continues with 0.
             tl.store(own + number, tl.maximum(token, 0), mask=kept)
             num_right += (kept & (number < num_drafts) & (draft == token)).to(tl.int32)
         tl.store(computed + some_row, position + num_right, mask=real)
@@ -245,7 +245,7 @@ def _accept_again(
     NOT_ACCEPTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Accept drafts of some sequences once more. Their rows may have lost them, so they are read as guesses."""
+    """Accept drafts of some sequences once more. Rows may no longer have them, so they are read from `guesses`."""
     page = pages + ((tl.load(turn) + num_pages - 1) % num_pages) * page_stride
     for first_entry in range(0, count, BLOCK):
         entry = first_entry + tl.arange(0, BLOCK)
@@ -291,7 +291,7 @@ def _store_tokens(
     AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the drawn tokens in one program, which alone advances the page."""
+    """Store the drawn tokens in a single program, which also advances the page."""
     number = tl.load(turn)
     page = pages + ((number + num_pages - 1) % num_pages if AGAIN else number) * page_stride
     for first in range(0, count, BLOCK):
@@ -306,7 +306,7 @@ def _store_tokens(
             stored &= tl.load(samples + seq, mask=mask, other=0) != 0
             tl.store(computed + row, seq_len, mask=mask & (row >= 0))
         token = tl.load(drawn + entry, mask=stored, other=0).to(tl.int32)
-        # Rows that drew no token are reported; a step that is launched already reads the row, and needs a token there.
+        # Rows without a token to draw are reported by the page; a step that is already launched needs a valid token.
         tl.store(tokens + row.to(tl.int64) * tokens_stride + seq_len, tl.maximum(token, 0), mask=stored)
         tl.store(page + in_page, token, mask=stored)
     if not AGAIN:

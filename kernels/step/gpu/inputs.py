@@ -1,4 +1,4 @@
-"""Changes to the tables of a step's rows, and the inputs of the step that follow from them."""
+"""Kernels that apply changes to row tables, and compute a step's inputs from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.kernels.state_batch import StateBatch
 from ..buffers import PIECE, StepBatch, StepBuffers, StepTables
 
 BLOCK = 128  # tokens or sequences of one program
-WRITERS = 256  # programs that apply pieces: more than a step has but when hundreds of requests start at once
+WRITERS = 256  # programs that apply pieces; a step has more pieces only when hundreds of requests start at once
 
 
 def apply_writes(memory: Tensor, pieces: Tensor, values: Tensor, num_pieces: Tensor) -> None:
-    """Apply changes to tables by one kernel."""
+    """Apply changes to tables in one kernel."""
     writers = min(WRITERS, len(pieces))
     _apply_writes[(writers,)](memory, pieces, values, num_pieces, writers, BLOCK=PIECE, num_warps=4)
 
@@ -32,7 +32,7 @@ def _apply_writes(memory, pieces, values, num_pieces, writers, BLOCK: tl.constex
 
 @triton.jit
 def owners(token, query_start, num_seqs, BLOCK: tl.constexpr):
-    """Return the last sequence that begins at or before each token; where some are empty, the last of those."""
+    """Return the last sequence that begins at or before each token; of several that begin there, the last."""
     first = tl.zeros([BLOCK], tl.int32)
     last = tl.zeros([BLOCK], tl.int32) + num_seqs - 1
     while tl.max(last - first) > 0:
@@ -334,7 +334,7 @@ def _fill_tokens(
     block_size: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Fill token `index` of the step with number `position` of `row` where it is `real`, and with padding elsewhere."""
+    """Fill token `index` of the step with token `position` of `row` if it is `real`, else with padding."""
     row = tl.maximum(row, 0).to(tl.int64)
     position = tl.where(real, position, 0).to(tl.int64)
     token_id = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
