@@ -4,10 +4,11 @@ gateway ──┬── unified
           ├── prefill     one deployment a fleet, one replica a group of engines
           └── decode
 
-Engines are bound to their own settings. What gateways take while they run comes to them as Serve's `user_config`, over
-`args`: see `spec/deployments.py`.
+Engine deployments are bound to the settings in `args`. Settings that a gateway accepts while it runs reach it as
+Serve's `user_config`, which overrides `args`: see `spec/deployments.py`.
 
-The root is the gateways (`internal` load balancing), or the controller that keeps one on each node or beside each rank.
+The application's root deployment is `gateway`: the gateways themselves (load balancing `internal`), or a controller
+that keeps one gateway on each node (`hybrid`) or beside each rank (`external`).
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from .serve_policy import FollowDirectory
 from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
 from .spec.serve_llm import application_args
 
-ROOT = "gateway"  # the name of the deployment
+ROOT = "gateway"  # name of the root deployment
 
-# Serve replaces a replica that fails three checks in a row, also where its machine is only cut off: with 10 s, a head
-# that was cut off for 20 s replaced every replica. Now that takes a minute.
+# Serve replaces a replica that fails three health checks in a row, even if its machine is only cut off from the head
+# for a while. With a timeout of 10 s, a partition of 20 s replaced every replica; now that takes a minute.
 HEALTH_CHECK_PERIOD_S = 0.5
 HEALTH_CHECK_TIMEOUT_S = 20.0
 SHUTDOWN_S = 5.0
-# Serve's bounds of a gateway, whose own limits hold, and may change while it runs.
+# Serve's own limits for a gateway are so high that the gateway's limits, which can change while it runs, apply first.
 GATEWAY_SHUTDOWN_S = 2 * LONGEST_DRAIN_S + SHUTDOWN_S
 MOST_REQUESTS = 1_000_000
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
-    """Build the application. Raises `InvalidSpec` for one that cannot work."""
+    """Build the application. Raises `InvalidSpec` if the settings cannot work."""
     spec = load_spec(args)
     check_model(spec)
     plain, engine_args = spec.model_dump(mode="json", exclude_unset=True), spec.engine_args()
@@ -55,7 +56,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def build_openai_app(serving_args: Any) -> serve.Application:
-    """Build the application from what Ray Serve LLM's function of this name takes: see `spec/serve_llm.py`.
+    """Build the application from the arguments of Ray Serve LLM's function of this name: see `spec/serve_llm.py`.
 
     Raises `InvalidSpec`.
     """
@@ -63,16 +64,15 @@ def build_openai_app(serving_args: Any) -> serve.Application:
 
 
 def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> serve.Application:
-    """Bind the deployment of one fleet's engines; `gpus`: how many the cluster has."""
+    """Bind the deployment of one fleet's engines; `gpus` is the number of GPUs in the cluster."""
     fleet = spec.fleets.present[role]
     saving_s = 0.0 if fleet.kv_tiers is None else fleet.kv_tiers.save_s
     deployment = serve.deployment(
         name=role.value,
         **_size(fleet),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=spec.bundles_of(
-            role, gpus
-        ),  # holds the workers, too: no other machine's loss ends the group
+        # The bundles include those of the workers: only the loss of its own machines ends a group.
+        placement_group_bundles=spec.bundles_of(role, gpus),
         placement_group_strategy="PACK",
         logging_config=_serves_log(spec),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -85,7 +85,10 @@ def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> 
 
 
 def _size(fleet: Fleet) -> dict[str, Any]:
-    """Return Serve's options for the number of replicas. All delays are our policy's, so that simulations hold."""
+    """Return Serve's options for the number of replicas.
+
+    Serve adds no delays of its own: all of them are in Baton's policy, so that simulations of it hold.
+    """
     if not fleet.is_scaled:
         return {"num_replicas": fleet.replicas}
     config = AutoscalingConfig(
@@ -100,7 +103,7 @@ def _size(fleet: Fleet) -> dict[str, Any]:
 
 
 def _serves_log(spec: FleetSpec) -> dict[str, str]:
-    """Return the format in which Serve writes its own lines into the log of a replica."""
+    """Return the logging options with which Serve writes its own lines into a replica's log."""
     return {"encoding": "JSON" if spec.logging.format is LogFormat.JSON else "TEXT"}
 
 

@@ -1,4 +1,4 @@
-"""A gateway's mirror of the blocks that one engine has in its pool and its tiers."""
+"""A gateway's mirror of the blocks that one engine has cached, in its pool and its tiers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BlockName = int  # the first bytes of a block's hash, which covers all tokens up
 
 
 class FoundPrefix(NamedTuple):
-    """Counts of blocks at the start of a prompt that an engine has: first in the pool, then in tiers."""
+    """Counts of the blocks at the start of a prompt that an engine has cached: first in the pool, then in tiers."""
 
     pool: int = 0
     host: int = 0
@@ -23,16 +23,16 @@ class FoundPrefix(NamedTuple):
 
 
 class CachedBlocks:
-    """The mirror, exact as of the engine's last message about blocks, which a busy engine sends four times a second.
+    """The mirror. It is exact as of the engine's last message about blocks; a busy engine sends four a second.
 
-    Each block is in the fastest place that has it. There are no more than the engine has blocks and slots of tiers, of
-    about 70 bytes each in this process.
+    A block that is cached in several places counts in the fastest one. The mirror holds at most as many blocks as the
+    engine has blocks and tier slots, at about 70 bytes each in this process.
     """
 
     def __init__(self, num_blocks: int, num_tier_blocks: int = 0) -> None:
         """Create an empty mirror of a pool of `num_blocks` and tiers of `num_tier_blocks`."""
         self._num_blocks, self._num_tier_blocks = num_blocks, num_tier_blocks
-        self._number: int | None = None  # of the last message; None: a snapshot is needed
+        self._number: int | None = None  # number of the last message applied; None: a snapshot is needed
         self._pool: set[BlockName] = set()
         self._host: set[BlockName] = set()
         self._disk: set[BlockName] = set()
@@ -41,7 +41,7 @@ class CachedBlocks:
         return len(self._pool) + len(self._host) + len(self._disk)
 
     def __contains__(self, name: BlockName) -> bool:
-        """Tell whether a block is in the pool."""
+        """Return whether a block is in the pool."""
         return name in self._pool
 
     @property
@@ -55,9 +55,9 @@ class CachedBlocks:
         return self._pool, self._host, self._disk
 
     def apply(self, message: BlockUpdate) -> bool:
-        """Apply a message. False: one before it is missing, or it cannot be true; a snapshot is needed.
+        """Apply a message. Return False if a snapshot is needed: a message is missing, or the result is impossible.
 
-        Until that comes the mirror stays as it is: most of it is still right.
+        After a missing message the mirror stays as it is until the snapshot comes: most of it is still right.
         """
         if isinstance(message, BlocksCached):
             self._pool = set(unpack_names(message.stored)[: self._num_blocks])
@@ -91,7 +91,7 @@ class CachedBlocks:
         return len(names)
 
     def find_behind(self, names: Sequence[BlockName], count: int) -> FoundPrefix:
-        """Count what can be restored behind the first `count` blocks of a prompt, which are in the pool or will be."""
+        """Count blocks that tiers can restore behind the first `count` of a prompt, which the pool has or will have."""
         if not self._host and not self._disk:
             return FoundPrefix(count)
         num_host = num_disk = 0

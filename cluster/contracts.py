@@ -1,4 +1,4 @@
-"""Contracts between the parts of the cluster.
+"""The interfaces between the parts of the cluster: records, statuses and protocols.
 
 gateway ── EngineClient ──ZMQ──> worker (EngineCore)
 gateway, worker <── DirectorySnapshot ── directory <── EngineRecord ── worker (through its replica)
@@ -30,40 +30,40 @@ class Role(enum.StrEnum):
 
     @property
     def complement(self) -> Role | None:
-        """Return the role that does the other half of a request; None where there is none."""
+        """Return the role that does the other half of a request; None for `UNIFIED`."""
         return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self)
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that is ready to serve. A process that starts anew has a new `epoch`, and is another engine."""
+    """An engine that is ready to serve. A restarted process has a new `epoch` and counts as another engine."""
 
-    engine_id: str  # may be the same after a restart: never compared without the epoch
-    group_id: str  # of the processes that live and die together: one engine, or the data-parallel ranks of one model
+    engine_id: str  # can recur after a restart: always compare it together with the epoch
+    group_id: str  # of the processes that start and end together: one engine, or the data-parallel ranks of one model
     epoch: int  # random, 63 bits, drawn at process start
     role: Role
-    rank: int  # global over the application; -1: the directory has not given it one yet
+    rank: int  # unique in the application; -1: not assigned by the directory yet
     node_id: str
     node_ip: str
     pid: int
     follower_pids: list[int] = []  # of the other tensor-parallel ranks
     address: str  # ZMQ endpoint of the engine's request socket, tcp://ip:port
     kv_address: str  # ZMQ endpoint of its transfer control socket
-    metrics_address: str = ""  # ZMQ endpoint of its `MetricsExporter`; empty: it has none
-    fingerprint: str  # of its KV layout; a prefill and a decode engine pair only where equal
+    metrics_address: str = ""  # ZMQ endpoint of its `MetricsExporter`; empty if it has none
+    fingerprint: str  # of its KV layout: a prefill engine hands over only to a decode engine with an equal one
     model_id: str
     max_model_len: int
-    max_num_seqs: int  # requests of one step
-    max_num_batched_tokens: int  # tokens of one step
+    max_num_seqs: int  # requests in one step, at most
+    max_num_batched_tokens: int  # tokens in one step, at most
     num_blocks: int
     num_tier_blocks: int = 0  # capacity of its KV tiers
-    draining: bool = False  # it ends its requests, and is to get no other where another engine can take it
+    draining: bool = False  # it finishes its requests, and gets new ones only if no other engine can take them
 
 
 class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that start and end together, in the order of their data-parallel ranks: one replica of a fleet."""
 
     group_id: str
-    first_rank: int  # of the fleet: its groups follow each other from there
+    first_rank: int  # of its fleet: the ranks of the fleet's groups count up from there
     engines: list[EngineRecord]
 
     @property
@@ -75,7 +75,7 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.engines[0].draining
 
     def with_draining(self, draining: bool) -> EngineGroup:
-        """Return the group with all of its engines draining, or none."""
+        """Return the group with `draining` set in all of its engines."""
         engines = [msgspec.structs.replace(engine, draining=draining) for engine in self.engines]
         return msgspec.structs.replace(self, engines=engines)
 
@@ -85,28 +85,28 @@ class StartingGroup(msgspec.Struct, frozen=True):
 
     group_id: str
     role: Role
-    node_ip: str  # of its control plane
-    state: str  # what it does: "fetches Qwen/Qwen3-8B: 3.10 of 16.38 GB or more, 210 MB/s"
+    node_ip: str  # of the node of its Serve replica
+    state: str  # what it does, for people: "fetches Qwen/Qwen3-8B: 3.10 of 16.38 GB or more, 210 MB/s"
 
 
 class EngineTrace(msgspec.Struct, frozen=True):
-    """A recording of what one engine did, in the format of Chrome's traces, which Perfetto opens."""
+    """A profiler's recording of one engine, in Chrome's trace format, which Perfetto opens."""
 
     engine_id: str
     node_ip: str
-    path: str  # on that machine; it is written when the recording ends
-    seconds: float = 0.0  # of the recording
+    path: str  # on that machine; the file is written when the recording ends
+    seconds: float = 0.0  # length of the recording
     size_bytes: int = 0
 
 
 class EnginePulse(msgspec.Struct, frozen=True):
     """The state of an engine, as its own process reports it."""
 
-    stalled_s: float  # since its step loop last moved
-    num_requests: int  # that came and have not ended
-    leases_held: int  # tickets whose blocks wait for their readers
-    receives_active: int  # hand-offs on their way in
-    busy_s: float = 0.0  # for which it had work, since the process's start
+    stalled_s: float  # since its step loop began its present turn
+    num_requests: int  # unfinished ones
+    leases_held: int  # tickets whose blocks wait for a decode engine
+    receives_active: int  # hand-offs that this engine is receiving
+    busy_s: float = 0.0  # time with work since the process started
     stats: EngineStats | None = None  # None: no step has run
 
     @property
@@ -116,14 +116,14 @@ class EnginePulse(msgspec.Struct, frozen=True):
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """The end of a group that has drained."""
+    """The result of draining one group."""
 
     seconds: float
-    handed_over: int  # requests that were returned, and went on elsewhere
+    handed_over: int  # requests that were given back, and continued in other engines
 
 
 class DrainCounters(msgspec.Struct, frozen=True):
-    """Counts of groups that have drained, since the directory's start."""
+    """Sums over all groups that have drained since the directory started."""
 
     groups: int = 0
     seconds: float = 0.0
@@ -134,14 +134,14 @@ class DrainCounters(msgspec.Struct, frozen=True):
 
 
 class LoadBalancing(enum.StrEnum):
-    """The ranks that a gateway reaches; an outside balancer chooses among gateways.
+    """The ranks that each gateway reaches; with `hybrid` and `external`, a load balancer chooses the gateway.
 
-        internal   every gateway     ──> every rank
-        hybrid     a gateway a node  ──> the ranks of its node      behind a balancer over the nodes
-        external   a gateway a rank  ──> its rank                   behind a balancer over the ranks
+        internal   every gateway       ──> every rank
+        hybrid     one gateway a node  ──> the ranks of its node      a balancer chooses the node
+        external   one gateway a rank  ──> that rank                  a balancer chooses the rank
 
-    This concerns ranks that write answers. Every gateway reaches all prefill engines in every mode: whichever of them
-    reads a prompt, its blocks go to a decode engine that the gateway reaches.
+    This is about ranks that write answers. Every gateway reaches all prefill engines in every mode: the blocks of a
+    prompt go from any of them to a decode engine that the gateway reaches.
     """
 
     INTERNAL = "internal"
@@ -150,11 +150,11 @@ class LoadBalancing(enum.StrEnum):
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that one gateway reaches. By default, all."""
+    """The engines that one gateway reaches: by default, all."""
 
     mode: LoadBalancing = LoadBalancing.INTERNAL
-    node_id: str = ""  # hybrid: the node of the ranks
-    rank: int = -1  # external: the rank
+    node_id: str = ""  # in hybrid mode: the node whose ranks it reaches
+    rank: int = -1  # in external mode: the rank that it reaches
 
     def includes(self, engine: EngineRecord) -> bool:
         if not engine.role.writes_answers:
@@ -169,7 +169,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """The least and the most groups of one fleet."""
+    """The smallest and the largest number of groups of one fleet."""
 
     min_replicas: int
     max_replicas: int
@@ -179,7 +179,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The autoscaling settings of an application; `AutoscalingSpec` explains them."""
+    """The autoscaling settings of an application; `AutoscalingSpec` documents them."""
 
     fleets: dict[Role, Bounds]
     ttft_s: float
@@ -193,72 +193,72 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_s(self) -> float:
-        """Return how long a sample may influence decisions."""
+        """Return how long a sample can influence decisions."""
         return max(self.downscale_delay_s, self.downscale_to_zero_delay_s) + self.look_back_period_s + 5.0
 
 
 class QueueBound(msgspec.Struct, frozen=True):
-    """The queue in an engine from which on it takes no more prompts."""
+    """The length of an engine's queue from which on it refuses new prompts."""
 
     requests: int
-    tokens: int  # of prompts, that are to be computed
+    tokens: int  # of queued prompts that are still to be computed
 
     def is_reached(self, stats: EngineStats) -> bool:
         return stats.num_requests_waiting >= self.requests or stats.num_waiting_tokens >= self.tokens
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A gateway. It is listed before it connects to engines, which is before its port is open."""
+    """A gateway. The directory lists it before it connects to engines and opens its port."""
 
-    identity: str  # of one process: drawn at its start
+    identity: str  # of one process: random, drawn at its start
     node_id: str
     node_ip: str
     pid: int
     host: str  # at which it listens
     port: int
     reach: Reach
-    application: str = ""  # digest of the settings that it was started with and keeps
-    life_address: str = ""  # for probes, which libzmq answers however busy its Python is, tcp://ip:port
+    application: str = ""  # digest of the settings that cannot change while it runs
+    life_address: str = ""  # tcp://ip:port for liveness probes, which libzmq answers even while Python is busy
     is_serving: bool = False  # its HTTP port is open
     metrics_address: str = ""  # of its `MetricsExporter`; empty before it serves
     scaling: ScalePlan | None = None  # None: every fleet has a fixed size
 
 
 class DirectorySnapshot(msgspec.Struct, frozen=True):
-    """All live members as of `version`. A snapshot replaces one of another version as a whole."""
+    """All live members as of `version`. A snapshot replaces the previous one as a whole."""
 
     version: int
     engines: list[EngineRecord]
-    gateways: list[GatewayRecord]  # engines abort the requests of a gateway that left
+    gateways: list[GatewayRecord]  # engines abort the requests of a gateway that is no longer listed
     directory: str = ""  # name of its actor
     metrics_address: str = ""  # of the directory's `MetricsExporter`
     starting: list[StartingGroup] = []
 
 
 class ClientCounters(msgspec.Struct):
-    """Counts of a gateway's messages with engines that were lost or refused, since its process's start."""
+    """Counts of a gateway's lost or refused messages with engines, since its process started."""
 
     malformed_messages: int = 0
-    stale_messages: int = 0  # of another epoch, or about a request that is over here
-    engines_lost: int = 0  # connections that broke, but for engines that the directory dropped
-    block_gaps: int = 0  # changes of prefix caches that were missed: snapshots were asked for
+    stale_messages: int = 0  # of another epoch, or about a request that is finished here
+    engines_lost: int = 0  # broken connections, except to engines that the directory dropped
+    block_gaps: int = 0  # missed changes of a prefix cache, after each of which a snapshot was requested
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """An engine as a router knows it."""
+    """An engine as the router of one gateway sees it."""
 
     record: EngineRecord
     stats: EngineStats | None  # the newest; None before its first step
-    outstanding: int  # requests of this gateway that it has not finished
-    transfers: TransferStats | None = None  # the newest; None where it hands nothing over
-    cached: CachedBlocks = CachedBlocks(0)  # contents of its prefix cache and its tiers
+    outstanding: int  # unfinished requests of this gateway in the engine
+    transfers: TransferStats | None = None  # the newest; None if it hands nothing over
+    cached: CachedBlocks = CachedBlocks(0)  # the blocks in its pool and its tiers
 
     @property
     def num_running(self) -> int:
-        """The number of requests that the engine works on, of which it has told or this gateway knows.
+        """The number of requests in the engine's steps: by its statistics, or by this gateway's count if that is more.
 
-        Statistics are those between two steps, when an engine that reads whole prompts has none: those that this
-        gateway has in it, and that do not wait there, are in a step or on the way.
+        Statistics are taken between two steps, when an engine that computes whole prompts has no running request. So
+        requests of this gateway that are in the engine and not in its queues count as running.
         """
         if self.stats is None:
             return min(self.record.max_num_seqs, self.outstanding)
@@ -267,18 +267,18 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class EngineGone(Exception):
-    """The engine's process has ended or was replaced. Its requests are lost; another engine may take them."""
+    """The engine's process has ended or was replaced. Its requests are lost, but can be retried elsewhere."""
 
 
 class OutputStream(Protocol):
-    """The outputs of one request; ends after the one with a finish reason."""
+    """The outputs of one request; it ends after the output with a finish reason."""
 
     def __aiter__(self) -> AsyncIterator[EngineOutput]: ...
 
     async def __anext__(self) -> EngineOutput: ...
 
     async def aclose(self) -> None:
-        """Abort the request, where its last output was not taken yet. Closing twice changes nothing."""
+        """Abort the request unless its last output has been taken. Closing twice is allowed."""
         ...
 
 
@@ -298,11 +298,11 @@ class EngineClient(Protocol):
         ...
 
     def last_message_s(self, engine: EngineRecord) -> float:
-        """Return when the engine's newest message came, on `time.monotonic`'s clock; 0 if none ever did."""
+        """Return when the engine's newest message arrived, on `time.monotonic`'s clock; 0 if none has."""
         ...
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> OutputStream:
-        """Send the request at once; return its outputs, up to and including the one with a finish reason.
+        """Send the request at once; return the stream of its outputs.
 
         The stream may raise `EngineGone` at any point. Closing it early (`aclose`) aborts the request at the engine.
         """
@@ -316,7 +316,7 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, engine: EngineRecord, request_id: str, generation: int = 0) -> None:
-        """End a request whose stream is done or closed: a finished prefill withdraws the KV blocks that it offers.
+        """End a request whose stream is finished or closed: blocks that a finished prefill still offers are released.
 
         Sent at once, in order with `submit`, and never answered. Unknown ids and dead engines are ignored.
         """

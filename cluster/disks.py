@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RAY_SWITCH = "RAY_local_fs_capacity_threshold"
-DEFAULT_SHARE = 0.95  # Ray's own, where the switch is not set
+DEFAULT_SHARE = 0.95  # Ray's default
 SHARED_MEMORY = Path("/dev/shm")
 GB = 10**9
 
@@ -27,7 +27,7 @@ class DiskUsage:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether it is fuller than Ray allows: its processes may die when they write."""
+        """Return whether the disk is fuller than Ray allows: Ray's processes may die when they write."""
         return self.used > _allowed_share()
 
     def __str__(self) -> str:
@@ -39,19 +39,19 @@ class DiskUsage:
 
 
 def disk_usage(folder: Path) -> DiskUsage:
-    """Return the disk on which a folder is, or would be made."""
+    """Return the usage of the disk that holds a folder, or would hold it if it does not exist yet."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     total_bytes, _, free_bytes = shutil.disk_usage(there)
     return DiskUsage(folder, total_bytes, free_bytes)
 
 
 def default_ray_folder() -> str:
-    """Return the folder of a Ray cluster that starts on this machine. Imports no Ray, which would read its switches."""
+    """Return the folder of a Ray cluster that starts here. Does not import Ray, which would read its switches."""
     return os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
 
 
 def full_disks(ray_folder: str | None = None) -> list[DiskUsage]:
-    """Return the disks of this machine that are too full for Ray. `ray_folder`: that of a running cluster."""
+    """Return the disks of this machine that are too full for Ray. `ray_folder` is that of a running cluster."""
     folders = (Path(ray_folder or default_ray_folder()), SHARED_MEMORY)
     return [disk for disk in map(disk_usage, folders) if disk.is_full]
 

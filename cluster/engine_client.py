@@ -1,12 +1,12 @@
-"""A gateway's connections to all engines: one DEALER an engine, on the gateway's asyncio loop.
+"""A gateway's connections to all engines: one ZMQ DEALER for each engine, on the gateway's asyncio loop.
 
     directory ── snapshots ──> ZmqEngineClient ── one Connection an engine ── Hello, Submit, Abort ──> engine
                                      │                      ├── Outputs ──> one queue a request
-                                     │                      └── Status ──> the newest of each engine
-                                     └── engines(): all whose connection has answered
+                                     │                      └── Status ──> the newest status of each engine
+                                     └── engines(): all engines whose connection has answered
 
-A dead engine is noticed in two ways: its connection breaks or misses heartbeats, and the directory drops it from the
-snapshot. The first of them ends its requests with `EngineGone`.
+A dead engine is noticed in two ways: its connection breaks or misses heartbeats, or the directory drops it from the
+snapshot. Whichever comes first ends its requests with `EngineGone`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from .engine_connection import Connection, RequestStream
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
-MAX_REMEMBERED = 1_000  # engines that have left
+MAX_REMEMBERED = 1_000  # engines that have left, for which `last_message_s` is kept
 
 EngineKey = tuple[str, int]  # engine id and epoch: one process
 
 
 class SnapshotSource(Protocol):
-    """A source of snapshots of the cluster: the directory, or a list in a test."""
+    """A source of cluster snapshots: the directory, or a list in a test."""
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """Return the first snapshot of another version, or the current one after a while. Raises where it cannot."""
+        """Return the first snapshot of another version, or the current one after a while. Raises if there is none."""
         ...
 
 
 class ZmqEngineClient:
     """Implements `EngineClient`. `start` it on the loop that uses it; `close` ends all connections.
 
-    `identity` names the gateway to engines and directory alike. It connects to the engines in its `reach` only; an
-    engine from which nothing comes for `heartbeat_timeout_s` is lost.
+    `identity` names the gateway to engines and directory. It connects only to engines in its `reach`, and takes an
+    engine for lost if nothing has arrived from it for `heartbeat_timeout_s`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ZmqEngineClient:
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         queue: QueueBound | None = None,
     ) -> None:
-        """`queue`: engines with a longer one refuse prompts; it may change."""
+        """`queue`: an engine whose queue is longer refuses new prompts. The attribute may be changed later."""
         self.queue = queue
         self._source, self._key, self._identity, self._heartbeat_timeout_s = source, key, identity, heartbeat_timeout_s
         self._reach = reach or Reach()
@@ -71,7 +71,7 @@ class ZmqEngineClient:
         self._watcher: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._retired = ClientCounters()
-        self._last_message_s: dict[EngineKey, float] = {}  # of engines that have left, the oldest first
+        self._last_message_s: dict[EngineKey, float] = {}  # of engines that have left, oldest first
 
     async def start(self) -> None:
         self._watcher = asyncio.create_task(self._watch(), name="directory watch")
@@ -138,14 +138,14 @@ class ZmqEngineClient:
             try:
                 snapshot = await self._source.watch(self._newest.version)
             except Exception as error:
-                # The directory is being restarted: connected engines serve on meanwhile.
+                # The directory is being restarted; connected engines keep serving meanwhile.
                 logger.warning("the directory does not answer, asking again: %s", error)
                 await asyncio.sleep(WATCH_RETRY_S)
                 continue
             self.apply(snapshot)
 
     def apply(self, snapshot: DirectorySnapshot) -> None:
-        """Open connections to engines that came into reach, and close those to engines that left."""
+        """Connect to engines that the gateway reaches and that are new, and disconnect from engines that have left."""
         if snapshot.version == self._newest.version:
             return
         self._newest = snapshot
@@ -157,7 +157,7 @@ class ZmqEngineClient:
             self._run(self._retire(connection))
         for name, record in alive.items():
             if name in self._connections:
-                self._connections[name].record = record  # the same process, which may have begun to drain
+                self._connections[name].record = record  # the same process, but it may drain now
             else:
                 self._connections[name] = self._connect(record)
 

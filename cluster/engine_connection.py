@@ -1,7 +1,7 @@
 """A gateway's connection to one engine process, and the streams of the requests in it.
 
-An engine whose process ends closes the connection within milliseconds; one whose machine or link is lost misses
-heartbeats, which libzmq notices. Either ends the streams with `EngineGone`, as does a message that cannot be decoded.
+An engine whose process ends closes the connection within milliseconds; if its machine or link is lost, libzmq notices
+missing heartbeats. Both end the streams with `EngineGone`, as does a message that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .wire import Abort, AskBlocks, Begin, ClientMessage, Codec, Hello, Status, 
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
-CONNECT_MS = 1_000  # then a new attempt: the kernel retries ever more rarely
+CONNECT_MS = 1_000  # after this a new attempt starts, since the kernel's own retries become ever rarer
 HANDSHAKE_MS = 5_000
 NOT_SOON_MS = 3_600_000
-# The end of a connection, and of an attempt to make one, after which libzmq would retry in `NOT_SOON_MS`.
-FRAMES_AT_ONCE = 16  # messages of an engine that are taken before others of the gateway's tasks have their turn
+FRAMES_AT_ONCE = 16  # messages of one engine that are handled before other tasks of the gateway run
+# Events after which libzmq would wait `NOT_SOON_MS` before it retries: a connection, or an attempt at one, has failed.
 ENDS = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -49,18 +49,18 @@ HANDSHAKE_FAILURES = (
 class RequestStream:
     """The outputs of one request; an `OutputStream`.
 
-    Outputs that wait are yielded as one, as if a single step had drawn their tokens: a gateway that cannot keep up then
-    has fewer events to write, and catches up.
+    Outputs that wait here are yielded as one, as if a single step had drawn all their tokens. So a gateway that cannot
+    keep up has fewer events to write for the same tokens.
 
-    A stream that is dropped before its last output was taken aborts the request: that output may offer KV blocks, of
-    which no other object knows.
+    A stream that is garbage-collected before its last output was taken aborts the request: that output may offer KV
+    blocks that nobody else knows of.
     """
 
     def __init__(self, abandon: Callable[[], None]) -> None:
         self._abandon_request = abandon
         self._queue: asyncio.Queue[EngineOutput | EngineGone | None] = asyncio.Queue()
-        self._apart: list[EngineOutput | EngineGone | None] = []  # out of the queue, and not to be joined: one at most
-        self._done = False  # the last output was taken, or is not wanted
+        self._apart: list[EngineOutput | EngineGone | None] = []  # taken from the queue, but not joined: at most one
+        self._done = False  # the last output was taken, or the stream was closed
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -99,12 +99,12 @@ class RequestStream:
         self._queue.put_nowait(output)
 
     def end(self, error: EngineGone | None) -> None:
-        """End the stream; `None` where the gateway itself ended the request."""
+        """End the stream, with an error or, if the gateway itself ended the request, with None."""
         self._queue.put_nowait(error)
 
 
 class Connection:
-    """A connection to one engine process. Reconnects until closed; each loss ends the requests that ran in it."""
+    """A connection to one engine process. It reconnects until closed; each loss ends the requests in flight."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class Connection:
     ) -> None:
         self.record = record
         self.last_message_s = 0.0
-        self.stats: EngineStats | None = None  # None: the engine has not answered yet, or is lost
+        self.stats: EngineStats | None = None  # None: the engine has not answered yet, or the connection is lost
         self.transfers: TransferStats | None = None
         self.cached = CachedBlocks(record.num_blocks, record.num_tier_blocks)
         self.counters = ClientCounters()
         self._context, self._key, self._identity = context, key, identity
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._codec = Codec()
-        # Weak, so that a stream without a holder aborts its request.
+        # Weak references, so that a stream that nobody holds aborts its request.
         self._requests: weakref.WeakValueDictionary[tuple[str, int], RequestStream] = weakref.WeakValueDictionary()
         self._socket: zmq.asyncio.Socket | None = None
         self._refused = False
@@ -149,7 +149,7 @@ class Connection:
             self._send(Begin(self.record.epoch, request_id, generation, token_id))
 
     def abort(self, request_id: str, generation: int) -> None:
-        """Send the abort, and end the stream of this request."""
+        """Send the abort and end the request's stream."""
         stream = self._requests.pop((request_id, generation), None)
         if stream is not None:
             stream.end(None)
@@ -157,15 +157,15 @@ class Connection:
             self._send(Abort(self.record.epoch, request_id, generation))
 
     def _abandon(self, request_id: str, generation: int) -> None:
-        """Abort the request of a dropped stream. The garbage collector may run in another thread than the socket's."""
+        """Abort the request of a dropped stream, perhaps from another thread: the garbage collector may run in any."""
         if threading.get_ident() == self._thread_id:
             self.abort(request_id, generation)
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the connection
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
             self._loop.call_soon_threadsafe(self.abort, request_id, generation)
 
     async def close(self, why: str) -> None:
-        """End every request with `EngineGone(why)`, and the connection."""
+        """End all requests with `EngineGone(why)`, then close the connection."""
         self._lose(why)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -181,11 +181,11 @@ class Connection:
             await asyncio.sleep(RECONNECT_S)
 
     async def _connect_once(self) -> str:
-        """Connect, receive until the connection is lost, and return how. Raises `ZMQError` where no socket is left."""
+        """Connect, receive until the connection is lost, and return why. Raises `ZMQError` if no socket is left."""
         self._socket = socket = self._open()
         try:
             monitor = socket.get_monitor_socket(sum((*ENDS, *HANDSHAKE_FAILURES)))
-            socket.connect(self.record.address)  # watched from its beginning, since libzmq does not retry
+            socket.connect(self.record.address)  # the monitor sees even its first failure, since libzmq does not retry
             self._send(Hello(self.record.epoch))
             lost = asyncio.create_task(self._watch_connection(monitor))
             receiving = asyncio.create_task(self._receive(socket))
@@ -213,8 +213,8 @@ class Connection:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
-        # libzmq must not reconnect by itself: the next connection's messages would seem to follow those lost with this
-        # one. With -1 (never) it would throw away messages that had arrived.
+        # libzmq must not reconnect by itself: messages of the next connection would seem to follow the lost ones of
+        # this connection. With -1 (never), it would discard messages that had arrived.
         socket.setsockopt(zmq.RECONNECT_IVL, NOT_SOON_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -223,7 +223,7 @@ class Connection:
         return socket
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> str:
-        """Wait until the connection is lost, and return what happened."""
+        """Wait until the connection is lost, and return why."""
         while True:
             event = await recv_monitor_message(monitor)
             if event["event"] in ENDS:
@@ -237,21 +237,21 @@ class Connection:
                 )
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> str:
-        """Receive until a message is lost, and return what happened: streams would miss tokens, or wait for ever."""
+        """Receive until a message is lost, and return why: after that, streams would miss tokens or wait for ever."""
         while True:
             incoming = asyncio.ensure_future(socket.recv())
             try:
                 frame = await incoming
-            except asyncio.CancelledError:  # the frame may have come all the same
+            except asyncio.CancelledError:  # a frame may have arrived nevertheless
                 if incoming.done() and not incoming.cancelled() and (why := self._take(incoming.result())):
                     return why
                 raise
             if why := self._take(frame) or self._take_waiting(socket, FRAMES_AT_ONCE - 1):
                 return why
-            await asyncio.sleep(0)  # recv returns at once where frames wait: other tasks must run, too
+            await asyncio.sleep(0)  # while frames are waiting, recv returns without yielding to other tasks
 
     def _take_waiting(self, socket: zmq.asyncio.Socket, most: float = math.inf) -> str:
-        """Take messages that have come, `most` of them. Returns as `_take` does."""
+        """Handle at most `most` messages that have arrived. Returns like `_take`."""
         num_taken = 0
         while num_taken < most and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
             if why := self._take(asyncio.ensure_future(socket.recv(zmq.NOBLOCK)).result()):
@@ -260,7 +260,7 @@ class Connection:
         return ""
 
     def _take(self, frame: bytes) -> str:
-        """Take one message. Return why no other may be taken after it; empty where one may."""
+        """Handle one message. Return why no further message may be handled, or an empty string."""
         self.last_message_s = time.monotonic()
         try:
             message = self._codec.decode_from_engine(frame)
@@ -296,7 +296,7 @@ class Connection:
 
     def _send(self, message: ClientMessage) -> None:
         assert self._socket is not None
-        # The queue has no limit, so the send is done when this returns.
+        # The queue has no limit, so the message is queued when this returns.
         sent = asyncio.ensure_future(self._socket.send(self._codec.encode(message), flags=zmq.NOBLOCK))
         with contextlib.suppress(zmq.Again):  # the connection is gone, as `_watch_connection` will notice
             sent.result()

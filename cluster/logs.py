@@ -1,9 +1,9 @@
-"""The log of every process of an application: what happened, when, where, and to which request.
+"""The log lines of all processes of an application: what happened, when, where, and to which request.
 
     2026-11-23T21:04:05.123Z WARNING gateway-3f2a1b9c0d4e [chat-17] POST /v1/completions failed with 503 ...
     {"time":"2026-11-23T21:04:05.123Z","level":"warning","component":"gateway","name":"gateway-3f2a1b9c0d4e",...}
 
-Lines go into the file that Serve keeps for a replica, else to stderr, which Ray keeps for an actor.
+Lines go to the file that Serve keeps for a replica, otherwise to stderr, which Ray keeps for an actor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from baton.engine.strict_model import StrictModel
 
-OURS = ("baton", "uvicorn")  # loggers
+OURS = ("baton", "uvicorn")  # loggers that this module formats
 SERVE = "ray.serve"  # Serve's own logger, for applications to use
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -47,7 +47,7 @@ class LogSettings(StrictModel):
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """A line of the log in JSON. Empty fields are left out."""
+    """A log line in JSON. Empty fields are left out."""
 
     time: str
     level: str
@@ -60,7 +60,7 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 class LineFormatter(logging.Formatter):
-    """Formats records as lines of one process: `component` is its kind, `name` the process itself."""
+    """Formats the records of one process as lines: `component` is its kind, `name` identifies the process."""
 
     def __init__(self, format: LogFormat, component: str, name: str) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _encodable(text: str) -> str:
 
 
 class ProcessHandler(logging.Handler):
-    """Writes lines into the file that Serve keeps of this process, where it does, and else to stderr."""
+    """Writes lines to the file that Serve keeps for this process if there is one, else to stderr."""
 
     def __init__(self, formatter: LineFormatter) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class ProcessHandler(logging.Handler):
             self.handleError(record)
 
     def _serve_handler(self) -> MemoryHandler | None:
-        """Return Serve's handler, with our format set for our records. Serve may have replaced the last handler."""
+        """Return Serve's handler, set to our format for our records. Serve may have replaced it since the last call."""
         for handler in logging.getLogger(SERVE).handlers:
             if isinstance(handler, MemoryHandler) and handler.target is not None:
                 theirs = handler.target.formatter
@@ -122,7 +122,7 @@ class ProcessHandler(logging.Handler):
 
 
 class SharedFormatter(logging.Formatter):
-    """The format of a file that has Serve's records and ours, each in its own."""
+    """The format of a file with Serve's records and ours, each in its own format."""
 
     def __init__(self, ours: LineFormatter, theirs: logging.Formatter | None) -> None:
         super().__init__()
@@ -136,9 +136,9 @@ class SharedFormatter(logging.Formatter):
 
 
 def configure(settings: LogSettings, component: str, name: str) -> None:
-    """Send this process's log lines to Serve's file or stderr.
+    """Send this process's log lines to Serve's file or to stderr.
 
-    Other handlers stay. Calling it again replaces the handlers of the last call.
+    Handlers of other libraries stay; handlers of an earlier call are replaced.
     """
     for logger in map(logging.getLogger, OURS):
         for handler in [handler for handler in logger.handlers if isinstance(handler, ProcessHandler)]:

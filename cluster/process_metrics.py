@@ -1,13 +1,13 @@
-"""The metrics of an application's processes: each exports its own, and a gateway answers a scrape with those of all.
+"""The metrics of an application's processes: each exports its own, and any gateway answers a scrape with those of all.
 
     Prometheus ── GET /metrics ──> any gateway
                                      ├── its own registry
                                      └── ZMQ (CURVE) ──> MetricsExporter of each other process that the directory lists:
                                                          gateways, engines that schedule, the directory itself
 
-All are asked when a scrape comes, at the same time. One that does not answer within `ANSWER_S` is left out, and
-`baton_process_up` says so. Whichever gateway answers, the series are the same and counters never go back, since no
-process keeps numbers of another one.
+A scrape asks all processes at the same time. If one does not answer within `ANSWER_S`, its series are missing, and
+`baton_process_up` shows it. All gateways answer with the same series, and no counter goes back, because no process
+keeps another one's numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .contracts import DirectorySnapshot
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # Prometheus gives a scrape 10 s, in which one may wait for another that is under way
+ANSWER_S = 2.0  # Prometheus allows 10 s for a scrape, which may have to wait for another one under way
 UP = "process_up"
 UP_HELP = "1 if the process answered this scrape with its metrics, else 0: its series are missing then."
 
@@ -45,7 +45,7 @@ class MetricFamily(msgspec.Struct, frozen=True):
 
     name: str
     head: str  # the lines # HELP and # TYPE
-    samples: str  # a line each
+    samples: str  # one a line
 
 
 class ProcessMetrics(msgspec.Struct, frozen=True):
@@ -55,13 +55,13 @@ class ProcessMetrics(msgspec.Struct, frozen=True):
 
 
 class NoMetrics(Exception):
-    """A process did not answer, or with what is no answer."""
+    """A process did not answer, or with something that is no answer."""
 
 
 def collect(
     registry: Collector, labels: Mapping[str, str] | None = None, names: Collection[str] = ()
 ) -> list[MetricFamily]:
-    """Return the families of a registry that have these names, or all, with `labels` added to each sample."""
+    """Return a registry's families with these names, or all if none are given, with `labels` added to each sample."""
     text = generate_latest(_Selected(registry, labels or {}, names)).decode()
     _, *parts = f"\n{text}".split("\n# HELP ")
     families = [_family(part) for part in parts]
@@ -78,14 +78,14 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 class _Selected(Collector):
-    """A registry whose samples have more labels, without metrics of which no family is asked for."""
+    """A registry with additional labels on its samples, and without metrics of which no family was requested."""
 
     def __init__(self, registry: Collector, labels: Mapping[str, str], names: Collection[str]) -> None:
         self._registry, self._labels, self._names = registry, labels, names
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            # A metric's families have its name, or begin with it: x_total, x_created.
+            # The names of a metric's families begin with its own name: x_total, x_created.
             if self._names and not any(name.startswith(family.name) for name in self._names):
                 continue
             labelled = Metric(family.name, family.documentation, family.type, family.unit)
@@ -96,9 +96,9 @@ class _Selected(Collector):
 
 
 class MetricsExporter:
-    """The socket at which the gateways of an application read the metrics of this process, on its asyncio loop.
+    """The socket at which the application's gateways read this process's metrics, on its asyncio loop.
 
-    Bound once constructed (`address`); `start` answers.
+    Constructing it binds it (`address`); `start` begins to answer.
     """
 
     def __init__(self, registry: Collector, *, host: str, key: ClusterKey, labels: Mapping[str, str] | None = None):
@@ -131,13 +131,13 @@ class MetricsExporter:
             await self._socket.send(self._encoded(asked))
 
     def _encoded(self, asked: bytes) -> bytes:
-        """Return the families that are asked for by name, or all where the question has no names."""
+        """Return the families that the question names, or all if it names none."""
         try:
             names = msgspec.msgpack.decode(asked, type=frozenset[str]) if asked else frozenset()
             return msgspec.msgpack.encode(ProcessMetrics(collect(self._registry, self._labels, names)))
         except Exception:
             logger.exception("the metrics of this process cannot be collected")
-            return b""  # no answer: the scrape says that this process is not up
+            return b""  # so the scrape reports that this process is not up
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class Exporting:
     kind: str  # gateway, engine or directory
     name: str
     address: str
-    node_id: str  # empty: not known
+    node_id: str  # empty if unknown
 
     def is_of(self, node_id: str, nodes: Sequence[str]) -> bool:
-        """Tell whether the gateways of this node answer for it, where each of `nodes` answers for a share.
+        """Return whether the gateways of `node_id` answer for this process when each of `nodes` answers for a share.
 
-        That is its own node, if it has a gateway.
+        A process belongs to its own node's share if that node has a gateway; otherwise a hash decides.
         """
         if self.node_id in nodes:
             return self.node_id == node_id
@@ -160,7 +160,7 @@ class Exporting:
 
 
 def exporting(snapshot: DirectorySnapshot) -> list[Exporting]:
-    """Return the processes that export metrics, in an order that is the same everywhere."""
+    """Return the processes that export metrics, in the same order everywhere."""
     found = [Exporting("directory", snapshot.directory, snapshot.metrics_address, "")]
     found += [
         Exporting("gateway", gateway.identity, gateway.metrics_address, gateway.node_id)
@@ -172,12 +172,12 @@ def exporting(snapshot: DirectorySnapshot) -> list[Exporting]:
     return [process for process in found if process.address]
 
 
-Answers = Mapping[Exporting, list[MetricFamily] | None]  # None: a process did not answer
+Answers = Mapping[Exporting, list[MetricFamily] | None]  # None: the process did not answer
 
 
 @dataclass(frozen=True)
 class _Scrape:
-    """Answers of the processes, which were asked for the families of these names, or for all."""
+    """The answers of processes that were asked for families with these names, or for all."""
 
     began_s: float
     names: frozenset[str]
@@ -199,23 +199,23 @@ class ApplicationMetrics:
         listed: Callable[[], DirectorySnapshot],
         key: ClusterKey,
     ) -> None:
-        """`own(names)` are the metrics of this gateway, which needs no list to know of itself."""
+        """`own(names)` returns the metrics of this gateway itself."""
         self._own, self._identity, self._node_id, self._listed = own, identity, node_id, listed
         self._reader = MetricsReader(key)
         self._silent: set[str] = set()
         self._scrape = asyncio.Lock()
-        self._text: tuple[Answers, Collection[str], bytes] | None = None  # the newest, of those answers and names
+        self._text: tuple[Answers, Collection[str], bytes] | None = None  # newest text, with its answers and names
         self._newest: dict[bool, _Scrape] = {}  # by `of_node`
 
     def close(self) -> None:
         self._reader.close()
 
     async def render(self, of_node: bool = False, *, names: Collection[str] = (), max_age_s: float = 0.0) -> bytes:
-        """Return metrics in Prometheus' text format: the families of these names, or all.
+        """Return metrics in Prometheus' text format: the families with these names, or all.
 
-        `of_node`: the share of this gateway's node, where Prometheus scrapes a gateway of each: that is every process
-        on this node, and some of those on nodes without a gateway. Answers that the processes gave up to `max_age_s`
-        ago are taken.
+        `of_node` limits them to the share of this gateway's node, for a Prometheus that scrapes one gateway on each
+        node: every process on this node, and a part of those on nodes without a gateway. Answers of processes that are
+        at most `max_age_s` old are used again.
         """
         answers = await self._answers(of_node, frozenset(names), max_age_s)
         if self._text is None or self._text[0] is not answers or self._text[1] != names:
@@ -224,9 +224,9 @@ class ApplicationMetrics:
         return self._text[2]
 
     async def _answers(self, of_node: bool, names: frozenset[str], max_age_s: float) -> Answers:
-        """Return the processes' answers, asked for `max_age_s` ago at most. Scrapes at the same time share them.
+        """Return the processes' answers, at most `max_age_s` old. Concurrent scrapes share them.
 
-        Where their names differ, the processes are asked for everything, so that many of them still share.
+        If concurrent scrapes want different names, the processes are asked for everything, so that all can share.
         """
         oldest_s = time.monotonic() - max_age_s
         async with self._scrape:
@@ -238,7 +238,7 @@ class ApplicationMetrics:
             return newest.answers
 
     async def _ask_all(self, of_node: bool, names: frozenset[str]) -> Answers:
-        """Ask all processes, or those alone that are this node's share, for the families of these names, or all."""
+        """Ask all processes, or with `of_node` those of this node's share, for families with these names, or all."""
         this = Exporting("gateway", self._identity, "", self._node_id)
         others = [process for process in exporting(self._listed()) if process.name != self._identity]
         asked = others
@@ -263,7 +263,7 @@ class ApplicationMetrics:
 
 
 class MetricsReader:
-    """Reads exporters, over a new connection each time: one that is lost leaves nothing behind."""
+    """Reads exporters, over a new connection each time, so that a lost connection leaves nothing behind."""
 
     def __init__(self, key: ClusterKey) -> None:
         self._key = key
@@ -274,9 +274,9 @@ class MetricsReader:
         self._context.destroy(linger=0)
 
     async def read(self, address: str, names: frozenset[str] = frozenset()) -> list[MetricFamily]:
-        """Return the families of one process that have these names, or all.
+        """Return one process's families with these names, or all.
 
-        Raises `NoMetrics`, after `ANSWER_S` at the latest.
+        Raises `NoMetrics`, at the latest after `ANSWER_S`.
         """
         try:
             with contextlib.closing(self._open(address)) as socket:
@@ -299,7 +299,7 @@ class MetricsReader:
 
 
 class ProcessesUp(Collector):
-    """Collects which processes have answered."""
+    """Collects which processes have answered, as `process_up`."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -312,7 +312,7 @@ class ProcessesUp(Collector):
 
 
 def merge(processes: Iterable[list[MetricFamily]], names: Collection[str] = ()) -> bytes:
-    """Return the text of the families of these names, or of all: each once, in order, with all processes' samples."""
+    """Return the text of the families with these names, or all: each family once, in order, with all samples."""
     heads: dict[str, str] = {}
     samples: dict[str, list[str]] = {}
     for families in processes:

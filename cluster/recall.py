@@ -1,12 +1,12 @@
-"""The recall test of a server: questions for single values out of long lists, and a count of the right answers.
+"""The recall test of a server: asks for single values out of long lists, and counts the correct answers.
 
      qk dt mp rd          a key, then its value: two syllables out of 256 each
      bs kc gs fd          (a syllable is one token, so a pair is five tokens)
     ? bs kc gs fd
 
-An answer is a copy of two tokens from an exact place in the context. The demo model answers at least 99 of 100 right at
-every length up to 2 000 tokens, so wrong answers point at the server: at KV blocks that were lost, stale or misplaced
-on their way from prefill to decode. Any OpenAI-compatible server will do.
+An answer is a copy of two tokens from an exact place in the context. The demo model answers at least 99 of 100
+correctly at every length up to 2 000 tokens. So wrong answers point at the server: at KV blocks that were lost, stale
+or misplaced on their way from prefill to decode. Any OpenAI-compatible server can be tested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS_PER_ANSWER = 2
 
 @dataclass(frozen=True)
 class Question:
-    length: int  # tokens of the prompt, about
+    length: int  # approximate number of the prompt's tokens
     prompt: str
     answer: str
 
@@ -54,7 +54,7 @@ class RecallTally:
 
 @dataclass(frozen=True)
 class RecallServer:
-    """The server that is asked. `api` is `completions` (the text as it is) or `chat` (as one user message)."""
+    """The server under test. `api` is `completions` (the plain text) or `chat` (the text as one user message)."""
 
     base_url: str
     model: str | None
@@ -76,7 +76,7 @@ class RecallServer:
 
 
 def make_questions(lengths: Sequence[int], samples: int, seed: int) -> list[Question]:
-    """Make `samples` questions of every length, in random order; the same ones for the same seed."""
+    """Make `samples` questions of each length, in random order. The same seed gives the same questions."""
     rng = random.Random(seed)
     questions = [Question(n, *make_question(rng, n)) for n in lengths for _ in range(samples)]
     rng.shuffle(questions)
@@ -86,9 +86,9 @@ def make_questions(lengths: Sequence[int], samples: int, seed: int) -> list[Ques
 async def evaluate(
     server: RecallServer, questions: Sequence[Question], concurrency: int, progress: Progress
 ) -> dict[str, Any]:
-    """Ask all questions, `concurrency` at a time. A request that fails counts as wrong and as an error.
+    """Ask all questions, `concurrency` at a time. A failed request counts as an error and as a wrong answer.
 
-    Raises `httpx.HTTPError` where the server does not list its models.
+    Raises `httpx.HTTPError` if the server does not list its models.
     """
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     tallies = {question.length: RecallTally() for question in sorted(questions, key=lambda q: q.length)}
@@ -129,12 +129,12 @@ async def evaluate(
 
 
 def make_pair(rng: random.Random) -> tuple[str, str]:
-    """Draw a key and a value as they stand in the text, each with its leading space."""
+    """Draw a key and a value as they appear in the text, each with a leading space."""
     return (rng.choice(SYLLABLES) + rng.choice(SYLLABLES), rng.choice(SYLLABLES) + rng.choice(SYLLABLES))
 
 
 def make_question(rng: random.Random, num_tokens: int) -> tuple[str, str]:
-    """Make a prompt of about `num_tokens` tokens (at least one pair and the question), and its right answer."""
+    """Make a prompt of about `num_tokens` tokens (at least one pair and the question), and its correct answer."""
     pairs: dict[str, str] = {}
     wanted = max(1, (num_tokens - TOKENS_PER_QUESTION) // TOKENS_PER_PAIR)
     while len(pairs) < wanted:

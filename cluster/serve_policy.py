@@ -1,4 +1,4 @@
-"""The autoscaling policy of each fleet's deployment, in Serve's controller: it follows the directory's decisions."""
+"""The autoscaling policy of each fleet's deployment, which runs in Serve's controller and follows the directory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .membership.directory import NAMESPACE, directory_name
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 1.0  # between questions to the directory
+ASK_S = 1.0  # between two requests to the directory
 
 
 class FollowDirectory:
-    """The policy. Serve calls it several times a second, on the controller's event loop; it must not wait."""
+    """The policy. Serve calls it several times a second on the controller's event loop, so it must not wait."""
 
     def __init__(self) -> None:
         self._wanted: FleetTarget | None = None
@@ -37,7 +37,7 @@ class FollowDirectory:
         return target_replicas(self._wanted, context), {}
 
     async def _ask(self, context: AutoscalingContext) -> None:
-        """Ask the directory for the target. Where it does not answer, the last one holds."""
+        """Ask the directory for the target. If it does not answer, the last target stays valid."""
         try:
             directory = ray.get_actor(directory_name(context.app_name or ""), namespace=NAMESPACE)
             role, target = Role(context.deployment_name), context.target_num_replicas
@@ -47,9 +47,9 @@ class FollowDirectory:
 
 
 def target_replicas(wanted: FleetTarget, context: AutoscalingContext) -> int:
-    """Return the replicas that Serve is to have.
+    """Return the number of replicas for Serve.
 
-    A group that was chosen to leave counts until its replica is gone: else Serve would stop another one, too.
+    A group that was told to leave counts until its replica is gone: otherwise Serve would stop another one, too.
     """
     running = {f"{context.deployment_name}-{replica.unique_id}" for replica in context.running_replicas}
     return wanted.replicas + len(running.intersection(wanted.leaving))

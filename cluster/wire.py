@@ -3,20 +3,20 @@
     gateway DEALER                                  engine ROUTER
       Hello(epoch)            ─────────────────>      aborts this gateway's earlier requests
                               <─────────────────      Status(stats, cached blocks): the connection is ready
-      Submit(epoch, request)  ─────────────────>      with the longest queue that may take it
-      Begin(epoch, id, token) ─────────────────>      first token of a request whose blocks came before it
+      Submit(epoch, request)  ─────────────────>      with the longest queue that may accept the request
+      Begin(epoch, id, token) ─────────────────>      first token of a request whose blocks arrived before
       Abort(epoch, id)        ─────────────────>
                               <─────────────────      Outputs(outputs of one step)
-                              <─────────────────      Status(stats, changed blocks): to every gateway, now and then
-      AskBlocks(epoch)        ─────────────────>      the gateway missed changes of blocks
+                              <─────────────────      Status(stats, changed blocks): to every gateway, periodically
+      AskBlocks(epoch)        ─────────────────>      the gateway has missed changes of blocks
                               <─────────────────      Status(stats, cached blocks)
 
-Each message is one frame of msgpack; nothing else is ever decoded from these sockets. A message with another epoch than
-the engine's was meant for another process: it is counted and dropped.
+Each message is one frame of msgpack; nothing else is decoded from these sockets. A message whose epoch is not the
+engine's was meant for another process: it is counted and dropped.
 
-No side waits for the answer to a message that could not be decoded. The engine ends the request that the message names,
-with an error. Where it names none the engine sends `lost_a_message`, and the gateway opens a new connection with Hello,
-while its requests go on elsewhere. It does the same where it cannot decode an engine's message, which may have brought
+No side waits in vain if a message cannot be decoded. The engine ends the request that the message names, with an error.
+If it names none, the engine sends `lost_a_message`; then the gateway opens a new connection with Hello, and its
+requests continue elsewhere. The gateway does the same if it cannot decode an engine's message, which may have contained
 tokens.
 """
 
@@ -39,7 +39,7 @@ class RequestName(msgspec.Struct, frozen=True):
 
 
 class MessageHeader(msgspec.Struct, frozen=True):
-    """The fields that identify the process and request of a gateway's message, if the whole cannot be decoded."""
+    """The fields that identify the process and request of a gateway's message that cannot be decoded as a whole."""
 
     epoch: int | None = None
     request: RequestName | None = None
@@ -54,7 +54,7 @@ class MessageHeader(msgspec.Struct, frozen=True):
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this protocol. They come from another process: count them, never assert."""
+    """Bytes that are no message of this protocol. They come from another process, so count them and never assert."""
 
     def __init__(self, message: str, header: MessageHeader = MessageHeader()) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class WireError(ValueError):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Opens a connection. Requests of this gateway that the engine still runs are aborted."""
+    """Opens a connection. The engine aborts earlier requests of this gateway."""
 
     epoch: int
 
@@ -70,11 +70,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     epoch: int
     request: EngineRequest
-    queue: QueueBound | None = None  # a longer queue refuses the request; None: none does
+    queue: QueueBound | None = None  # an engine with a longer queue refuses the request; None: no limit
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends a request, and withdraws blocks that it may hold for a reader. A newer generation is left alone."""
+    """Ends a request, and releases blocks that it holds for a reader. A newer generation of it is left alone."""
 
     epoch: int
     request_id: str
@@ -82,7 +82,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Brings the first token of a request submitted with `awaits_first_token`, if it is not over."""
+    """Brings the first token of a request that was submitted with `awaits_first_token` and is not over."""
 
     epoch: int
     request_id: str
@@ -91,7 +91,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class AskBlocks(msgspec.Struct, frozen=True, tag="ask-blocks"):
-    """Asks for all cached blocks: the gateway missed a change of the prefix cache or the tiers."""
+    """Asks for all cached blocks, because the gateway has missed a change of the prefix cache or the tiers."""
 
     epoch: int
 
@@ -104,16 +104,16 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
 
     epoch: int
     outputs: list[EngineOutput]
-    lost_a_message: bool = False  # of this gateway, which named no request: the connection is over
+    lost_a_message: bool = False  # a message of this gateway that named no request was lost: the connection is over
 
 
 class Status(msgspec.Struct, frozen=True, tag="status", omit_defaults=True):
-    """The state of the engine, as routers and `baton status` need it."""
+    """The state of the engine, for routers and `baton status`."""
 
     epoch: int
     stats: EngineStats
-    transfers: TransferStats | None = None  # where the engine hands KV over
-    blocks: BlockUpdate | None = None  # where the prefix cache or the tiers changed
+    transfers: TransferStats | None = None  # if the engine hands KV over
+    blocks: BlockUpdate | None = None  # if the prefix cache or the tiers have changed
 
 
 EngineMessage = Outputs | Status

@@ -4,8 +4,8 @@ gateways ── GatewayLoad ──┐
                           ├──> CounterSums ── Sample a second ──> policy
 engines ─── EnginePulse ──┘
 
-Counters of a report run from the start of its process, counters of a sample from the start of `CounterSums`: processes
-come and go, and so do directories.
+A counter in a report starts at 0 with its process; a counter in a sample starts at 0 with `CounterSums`: processes and
+directories come and go.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from baton.cluster.contracts import EngineGroup, EnginePulse, Role
 
-# Upper bounds of the gateways' histograms, in seconds; a last bucket holds larger values.
+# Upper bounds of the buckets of the gateways' histograms, in seconds; one more bucket holds larger values.
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 
@@ -27,12 +27,12 @@ Counts = tuple[float, ...]
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one gateway's requests; all but the last two run from its start."""
+    """Counts of one gateway's requests; all but the last two are counters that start with its process."""
 
     requests: float = 0  # choices
     prompt_tokens: float = 0
     generation_tokens: float = 0
-    first_token: Counts = (0.0,) * (len(FIRST_TOKEN_S) + 1)  # choices by seconds to their first token, a bucket each
+    first_token: Counts = (0.0,) * (len(FIRST_TOKEN_S) + 1)  # histogram of choices by seconds to their first token
     inter_token: Counts = (0.0,) * (len(PER_TOKEN_S) + 1)
     inflight: int = 0
     unplaced: int = 0  # requests that wait for an engine to exist
@@ -40,16 +40,16 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """The state of one fleet's engines. `busy_s` to `steps` are sums over all engines that ever were."""
+    """The state of one fleet's engines. `busy_s` to `steps` are sums over all engines that ever ran in it."""
 
-    serving: int = 0  # groups that gateways may choose
+    serving: int = 0  # groups that gateways may choose: neither draining nor starting
     busy_s: float = 0.0
     prompt_tokens: float = 0  # computed
     cached_tokens: float = 0  # found in the prefix cache
     generation_tokens: float = 0
     steps: float = 0
     live: int = 0  # requests in the engines
-    waiting: int = 0  # of them, not begun
+    waiting: int = 0  # those of `live` that have not begun
     used_blocks: int = 0
     blocks_of_a_group: float = 0
 
@@ -74,10 +74,10 @@ class CounterSums:
         self._last: dict[tuple[str, str], Counts] = {}  # by kind and process
 
     def add(self, kind: str, process: str, counters: Counts) -> None:
-        """Add the newest report of one process. Counters that fell are a new process's.
+        """Add the newest report of one process. If a counter fell, a new process has taken the old one's place.
 
-        A first report only gives the values to count from: they were counted before this object existed, or were
-        reported already by a process that was out of reach for a while.
+        The first report of a process only sets the values to count from: its counts date from before this object
+        existed, or were already added before the process was out of reach for a while.
         """
         before = self._last.get((kind, process), counters)
         if any(new < old for new, old in zip(counters, before, strict=True)):
@@ -87,7 +87,7 @@ class CounterSums:
         self._totals[kind] = tuple(sum + new - old for sum, new, old in zip(total, counters, before, strict=True))
 
     def keep(self, processes: Iterable[str]) -> None:
-        """Forget all other processes, but not their counts."""
+        """Forget all other processes; what they have counted stays in the sums."""
         alive = set(processes)
         self._last = {key: counters for key, counters in self._last.items() if key[1] in alive}
 
@@ -113,7 +113,7 @@ class LoadReports:
             self._meter.add(engine.role, f"{engine.engine_id}/{engine.epoch}", _engine_counters(pulse))
 
     def num_live(self, group_id: str) -> int:
-        """Count the requests, leases and hand-offs in a group, for which its end would have to wait."""
+        """Count a group's requests, leases and hand-offs: it can end without loss only when they have."""
         return sum(pulse.num_live for pulse in self._pulses.get(group_id, ()))
 
     def sample(self, now_s: float, gateways: Iterable[str], groups: Sequence[EngineGroup]) -> Sample:
@@ -174,9 +174,10 @@ def bucket_of(bounds: Sequence[float], value: float) -> int:
 
 
 def percentile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of the counted ones are, taken to be spread evenly within a bucket.
+    """Return the value below which the share `share` of all counted values lies.
 
-    Values above all bounds count as the last bound. 0.0 where nothing was counted.
+    Values are taken to be spread evenly within a bucket, and values above all bounds to equal the last bound. Returns
+    0.0 if nothing was counted.
     """
     wanted, below = share * sum(counts), 0.0
     for index, count in enumerate(counts[:-1]):

@@ -1,19 +1,21 @@
-"""The autoscaler's decisions: the number of groups of each fleet, a function of measurements and nothing else.
+"""The autoscaler's decisions: the number of groups of each fleet, as a pure function of measurements.
 
-The demand (requests a second, tokens of their prompts and answers) comes from the gateways; the capacity of a group is
-measured while it works:
+Gateways report the demand: requests a second, and the tokens of their prompts and answers. The capacity of a group is
+measured while it works. The number of groups is:
 
-    prefill   uncached prompt tokens a second / (prompt tokens in a busy second of a group x utilization)
-    decode    tokens of answers a second / (those of a group whose steps take inter_token_s x utilization; a straight
-              line through the measured steps says how many requests these have)
-    unified   does both at once: up to twice as many where a target is missed, one less where both are met by half
+    prefill   uncached prompt tokens a second / (prompt tokens that a group computes in a busy second x utilization)
+    decode    output tokens a second / output tokens a second of a group whose steps take inter_token_s x utilization
+              (a straight line fitted to measured steps gives the batch size of such a step)
+    unified   does both, so no formula fits: up to twice as many groups if a latency target is missed, one less if
+              both latencies are below half of their targets
 
-Prefill and decode follow the same arrivals, so a fleet that cannot keep up does not hide what its successor will need.
-Queues add to the demand; a missed target adds groups whatever was computed, as do full KV caches. Where no request has
-come for long, a fleet without a minimum has no group; the first request brings one of each fleet.
+Prefill and decode fleets are both sized by the requests that arrive, so an overloaded prefill fleet does not hide the
+demand from the decode fleet. Queues add to the demand. A missed latency target or full KV caches add groups whatever
+the formula says. If no request has come for long, a fleet whose minimum is 0 has no group; the first request starts
+one in each fleet.
 
-Hysteresis: groups are added when every desired size of the last `upscale_delay_s` is above the present one, up to the
-smallest of them; and removed when every desired size of the last `downscale_delay_s` is below, down to the largest.
+Hysteresis: a fleet grows when every desired size of the last `upscale_delay_s` is above its present size, to the
+smallest of them; it shrinks when every desired size of the last `downscale_delay_s` is below, to the largest.
 """
 
 from __future__ import annotations
@@ -27,34 +29,40 @@ from baton.cluster.contracts import Role, ScalePlan
 
 from .load_samples import FIRST_TOKEN_S, PER_TOKEN_S, FleetLoad, GatewayLoad, Sample, percentile
 
-MIN_WINDOW_S = 2.0  # of samples, before anything is decided
-MIN_RECENT_S = 5.0  # over which the newest rate of arrivals is measured, at least
-MIN_OBSERVED = 10  # latencies, before a percentile counts
-MIN_BUSY_S = 0.2  # of work, before a group's speed counts
-TOLERANCE = 0.05  # of a group: a demand that exceeds a whole number by so little adds none
-FULL = 0.9  # share of KV blocks in use
-MAX_EXTRAPOLATION = 2.0  # times the largest batch that was measured
-MAX_BOOST = 2.0  # factor by which a missed target multiplies the groups
+MIN_WINDOW_S = 2.0  # samples must cover this time before anything is decided
+MIN_RECENT_S = 5.0  # the newest rate of arrivals is measured over at least this time
+MIN_OBSERVED = 10  # fewer latencies give no percentile
+MIN_BUSY_S = 0.2  # less work gives no speed of a group
+TOLERANCE = 0.05  # groups by which the demand may exceed a whole number before one more is added
+FULL = 0.9  # share of KV blocks in use above which a fleet gets another group
+MAX_EXTRAPOLATION = 2.0  # the fitted line is used up to this multiple of the largest measured batch
+MAX_BOOST = 2.0  # a missed target multiplies the number of groups at most by this
 HALF = 0.5
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A sample, and the fleet sizes desired by it."""
+    """A sample, and the fleet sizes that were desired at that time."""
 
     sample: Sample
     desired: Mapping[Role, int]
 
 
 def desired_sizes(window: Sequence[Sample], plan: ScalePlan) -> dict[Role, int]:
-    """Return the desired sizes by the samples of the last `look_back_period_s`, oldest first. Empty where too few."""
+    """Return each fleet's desired size by the samples of the last `look_back_period_s`, oldest first.
+
+    Empty if they cover too little time.
+    """
     if not window or window[-1].at_s - window[0].at_s < MIN_WINDOW_S:
         return {}
     return {role: bounds.clip(max(1, SIZE_RULES[role](window, plan))) for role, bounds in plan.fleets.items()}
 
 
 def decide(history: Sequence[Moment], plan: ScalePlan, now_s: float, current: Mapping[Role, int]) -> dict[Role, int]:
-    """Decide the size of each fleet; `current`: the last decision, `history`: about a moment a second, oldest first."""
+    """Decide the size of each fleet.
+
+    `current` is the last decision; `history` has about one moment a second, oldest first.
+    """
     if not history:
         return dict(current)
     if _must_wake(history[-1].sample, current):
@@ -70,7 +78,7 @@ def _must_wake(newest: Sample, current: Mapping[Role, int]) -> bool:
 
 
 def _may_sleep(history: Sequence[Moment], plan: ScalePlan, now_s: float) -> bool:
-    """Tell whether no request has come for so long that every fleet may go to its minimum."""
+    """Return whether no request has come for so long that every fleet may go to its minimum."""
     since_s = now_s - plan.downscale_to_zero_delay_s
     gateways = [moment.sample.gateways for moment in history if moment.sample.at_s >= since_s]
     if history[0].sample.at_s > since_s or not gateways:
@@ -93,7 +101,7 @@ def _settle(history: Sequence[Moment], plan: ScalePlan, role: Role, now_s: float
 
 
 def _desired_since(history: Sequence[Moment], role: Role, since_s: float) -> list[int]:
-    """Return the desired sizes since then; empty where they are not known for all of that time."""
+    """Return the desired sizes since then; empty if they are not known for all of that time."""
     moments = [moment for moment in history if moment.sample.at_s >= since_s] or [history[-1]]
     if history[0].sample.at_s > since_s or not all(moment.desired for moment in moments):
         return []
@@ -101,14 +109,14 @@ def _desired_since(history: Sequence[Moment], role: Role, since_s: float) -> lis
 
 
 class _Demand:
-    """The demand a second over a window, or over its newest third where that is more: a load that rises."""
+    """Rates over a window, or over its newest third where they are higher there: the load is rising."""
 
     def __init__(self, window: Sequence[Sample]) -> None:
         old, new = window[0], window[-1]
         self.seconds = new.at_s - old.at_s
         since_s = new.at_s - max(MIN_RECENT_S, self.seconds / 3)
         recent = (sample for sample in window[:-1] if sample.at_s >= since_s)
-        parts = (old, next(recent, window[-2]))  # after a gap: the last sample before it
+        parts = (old, next(recent, window[-2]))  # if all recent ones are missing: the last sample before the newest
 
         def rate(counter: Callable[[GatewayLoad], float]) -> float:
             return max((counter(new.gateways) - counter(at.gateways)) / (new.at_s - at.at_s) for at in parts)
@@ -130,9 +138,8 @@ def _prefill(window: Sequence[Sample], plan: ScalePlan) -> int:
     queue = (new.waiting + window[-1].gateways.unplaced) * demand.prompt_of_each
     tokens = (demand.prompt_tokens + queue / plan.look_back_period_s) * uncached
     needed = _whole(tokens / (speed * plan.target_utilization))
-    if (
-        done.busy_s / demand.seconds > HALF * plan.target_utilization * new.serving
-    ):  # else prompts are long, and more groups would not help
+    # If the groups are less busy than this, first tokens are late because prompts are long: more groups would not help.
+    if done.busy_s / demand.seconds > HALF * plan.target_utilization * new.serving:
         needed = max(needed, _by_target(window, plan, Role.PREFILL))
     return max(needed, _by_blocks(new))
 
@@ -168,10 +175,10 @@ SIZE_RULES: dict[Role, Callable[[Sequence[Sample], ScalePlan], int]] = {
 
 
 def _tokens_per_s(window: Sequence[Sample], plan: ScalePlan) -> float:
-    """Return the tokens a second of a decode group whose steps take just the allowed time.
+    """Return the output tokens a second of a decode group whose steps take the allowed time.
 
-    It follows from a straight line through the measured steps. Where these give no line, it is the measured rate,
-    reduced where steps take longer than allowed.
+    The rate is read off a straight line through the measured steps. If they give no line, it is the measured rate,
+    reduced if steps take longer than allowed.
     """
     points = []
     for old, new in itertools.pairwise(window):
@@ -192,7 +199,10 @@ def _tokens_per_s(window: Sequence[Sample], plan: ScalePlan) -> float:
 
 
 def _by_target(window: Sequence[Sample], plan: ScalePlan, role: Role) -> int:
-    """Return the groups that a missed target asks for, in proportion to the miss since there are as many as now."""
+    """Return the number of groups that a missed target demands; 0 if targets are met.
+
+    The present number is multiplied by latency / target, of the latencies since the fleet has had its present size.
+    """
     steady = _since_change(window, role)
     missed = 0.0
     if role is not Role.DECODE:
@@ -204,7 +214,7 @@ def _by_target(window: Sequence[Sample], plan: ScalePlan, role: Role) -> int:
 
 
 def _since_change(window: Sequence[Sample], role: Role) -> Sequence[Sample]:
-    """Return the part of a window in which as many groups served as now: older latencies tell of other sizes."""
+    """Return the newest part of a window, with the fleet's present size: older latencies belong to other sizes."""
     serving, first = window[-1].fleet(role).serving, len(window) - 1
     while first > 0 and window[first - 1].fleet(role).serving == serving:
         first -= 1
@@ -227,13 +237,13 @@ def _latency(bounds: Sequence[float], old: Sequence[float], new: Sequence[float]
 
 
 def _by_blocks(fleet: FleetLoad) -> int:
-    """Return the groups that the KV blocks in use ask for."""
+    """Return the number of groups that can hold the KV blocks in use."""
     capacity = FULL * fleet.blocks_of_a_group
     return _whole(fleet.used_blocks / capacity) if capacity else 0
 
 
 def _work(window: Sequence[Sample], role: Role) -> FleetLoad:
-    """Return the work of a fleet between the ends of a window."""
+    """Return a fleet's work between the first and the last sample of a window."""
     old, new = window[0].fleet(role), window[-1].fleet(role)
     return FleetLoad(
         busy_s=new.busy_s - old.busy_s,
@@ -245,5 +255,5 @@ def _work(window: Sequence[Sample], role: Role) -> FleetLoad:
 
 
 def _whole(groups: float) -> int:
-    """Round up, but for what is within the tolerance."""
+    """Round up, except for an excess within the tolerance."""
     return max(0, math.ceil(groups - TOLERANCE))

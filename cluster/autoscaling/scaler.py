@@ -1,10 +1,10 @@
-"""The autoscaler of one application, in its directory: it takes reports, decides sizes, and chooses groups to end.
+"""The autoscaler of one application, in its directory: takes reports, decides fleet sizes, chooses groups to stop.
 
 gateways, replicas ── reports ──> Scaler ── wanted ──> serve_policy, in Serve's controller
                                      └── leave ──> the group with the least to lose, which drains
 
-Serve would choose the replica to stop by age and node. So Serve learns that a fleet shrinks only when the group
-that was chosen here has drained and its replica is gone; until then it may be asked to stay.
+Left alone, Serve would choose the replica to stop by age and node. So Baton chooses the group, and reports the smaller
+size to Serve only when that group has drained and its replica is gone; until then the group may be told to stay.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .policy import Moment, decide, desired_sizes
 
 logger = logging.getLogger(__name__)
 
-GONE_S = 60.0  # for which a group that left is still named: Serve takes seconds to notice
+GONE_S = 60.0  # a group that has left is still reported to Serve for so long: Serve takes seconds to notice
 
 
 class FleetTarget(msgspec.Struct, frozen=True):
-    """The size that one fleet is to have."""
+    """The size that one fleet is to have, as Serve's policy gets it."""
 
     replicas: int
-    leaving: list[str]  # groups that count in addition while their replicas exist
+    leaving: list[str]  # groups to be counted in addition to `replicas` while their Serve replicas exist
 
 
 class Scaler:
-    """Takes samples, and keeps the decisions. Plain data: no Ray, no clock of its own."""
+    """Takes samples and keeps the decisions. It uses neither Ray nor a clock of its own."""
 
     def __init__(self, plan: ScalePlan) -> None:
         self.plan = plan
@@ -42,9 +42,8 @@ class Scaler:
         self._history: deque[Moment] = deque()
         fixed = {role: each for role, each in plan.fleets.items() if each.min_replicas == each.max_replicas}
         self._decided = {role: each.min_replicas for role, each in fixed.items()}
-        self._leaving: dict[
-            str, tuple[Role, float]
-        ] = {}  # groups, in the order in which they were chosen, and when they were last listed
+        # Groups that were told to leave, in that order, with the time at which each was last listed.
+        self._leaving: dict[str, tuple[Role, float]] = {}
 
     def update_gateway(self, identity: str, load: GatewayLoad) -> None:
         self._loads.update_gateway(identity, load)
@@ -53,19 +52,22 @@ class Scaler:
         self._loads.update_group(group, pulses)
 
     def start_from(self, replicas: dict[Role, int]) -> None:
-        """Take Serve's present sizes for the decision, where nothing was decided yet."""
+        """Begin with Serve's present sizes in fleets for which nothing has been decided yet."""
         for role, count in replicas.items():
             self._decided.setdefault(role, count)
 
     def wanted(self, role: Role) -> FleetTarget | None:
-        """Return the target of a fleet; None where nothing is decided yet."""
+        """Return the target of a fleet; None if nothing has been decided yet."""
         if role not in self._decided:
             return None
         leaving = [group_id for group_id, (its_role, _) in self._leaving.items() if its_role is role]
         return FleetTarget(self._decided[role], leaving)
 
     def update(self, now_s: float, gateways: Iterable[str], groups: Sequence[EngineGroup]) -> dict[str, bool]:
-        """Take a sample and decide, once a second. Return the groups that are to leave (True), or after all to stay."""
+        """Take a sample and decide; called once a second.
+
+        Return orders by group id: True tells a group to leave, False tells one that was leaving to stay.
+        """
         self._remember(self._loads.sample(now_s, gateways, groups))
         if self._decided.keys() != self.plan.fleets.keys():
             return {}
@@ -99,9 +101,9 @@ class Scaler:
                 del self._leaving[group_id]
 
     def _let_go(self, own: Sequence[EngineGroup], count: int, fewer: int, now_s: float) -> dict[str, bool]:
-        """Choose the groups with the fewest live requests in a fleet that is to have `count`, `fewer` than before.
+        """Choose the groups that leave a fleet, those with the fewest live requests first.
 
-        Groups that have not started yet are Serve's to stop.
+        The fleet is to have `count` groups, `fewer` than before. Serve itself stops groups that have not started yet.
         """
         staying = [group for group in own if group.group_id not in self._leaving and not group.draining]
         staying.sort(key=lambda group: self._loads.num_live(group.group_id))
@@ -111,7 +113,7 @@ class Scaler:
         return {group.group_id: True for group in chosen}
 
     def _keep(self, own: Sequence[EngineGroup], more: int) -> dict[str, bool]:
-        """Let groups stay that were to leave, the last one first: that is quicker than to start new ones."""
+        """Let leaving groups stay, the last one chosen first: that is quicker than starting new ones."""
         listed = {group.group_id for group in own}
         chosen = [group_id for group_id in reversed(self._leaving) if group_id in listed][:more]
         for group_id in chosen:
@@ -120,7 +122,7 @@ class Scaler:
 
 
 def scaler_for(plan: ScalePlan | None, current: Scaler | None) -> Scaler | None:
-    """Return the scaler for a plan: the current one, with what it has measured, where only targets have changed."""
+    """Return the scaler for a plan: the current one with its measurements if the bounds of all fleets are the same."""
     if plan is None:
         return None
     if current is None or current.plan.fleets != plan.fleets:

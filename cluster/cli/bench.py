@@ -1,4 +1,4 @@
-"""`baton bench`: every measurement prints one JSON object, with `vllm bench`'s key names where it has them."""
+"""`baton bench`: each measurement prints one JSON object, with the key names of `vllm bench` where it has them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Model = Annotated[str, typer.Argument(help="A name of the Hub, or a folder with 
 
 
 class ServeCommand(TyperCommand):
-    """`baton bench serve`, which reads its words as `vllm bench serve` does."""
+    """`baton bench serve`, whose command line is parsed as `vllm bench serve` parses it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -51,7 +51,7 @@ class ServeCommand(TyperCommand):
 
 @contextlib.contextmanager
 def _refusals_shown() -> Iterator[None]:
-    """Show what the engine refuses as a message, not a traceback: the caller can change it."""
+    """Print an engine's `ValueError` as a message without a traceback: the caller can correct the arguments."""
     try:
         yield
     except ValueError as error:
@@ -113,10 +113,10 @@ def latency(context: typer.Context, model: Model, options: LatencyOptions, json_
 @bench_app.command(context_settings=ENGINE_ARGS)
 @flat
 def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_file: JsonFile = None) -> None:
-    """Measure the decoding of one engine with drafts, of which a given share is right, beside one without.
+    """Measure the decoding of one engine with drafts, beside the same engine without.
 
-    With --speculative-config its own drafter is measured, which is mostly right where it guesses on the device. With
-    --edit-every, `suffix` guesses in an edit trace: texts that are expected back with changes.
+    By default a given share of the drafts is right. With --speculative-config the engine's own drafter is measured.
+    With --edit-every, `suffix` guesses from a prediction, as for a text that a client expects back with changes.
     """
     from baton.engine.offline.bench import RandomBatch
     from baton.engine.offline.bench_drafts import drafts as measure
@@ -144,7 +144,7 @@ def soak(
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Run random requests of every kind, more than fit; fails if one gets an error or memory is not given back."""
+    """Run random requests of every kind, more than fit. Fails if one ends with an error or memory is not given back."""
     from baton.engine.offline.soak import SoakFailed
     from baton.engine.offline.soak import soak as run
 

@@ -1,7 +1,6 @@
 """Options, errors and output that several commands share.
 
-Output that is drawn again and again (`watch`) stays in its place in a terminal; in a pipe or a file one drawing comes
-below the other.
+Output that is redrawn (`watch`) stays in place in a terminal; in a pipe or a file, each drawing follows the one before.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 EXIT_USAGE = 2
-WIDE = 10_000  # columns
+WIDE = 10_000  # columns: nothing is cut or wrapped
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def http_url(given: str) -> str:
-    """Check the URL of a server; `localhost:8000` becomes `http://localhost:8000`."""
+    """Return the checked URL of a server; `localhost:8000` becomes `http://localhost:8000`."""
     url = given if "://" in given else f"http://{given}"
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, a bracket that stays open
+    except ValueError:  # an invalid port, or an unclosed bracket
         is_one = False
     if not is_one:
         raise typer.BadParameter(f"{given!r} is no address of a server: give it as {DEFAULT_URL}")
@@ -45,7 +44,7 @@ def http_url(given: str) -> str:
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands whose help shows each command's first sentence whole."""
+    """A group of commands whose help shows the whole first sentence of each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, self.commands[name].get_short_help_str(limit=WIDE)) for name in self.list_commands(ctx)]
@@ -53,7 +52,7 @@ class CommandGroup(TyperGroup):
             formatter.write_dl(rows)
 
 
-# Boxes of rich would cut the names of options in a terminal of 80 characters.
+# Without rich: its boxes would cut the names of options in a terminal of 80 columns.
 new_group = functools.partial(typer.Typer, cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
 Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="Where a gateway answers.")]
@@ -61,7 +60,7 @@ ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks 
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer see the fields of a command's dataclasses as its parameters. The command gets the objects.
+    """Let typer see the fields of a command's dataclass parameters as options. The command itself gets the objects.
 
     @app.command()
     @flat
@@ -84,7 +83,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
-    """Yield a command's parameters as typer is to see them: in the place of each dataclass its fields."""
+    """Yield a command's parameters as typer is to see them: each dataclass is replaced by its fields."""
     for parameter in inspect.signature(command).parameters.values():
         hint = hints[parameter.name]
         if not dataclasses.is_dataclass(hint):
@@ -97,7 +96,7 @@ def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator
 
 
 def print_error(message: str) -> None:
-    """Print an error to stderr: a program may read stdout."""
+    """Print an error to stderr, since a program may read stdout."""
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
 
 
@@ -108,14 +107,14 @@ def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
 
 
 def stdout_console() -> Console:
-    """Return a console on stdout. In a pipe or a file nothing is cut or wrapped."""
+    """Return a console on stdout. If stdout is a pipe or a file, nothing is cut or wrapped."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Return a file to write. Raises `typer.BadParameter` if its folder does not exist."""
+    """Check the path of a file to write, and return it. Raises `typer.BadParameter` if its folder does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.absolute().parent}")
     return file
@@ -154,7 +153,7 @@ def engine_args_from(words: list[str]) -> dict[str, Any]:
 
 
 class WidestThatFits:
-    """Draws the first of several tables that fits in the terminal, or else the last; the widest comes first."""
+    """Draws the first of several tables that fits in the terminal, or else the last one; the widest comes first."""
 
     def __init__(self, *tables: Table) -> None:
         self._tables = tables
@@ -172,9 +171,9 @@ class Pace:
 
 
 def watch(pace: Pace, draw: Callable[[], RenderableType], *, is_first_drawn: bool = False) -> None:
-    """Show what `draw` returns every `interval_s`, until Ctrl-C or as often as `iterations` says.
+    """Show what `draw` returns every `interval_s`, until Ctrl-C or for the given number of iterations.
 
-    With `is_first_drawn` the first time counts, and is left out.
+    `is_first_drawn`: the caller has shown the first drawing already; it counts as one iteration and is not repeated.
     """
     from rich.live import Live
 

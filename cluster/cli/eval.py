@@ -51,7 +51,7 @@ class RecallOptions:
 @eval_app.command()
 @flat
 def recall(options: RecallOptions, json_file: JsonFile = None) -> None:
-    """Ask for values out of key-value lists of many lengths. The demo model gets 99 of 100 right."""
+    """Ask for values out of key-value lists of many lengths. The demo model answers 99 of 100 correctly."""
     if options.api not in ("completions", "chat"):
         fail(f"--api {options.api}: use completions or chat")
     try:

@@ -19,8 +19,8 @@ from baton.engine.core.speculation.stats import SpeculationStats
 
 from .cli_common import Pace, fail, stdout_console, watch
 
-ANSWER_S = 600.0  # silence of a chat's server
-STATUS_S = 10.0  # silence of a gateway that is asked for its state, which it knows at once
+ANSWER_S = 600.0  # a chat fails if the server is silent for so long
+STATUS_S = 10.0  # the same for a gateway's state, which it knows at once
 CONNECT_S = 5.0
 ANOTHERS = "is it another program's address?"
 
@@ -31,11 +31,11 @@ class ListedModel(msgspec.Struct):
     id: str
 
 
-MANY_TOKENS = 4096  # of the prompt whose speed is shown
+MANY_TOKENS = 4096  # length of the prompt for which the speed is shown
 
 
 class ModelList(msgspec.Struct):
-    """The answer of /v1/models, with the fields that clients here need."""
+    """The answer of /v1/models, reduced to the fields that clients here need."""
 
     data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
@@ -79,7 +79,7 @@ def rank_tables(answer: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def _narrow_table(title: str) -> Table:
-    """Create a table of which an engine's row fits in a terminal's line of 80 characters."""
+    """Create a table in which the row of an engine fits in a terminal of 80 columns."""
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
@@ -100,18 +100,18 @@ def _engine_table(ranks: list[dict[str, Any]]) -> Table:
 
 
 def known(number: int | None) -> str:
-    """Write a number, or a question mark where there is none."""
+    """Return a number as text, or a question mark if it is None."""
     return "?" if number is None else str(number)
 
 
 def _step_times(rank: dict[str, Any]) -> dict[str, Any]:
-    """Return the lines that an engine has measured, by kind of step; none of one that is not reached."""
+    """Return the step times that an engine has measured, by kind of step; empty if the gateway does not reach it."""
     times = (rank["stats"] or {}).get("step_times") or {}
     return {kind: times[kind] for kind in ("prefill", "decode") if times.get(kind)}
 
 
 def _speed_table(ranks: list[dict[str, Any]]) -> Table:
-    """Create the table of what engines' steps took lately (`docs/concepts/routing.md`)."""
+    """Create the table of the engines' step times (`docs/concepts/routing.md`)."""
     table = _narrow_table("Measured lately")
     for column in ("engine", "prompt tokens/s", "ms a decode step", "ms more a request"):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
@@ -130,13 +130,13 @@ def _speed_table(ranks: list[dict[str, Any]]) -> Table:
 
 
 def _speculation(rank: dict[str, Any]) -> SpeculationStats | None:
-    """Return what an engine has counted of its drafts; None of one that has checked none."""
+    """Return an engine's counts of drafts; None if it has checked none."""
     counted = msgspec.convert((rank["stats"] or {}).get("speculation") or {}, SpeculationStats)
     return counted if counted.num_drafts else None
 
 
 def _speculation_table(ranks: list[dict[str, Any]]) -> Table:
-    """Create the table of tokens that engines guessed ahead, since their processes started."""
+    """Create the table of the draft tokens that engines have checked since they started."""
     table = _narrow_table("Speculation")
     for column in ("engine", "drafts", "accepted", "tokens a request and step with drafts"):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
@@ -148,7 +148,7 @@ def _speculation_table(ranks: list[dict[str, Any]]) -> Table:
 
 
 def _lane_table(ranks: list[dict[str, Any]]) -> Table:
-    """Create the table of ways in which engines read each other's KV blocks."""
+    """Create the table of the transports over which engines read each other's KV blocks."""
     table = _narrow_table("Hand-offs")
     for column in ("reader", "reads from", "over", "GB/s"):
         table.add_column(column, justify="right" if column == "GB/s" else "left", no_wrap=True)
@@ -171,10 +171,10 @@ def _gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 
 def show_status(url: str, api_key: str | None, *, as_json: bool, pace: Pace | None = None) -> int:
-    """Print engines and gateways, for people or for programs (docs/operate/operations.md); again and again with `pace`.
+    """Print engines and gateways, for people or as JSON (docs/operate/operations.md); repeatedly with `pace`.
 
-    Return the exit code, 1 where no engine can serve. End the command with an error where no gateway answers: only the
-    first time, with `pace`.
+    Return the exit code: 1 if no engine can serve. If no gateway answers, end the command with an error; with `pace`,
+    only the first time.
     """
     with gateway_client(url, api_key) as client:
         state = _State(client)
@@ -192,7 +192,7 @@ def show_status(url: str, api_key: str | None, *, as_json: bool, pace: Pace | No
 
 
 class _State:
-    """The newest state of a server."""
+    """The newest answers of a server about its state."""
 
     def __init__(self, client: httpx.Client) -> None:
         self.is_ready = False
@@ -212,7 +212,7 @@ class _State:
         return Group(*rank_tables(self._ranks), ready)
 
     def line_or_tables(self, url: str, *, as_json: bool) -> RenderableType:
-        """Ask again, and return what to show: an error where no gateway answers."""
+        """Ask again, and return what to show: an error if no gateway answers."""
         try:
             self.update()
         except httpx.HTTPError as error:
@@ -254,7 +254,7 @@ def gateway_client(url: str, api_key: str | None, timeout_s: float = STATUS_S) -
 
 
 def decoded(response: httpx.Response, kind: type[T]) -> T:
-    """Decode a gateway's answer. Raises `httpx.HTTPError` for a refusal, and for what is no answer of a gateway."""
+    """Decode a gateway's answer. Raises `httpx.HTTPError` if it is a refusal, or not the answer of a gateway."""
     try:
         return msgspec.json.decode(response.raise_for_status().content, type=kind)
     except msgspec.DecodeError:
@@ -283,7 +283,7 @@ def show_answer(console: Console, deltas: Iterator[dict[str, Any]]) -> str:
 
 
 def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of the message that each event brings."""
+    """Yield the delta of the message in each event."""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:
             response.read()
@@ -300,7 +300,7 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
 
 
 def reason(url: str, error: httpx.HTTPError) -> str:
-    """Return what an error of a request to `url` means, for people."""
+    """Describe the error of a request to `url` to its user."""
     if isinstance(error, httpx.HTTPStatusError):
         try:
             return str(error.response.json()["error"]["message"])

@@ -1,4 +1,4 @@
-"""Names of the Hub for a `baton serve` that was given none: models that fit the device of this machine."""
+"""Suggestions for `baton serve` without a model: names on the Hub of models that fit the device of this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 GB = 10**9
 MOST_NAMED = 3
 BYTES_PER_PARAMETER = 2  # bfloat16
-SHARE = 0.7  # of a device's memory for weights: the rest is for KV blocks and a step's activations
+SHARE = 0.7  # of a device's memory that weights may take: the rest is for KV blocks and activations
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model of the Hub, with the number of parameters that its model card gives."""
+    """A model on the Hub, with the number of parameters according to its model card."""
 
     name: str
     parameters: float
@@ -42,7 +42,7 @@ class Device:
 
 
 def find_device() -> Device:
-    """Return the first GPU, or the CPU with the host's memory that is free. Loads torch."""
+    """Return the first GPU, or else the CPU with the free memory of the host. Loads torch."""
     import torch
 
     from baton.engine.startup.kv_cache import available_memory_bytes
@@ -54,13 +54,13 @@ def find_device() -> Device:
 
 
 def fitting(device: Device) -> list[KnownModel]:
-    """Return a few models that fit: the largest on a GPU, the smallest on a CPU, which is slow."""
+    """Return a few models that fit: the largest ones for a GPU, the smallest for a CPU, which is slow."""
     models = [model for model in KNOWN_MODELS if model.num_bytes <= SHARE * device.memory_bytes]
     return models[-MOST_NAMED:] if device.is_gpu else models[:MOST_NAMED]
 
 
 def no_model(device: Device | None = None) -> str:
-    """Return the error of a `baton serve` without a model, with commands that would work here."""
+    """Return the error message for `baton serve` without a model, with commands that would work on this machine."""
     device = device or find_device()
     message = "no model: give a name of the Hub, a folder, or a --config file that has either"
     memory = f"{device.name} with {device.memory_bytes / GB:.0f} GB{'' if device.is_gpu else ' of free memory'}"

@@ -1,9 +1,9 @@
 """An application on this machine, as `baton serve` starts and ends it.
 
-with LocalApplication(spec) as application:   # a Ray cluster of its own, or one that runs already
+with LocalApplication(spec) as application:   # starts a Ray cluster of its own, or joins a running one
     application.deploy(show)
     ...
-# here every process that it started has ended
+# here, every process that it started has ended
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacit
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
-OBJECT_STORE_BYTES = 100 * 2**20  # nothing large travels through Ray
+OBJECT_STORE_BYTES = 100 * 2**20  # small, because nothing large travels through Ray's object store
 POLL_S = 0.2
-GRACE_S = 5.0  # for processes to end by themselves once Ray is shut down
+GRACE_S = 5.0  # in which processes may end by themselves once Ray is shut down
 CONTROLLER_CPUS = 0.5
 
 
 class ServeFailed(RuntimeError):
-    """The application could not be started. The message has the reason, and the folder of the logs."""
+    """The application could not be started. The message names the reason and the folder of the logs."""
 
 
 @dataclass(frozen=True)
 class StartProgress:
-    """A step of the start, and whether it is done."""
+    """One step of the start, and whether it is done."""
 
     name: str
     done: bool
@@ -60,8 +60,8 @@ Show = Callable[[StartProgress], None]
 class LocalApplication:
     """Starts a Ray cluster (or joins the one at `ray_address`) and runs one application on it.
 
-    Leaving the context ends the application, and the cluster where it was started here. Raises `InvalidSpec` where the
-    application's API keys, which its routes ask for, cannot be read here.
+    Leaving the context ends the application, and the cluster if it was started here. Raises `InvalidSpec` if the API
+    keys, which requests to the application need, cannot be read on this machine.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class LocalApplication:
         stop: threading.Event,
         on_ray_end: Callable[[], None],
     ) -> None:
-        """`stop` makes `deploy` and `wait` return early. `on_ray_end` must end this process: it is called where a
-        cluster of its own ends by itself (`RayWatch`).
+        """`stop` makes `deploy` and `wait` return early. `on_ray_end` must end this process: `RayWatch` calls it if a
+        cluster that was started here ends unexpectedly.
         """
         self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
@@ -109,13 +109,13 @@ class LocalApplication:
                 self._wait_until_healthy()
 
     def ranks(self) -> dict[str, Any]:
-        """Return the engines and gateways as a gateway lists them."""
+        """Return the table of engines and gateways that a gateway serves."""
         answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0, headers=self._headers)
         return dict(msgspec.json.decode(answer.raise_for_status().content))
 
     @property
     def ray_address(self) -> str:
-        """Return the address of its Ray cluster, HOST:PORT. To be called once it has been deployed."""
+        """Return the address of the application's Ray cluster, HOST:PORT. Call it after `deploy`."""
         import ray
 
         return str(ray.get_runtime_context().gcs_address)
@@ -142,7 +142,7 @@ class LocalApplication:
             raise ServeFailed(missing)
 
     def _logical_cpus(self) -> float:
-        """Return the CPUs that the application reserves with Ray. A machine with fewer runs it all the same, slower."""
+        """Return the CPUs that the application reserves with Ray: more than the machine has only make it slower."""
         spec = self._spec
         workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
         replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
@@ -164,11 +164,10 @@ class LocalApplication:
                 )
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True
-        route = (
-            "/" if self._ray_address is None else f"/{self.name}"
-        )  # a cluster that others use has one "/" for all applications
+        # A Ray cluster that others use has one route "/" for all of its applications.
+        route = "/" if self._ray_address is None else f"/{self.name}"
         try:
-            # In this thread: another one that used Ray while it is shut down would abort this process.
+            # In this thread: if another thread used Ray during its shutdown, Ray would abort this process.
             serve.run_many(
                 [serve.RunTarget(build_app(args), name=self.name, route_prefix=route)],
                 wait_for_ingress_deployment_creation=False,
@@ -179,13 +178,13 @@ class LocalApplication:
         self._follow(show)
 
     def _failed(self, otherwise: str) -> ServeFailed:
-        """Make the error from Serve's message, where it has one, and the full disks that may be the cause."""
+        """Make the error from Serve's message, or else `otherwise`, and from full disks, which may be the cause."""
         why = self._why_it_failed() or otherwise
         return ServeFailed("\n".join([why, *map(str, full_disks()), f"logs: {_log_folder()}"]))
 
     def _follow(self, show: Show) -> None:
         """Show each deployment until all of its replicas run. Raises `ServeFailed`."""
-        expected = {"gateway": self._spec.gateway.replicas}  # or one controller of gateways
+        expected = {"gateway": self._spec.gateway.replicas}  # or the one replica of the gateway controller
         expected |= {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         for name in expected:
             show(StartProgress(name, done=False))
@@ -216,7 +215,7 @@ class LocalApplication:
         sick = [
             state.message for state in application.deployments.values() if state.status != "HEALTHY" and state.message
         ]
-        errors = dict.fromkeys(map(last_error, sick))  # gateway and engines may report the same error
+        errors = dict.fromkeys(map(last_error, sick))  # each once: gateways and engines may report the same one
         return "\n".join(errors) or application.message
 
     def _wait_until_healthy(self) -> None:
@@ -230,7 +229,7 @@ class LocalApplication:
     def _shut_down(self) -> None:
         import ray
 
-        if not ray.is_initialized():  # or only in part
+        if not ray.is_initialized():  # or only partly
             if self._watch is not None:
                 self._watch.leave()
                 kill_descendants()
@@ -261,10 +260,10 @@ class LocalApplication:
 
 
 def is_whole(table: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
-    """Tell from a gateway's table of ranks whether requests take the ways that they will take from now on.
+    """Return whether a gateway's table of ranks shows a complete application: requests take their final routes.
 
-    `wanted` gives the number of replicas of each role. Each engine must have a gateway, and the gateway whose table
-    this is must have heard from all engines that it serves: a request that comes before would not be handed over.
+    `wanted` is the number of replicas of each role. Each engine must be served by some gateway, and the gateway whose
+    table this is must be connected to all of its own engines: earlier, it would not hand requests over.
     """
     ranks_of = {gateway["gateway"]: gateway["ranks"] for gateway in table["gateways"]}
     served = {rank for ranks in ranks_of.values() for rank in ranks}
@@ -285,7 +284,7 @@ def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str
 
 
 def last_error(message: str) -> str:
-    """Return a traceback's last error, which a reader wants first. The whole is in the logs."""
+    """Return the last error of a traceback, which tells a reader most. The whole traceback is in the logs."""
     errors = list(re.finditer(r"^[A-Za-z_][\w.]*: ", message, flags=re.MULTILINE))
     return message[errors[-1].start() :].strip() if errors else message
 
@@ -304,9 +303,9 @@ def _log_folder() -> str:
 
 @contextlib.contextmanager
 def _no_hangup_for_children() -> Iterator[None]:
-    """Block SIGHUP in processes that are started in the block, and below them: `baton serve` ends them, in order.
+    """Block SIGHUP in processes that are started inside the block, and in theirs: `baton serve` ends them, in order.
 
-    The mask is inherited; other threads of this process receive the signal meanwhile.
+    Children inherit the mask; meanwhile, other threads of this process receive the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

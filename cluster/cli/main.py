@@ -1,4 +1,4 @@
-"""The `baton` command. Everything heavy is imported by the command that needs it, so that help comes at once."""
+"""The `baton` command. Each command imports its heavy dependencies itself, so that help appears at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _refuse_environment() -> None:
 
 
 def _mount_eval() -> None:
-    """Add `baton eval`, whose imports are heavy, only where it is called."""
+    """Add `baton eval` only when it is called, since its imports are heavy."""
     if sys.argv[1:2] == ["eval"]:
         from baton.cluster.cli.eval import eval_app
     else:
@@ -99,7 +99,7 @@ def serve(context: typer.Context, options: ServeOptions) -> None:
         if value is not None and engine_args.setdefault(name, value) != value:
             long = f"--{name.replace('_', '-')}"
             fail(f"{long} {engine_args[name]} and its short form {value} say different things: leave one of them out")
-    configure(LogSettings(), "serve", "serve")  # for the progress of a download
+    configure(LogSettings(), "serve", "serve")  # shows the progress of a download
     try:
         name, spec = application_spec(options, engine_args)
         check_model(spec)
@@ -118,7 +118,8 @@ def check(
 ) -> None:
     """Check config files without starting anything.
 
-    Models need not be on this machine: what then is left to check is said. The exit code is 1 where a file cannot work.
+    Models need not be on this machine: the output says which checks are then left. The exit code is 1 if a file is
+    invalid.
     """
     from baton.cluster.disks import full_disks
     from baton.cluster.spec import InvalidSpec
@@ -142,11 +143,11 @@ def check(
 @app.command()
 @flat
 def plan(options: PlanOptions) -> None:
-    """Show where an application's ranks would be, what they would hold, and what would be refused.
+    """Show where an application's ranks would run, how much memory they would take, and what would be refused.
 
     Starts nothing and needs no GPU: the shapes come from the model's config.json.
 
-    The exit code is 1 where something would be refused.
+    The exit code is 1 if something would be refused.
 
     Example:
 
@@ -189,7 +190,7 @@ def status(
 ) -> None:
     """Show the engines and gateways of a running server.
 
-    The exit code is 1 where no engine can serve a request, and where no gateway answers: then only an error is told.
+    The exit code is 1 if no engine can serve a request, and if no gateway answers, which is reported as an error.
     """
     from .cli_common import Pace
     from .http_client import show_status
@@ -202,7 +203,7 @@ def status(
 def top(url: Url = DEFAULT_URL, api_key: ApiKey = None, interval: Interval = 2.0, iterations: Iterations = 0) -> None:
     """Show the fleet of a running server in the terminal, live, until Ctrl-C.
 
-    Latencies, prefix hits and failures are of the last minute, rates of the last ten seconds.
+    Latencies, prefix hits and failures are those of the last minute, rates those of the last ten seconds.
     """
     from .cli_common import Pace
     from .top import show_top
@@ -216,9 +217,10 @@ def drain(
     address: Address = "auto",
     application: Application = "baton",
 ) -> None:
-    """Replace a group of engines without losing an answer: its requests end, then Serve starts another.
+    """Replace a group of engines without losing an answer: its requests finish, then Serve starts another group.
 
-    `baton status` shows when it has gone. What is left after fleets.*.drain_timeout_s goes on in other engines.
+    `baton status` shows when it is gone. Requests that are left after fleets.*.drain_timeout_s continue in other
+    engines.
     """
     from baton.cluster.gateway.routing.ranks import spell_ranks
     from baton.cluster.membership.members import NoSuchRank
@@ -242,9 +244,9 @@ def profile(
     address: Address = "auto",
     application: Application = "baton",
 ) -> None:
-    """Record what each engine of an application does with torch's profiler: one trace an engine.
+    """Record what each engine of an application does, with torch's profiler: one trace for each engine.
 
-    Traces are files on the engines' machines; https://ui.perfetto.dev opens them. Engines are slower meanwhile.
+    Traces are files on the engines' machines; https://ui.perfetto.dev opens them. Meanwhile the engines are slower.
     """
     from .ray_cluster import NoRayCluster, ask_directory, leave
 

@@ -1,4 +1,4 @@
-"""The options of commands that have many: a table each, which typer reads and the command gets as one object."""
+"""The options of commands that have many: a dataclass for each command, whose fields typer reads as options."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-MOST_GB = 1e6  # of anything that one machine has
+MOST_GB = 1e6  # upper limit of all sizes of one machine
 
 Count = Annotated[int, typer.Option(min=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """`baton serve`; `None` where one is not given."""
+    """`baton serve`; an option that is not given is None."""
 
     model: Annotated[
         str | None,

@@ -51,7 +51,7 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
     if any(needs.memory or needs.disk for needs in plan.hosts):
         console.print(_hosts(plan))
     console.print(_gateways(plan), highlight=False)
-    if len(plan.fleets) == len(spec.fleets.present):  # else the size of a hand-off is unknown
+    if len(plan.fleets) == len(spec.fleets.present):  # otherwise the size of a hand-off is unknown
         _print_bandwidth(console, plan)
     for note in plan.notes:
         console.print(f"[yellow]note:[/] {note}", highlight=False)
@@ -60,7 +60,7 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
 
 
 def _placement(plan: Plan) -> Table:
-    """Tabulate placements, with a row for the ranks of a group on one node."""
+    """Tabulate placements, with one row for all ranks of a group on one node."""
     table = Table(title="Placement", title_justify="left")
     for column in ("node", "role", "group", "ranks", "workers"):
         table.add_column(column)
@@ -90,7 +90,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _arenas(plan: Plan) -> Table:
-    """Tabulate how the KV memory of a worker is divided between layers that keep different parts of a sequence."""
+    """Tabulate how a worker's KV memory is divided between cache groups."""
     table = Table(title="KV memory of each worker by cache group", title_justify="left")
     for column in ("role", "keeps", "layers", "KV blocks", "GB"):
         table.add_column(column, justify="left" if column in ("role", "keeps") else "right")
@@ -120,7 +120,7 @@ def _tiers(plan: Plan) -> Table:
 
 
 def _hosts(plan: Plan) -> Table:
-    """Tabulate the needs of nodes, with a row for nodes that are alike."""
+    """Tabulate the memory and disk that nodes need, with one row for equal nodes."""
     table = Table(title="Memory and disk of each node beside its GPUs, GB", title_justify="left")
     table.add_column("nodes")
     for column in ("KV tiers", "host buffer", "models without a GPU", "memory in all", "disk"):
@@ -162,7 +162,7 @@ def _print_bandwidth(console: Console, plan: Plan) -> None:
 
 
 def check_file(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each application of a file, and whether all of it was checked. Raises `InvalidSpec`."""
+    """Yield a line for each application in a file, and whether it was checked completely. Raises `InvalidSpec`."""
     content = read_mapping(file)
     if is_ray_cluster(content):
         cluster = load_ray_cluster(content)
@@ -193,7 +193,7 @@ def _check_application(name: str, spec: FleetSpec) -> tuple[str, bool]:
 
 
 def _check_named(spec: FleetSpec) -> str:
-    """Check what the Hub says of a model, and return what is left to check. Raises `InvalidSpec`."""
+    """Check a model by its files on the Hub, and return which checks are left. Raises `InvalidSpec`."""
     try:
         spec.model_folder(Files.TEXT)
     except HubUnreachable as error:

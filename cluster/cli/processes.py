@@ -17,14 +17,14 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Process:
-    """A process. Its start time tells it apart from later ones with the same id."""
+    """A process, identified by its id and its start time: a later process may have the same id."""
 
     pid: int
     started_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """Return the process that has this id now."""
+        """Return the process with this id, or None if there is none."""
         found = _read_stat(pid)
         return None if found is None else found[1]
 
@@ -48,15 +48,15 @@ def descendants(pid: int) -> list[Process]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, so that `descendants` still finds them."""
+    """Become the parent of orphaned descendants, so that `descendants` still finds them."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def kill_below(pid: int, timeout_s: float) -> None:
-    """Kill all processes below `pid`, including those that begin meanwhile.
+    """Kill all processes below `pid`, including those that start meanwhile.
 
-    One that the kernel holds, as in a driver, is given up after `timeout_s` seconds.
+    After `timeout_s` seconds, give up on processes that cannot die because the kernel holds them, as in a driver.
     """
     deadline_s = time.monotonic() + timeout_s
     while (alive := [process for process in descendants(pid) if process.alive()]) and time.monotonic() < deadline_s:
@@ -75,7 +75,7 @@ def wait_until_gone(processes: Iterable[Process], timeout_s: float) -> list[Proc
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """Kill processes. One that has ended by itself is no error."""
+    """Kill processes; one that has ended already is ignored."""
     for process in processes:
         if process.alive():
             try:
@@ -85,10 +85,10 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def _read_stat(pid: int) -> tuple[int, Process, str] | None:
-    """Return the parent's id, the process, and its state; None where there is no such process."""
+    """Return the parent's id, the process, and its state; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, parent, *rest = stat.rpartition(")")[2].split()  # the name before the bracket may hold anything
+    state, parent, *rest = stat.rpartition(")")[2].split()  # the name in parentheses may contain anything
     return int(parent), Process(pid, int(rest[17])), state

@@ -1,8 +1,8 @@
-"""The Ray cluster of a command: one of its own, or one that runs already; its capacity; its unexpected end.
+"""The Ray cluster that a command uses, its own or one that was running: connection, capacity, unexpected end.
 
-A terminal that closes, and a service manager that stops a service, signal all their processes at once: Ray's end before
-`baton serve` can end them in order. Ray's client then waits a minute for them, wherever it is called, and aborts. So a
-thread watches the processes of a cluster of our own (`RayWatch`).
+When a terminal closes or a service manager stops a service, all processes get a signal at once, and Ray ends before
+`baton serve` can end its processes in order. Any call of Ray's client then waits a minute for them and aborts. So a
+thread watches the processes of a cluster that this command started (`RayWatch`).
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import Any
 from baton.cluster.spec import FleetSpec
 from baton.engine.net.sockets import split_endpoint
 
-# Ray's own switches; it reads them when it is imported.
+# Ray's own switches, which it reads when it is imported.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after Ray's end would join any other cluster of this machine
-    "RAY_worker_niceness": "0",  # Ray's 15 lets every other process take the cores from a step
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after Ray's end would join any other cluster on this machine
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, every other process would take cores from a step
 }
 PROBE_S = 5.0
 POLL_S = 0.2
-FREED_S = 4.0  # in which resources of processes that have just ended become free
-NEEDED = frozenset({"gcs_server", "raylet"})  # processes of a cluster, as Ray calls them
+FREED_S = 4.0  # in which Ray frees the resources of processes that have just ended
+NEEDED = frozenset({"gcs_server", "raylet"})  # without these processes a cluster is dead
 START_S = 5.0
 TOKEN_FILE = Path("~/.ray/auth_token")
 
 
 class NoRayCluster(RuntimeError):
-    """No cluster answers at an address, or Ray could not start one. The message says which."""
+    """No cluster answers at an address, or Ray could not start. The message says which."""
 
 
 def connect(address: str | None, **own: Any) -> None:
-    """Join the cluster at `address` ('auto': this machine's), or with None start one here, with the options `own`.
+    """Join the cluster at `address` ('auto': the one on this machine), or start one here if it is None.
 
-    To be called in the main thread. Raises `NoRayCluster`.
+    `own` are options for `ray.init` of a new cluster. Call it in the main thread. Raises `NoRayCluster`.
     """
     for name, value in ray_environment(joins=address is not None).items():
         os.environ.setdefault(name, value)
@@ -57,15 +57,15 @@ def connect(address: str | None, **own: Any) -> None:
         with _sigterm_kept():
             ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
     except Exception as error:  # Ray's errors have no common type
-        what = "Ray does not start on this machine" if address is None else f"the Ray cluster at {address} takes nobody"
+        what = "Ray does not start on this machine" if address is None else f"cannot join the Ray cluster at {address}"
         raise NoRayCluster(f"{what}: {error}") from error
 
 
 def ray_environment(*, joins: bool) -> dict[str, str]:
-    """Return the variables with which this process uses Ray, unless its environment says otherwise.
+    """Return the environment variables with which this process uses Ray; those that are set already have precedence.
 
-    A cluster of our own asks for Ray's token. One that runs already (`joins`) may have none: this process shows the
-    token that it has, which a cluster without one ignores.
+    A new cluster requires Ray's token. A cluster that runs already (`joins`) may require none: then it ignores the
+    token that this process sends, if it has one.
     """
     has_token = (
         "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or TOKEN_FILE.expanduser().is_file()
@@ -74,7 +74,7 @@ def ray_environment(*, joins: bool) -> dict[str, str]:
 
 
 def leave() -> None:
-    """Leave the cluster, and end it where it is our own. To be called in the main thread."""
+    """Leave the cluster, and end it if this process started it. Call it in the main thread."""
     import ray
 
     with _sigterm_kept():
@@ -82,9 +82,9 @@ def leave() -> None:
 
 
 def missing_capacity(spec: FleetSpec, stop: threading.Event) -> str:
-    """Return what the cluster lacks for an application: Ray would wait for it without an end.
+    """Return which resources the cluster lacks for an application: Ray would wait for them for ever.
 
-    Empty where nothing is missing, where an autoscaler may add machines, or once `stop` is set.
+    Empty if nothing is missing, if an autoscaler may add machines, or once `stop` is set.
     """
     import ray
 
@@ -103,10 +103,10 @@ def missing_capacity(spec: FleetSpec, stop: threading.Event) -> str:
 
 
 class RayWatch:
-    """Calls `on_end`, in a thread of its own, once a process that Ray needs is gone; also where Ray has not started
-    `START_S` after `stop` was set: it may wait for a process that is gone.
+    """Calls `on_end` once, in its own thread, if a process that Ray needs has ended, or if Ray has not started
+    `START_S` after `stop` was set: it may be waiting for a process that has ended.
 
-    `on_end` must end this process: the main thread may be inside a call of Ray's for long.
+    `on_end` must end this process, since the main thread may be inside a call to Ray that does not return.
     """
 
     def __init__(self, stop: threading.Event, on_end: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class RayWatch:
         self._started.set()
 
     def leave(self) -> None:
-        """Stop watching. To be called before Ray is shut down on purpose."""
+        """Stop watching. Call it before Ray is shut down on purpose."""
         self._left.set()
 
     def _watch(self) -> None:
@@ -133,8 +133,8 @@ class RayWatch:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep the handler of SIGTERM. In `init` Ray's library puts a handler of its own below Python's, which aborts the
-    process after 3 s; after `shutdown` there is none at all.
+    """Restore the handler of SIGTERM: `ray.init` installs one below Python's that aborts the process after 3 s, and
+    `ray.shutdown` leaves none at all.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
@@ -144,13 +144,13 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _leave_signals_alone(handler: object) -> None:
-    """Replace Ray's function that installs a handler which ends the process with 1: signals are the command's."""
+    """Do nothing. It replaces Ray's function that installs an exiting signal handler: signals belong to the command."""
 
 
 def find_running(address: str) -> str:
-    """Return HOST:PORT of a cluster that accepts connections: Ray itself would try for minutes."""
+    """Return HOST:PORT of a cluster that accepts connections. Raises at once if none does; Ray would try for long."""
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or "auto"  # as every command of Ray's does
+        address = os.environ.get("RAY_ADDRESS") or "auto"  # as all commands of Ray do
     if address == "auto":
         return _only_one_here()
     from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -169,9 +169,9 @@ def find_running(address: str) -> str:
 
 
 def _only_one_here() -> str:
-    """Return the address of the cluster that `ray start` has recorded here, or else of the only one of this machine.
+    """Return the address that `ray start` has recorded, if it is alive, or else that of the only cluster here.
 
-    Ray's own `auto` is whichever it finds first, be it the address of a dead one that a file or a process still names.
+    Ray's own `auto` takes the first address it finds, even of a dead cluster that a file or a process still names.
     """
     from ray._private.services import find_bootstrap_address, find_gcs_addresses
 
@@ -202,27 +202,27 @@ def _is_alive(address: str) -> bool:
 
 
 def _reach(address: str) -> None:
-    """Connect and close. Raises `OSError` where no process listens, `ValueError` for what is no address."""
+    """Connect and close. Raises `OSError` if no process listens there, `ValueError` for an invalid address."""
     socket.create_connection(split_endpoint(address), PROBE_S).close()
 
 
 def _may_grow() -> bool:
-    """Tell whether the cluster has an autoscaler: it alone knows what machines it may add."""
+    """Return whether the cluster has an autoscaler: only that knows which machines it can add."""
     from ray._private.state import state
 
     return state.get_max_resources_from_cluster_config() is not None
 
 
 def _has_ended() -> bool:
-    worker = sys.modules.get("ray._private.worker")  # the main thread imports it when it has made its environment
+    worker = sys.modules.get("ray._private.worker")  # imported by the main thread, after it has set the environment
     node = getattr(worker, "_global_node", None)
     return node is not None and any(kind in NEEDED for kind, _ in node.dead_processes())
 
 
 def ask_directory(address: str, application: str, method: str, *args: Any) -> Any:
-    """Call the directory of an application on the cluster at `address`, which is joined if need be; see `leave`.
+    """Call a method of an application's directory on the cluster at `address`, which is joined first if need be.
 
-    Raises `NoRayCluster`, also where it runs no such application, and what the directory raises.
+    Raises `NoRayCluster`, also if the cluster runs no such application, and the directory's errors. See `leave`.
     """
     if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():  # its import reads `ENVIRONMENT`
         connect(address)

@@ -31,13 +31,13 @@ from .stop_signals import StopSignals, TolerantOutput
 DEFAULT_HOST = "127.0.0.1"
 ALL_STOPPED = "Stopped: every process has ended."
 CORES_FOR_TWO_GATEWAYS = 8
-DISK_LOOK_S = 2.0  # between looks at how full the disks are
-SIGNAL_S = 1.0  # in which a signal that ended Ray has reached this process, too
-QUICK_DRAIN = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # for Ctrl-C, with no balancer that must notice
+DISK_LOOK_S = 2.0  # between checks of how full the disks are
+SIGNAL_S = 1.0  # in which a signal that ended Ray's processes also reaches this one
+QUICK_DRAIN = {"drain_s": 0.0, "drain_timeout_s": 3.0}  # ends quickly on Ctrl-C: no load balancer has to notice
 
 
 def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tuple[str, FleetSpec]:
-    """Return the application's name and settings: those of the file, if there is one, changed by the command line.
+    """Return the application's name and its settings: those of a config file, if given, changed by the command line.
 
     Raises `InvalidSpec`.
     """
@@ -52,7 +52,7 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
         "model_id": options.model_id,
     }
     if options.model is not None:
-        args.pop("revision", None)  # that of the file's model
+        args.pop("revision", None)  # it belongs to the file's model
     args |= {key: value for key, value in given.items() if value is not None}
     gateway: dict[str, Any] = {"host": options.host, "port": options.port, "replicas": options.gateways}
     gateway |= {"api_keys": options.api_key or None, "allowed_origins": options.allowed_origin or None}
@@ -76,21 +76,21 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
 
 
 def is_fetched_here(spec: FleetSpec, ray_address: str | None) -> bool:
-    """Tell whether this command has to have the weights: the engines are here, or the model is a folder anyway.
+    """Return whether this command needs the weights: its engines run here, or the model is a folder.
 
-    Those of a cluster that runs already fetch a name of the Hub where they are.
+    A cluster that runs already fetches a model of the Hub on its own nodes.
     """
     return ray_address is None or not is_hub_name(spec.model)
 
 
 def _num_gateways(engine_args: Mapping[str, Any]) -> int:
-    """Return how many gateways this machine should have: a GPU makes tokens faster than one process sends them."""
+    """Return the number of gateways here: two for a GPU, if cores allow; it makes tokens faster than one can send."""
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) and engine_args.get("device") != "cpu"
     return 2 if has_gpu and len(os.sched_getaffinity(0)) >= CORES_FOR_TWO_GATEWAYS else 1
 
 
 def _put_into(args: dict[str, Any], key: str, given: dict[str, Any]) -> None:
-    """Add settings to a mapping of the arguments. `load_spec` refuses a file that has none there."""
+    """Merge settings into a mapping inside `args`. If the file has no mapping there, `load_spec` refuses it later."""
     there = args.get(key, {})
     if given and isinstance(there, dict):
         args[key] = there | given
@@ -119,9 +119,9 @@ def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
 
 
 class Session:
-    """One application from start to end, and its output. `run` is called once.
+    """One application from start to end, and its output on the console. Call `run` once.
 
-    Raises `InvalidSpec` where the application's API keys cannot be read here.
+    Raises `InvalidSpec` if the application's API keys cannot be read here.
     """
 
     def __init__(self, spec: FleetSpec, name: str, ray_address: str | None, stop: StopSignals) -> None:
@@ -136,7 +136,7 @@ class Session:
         self._ending = threading.Lock()
 
     def run(self) -> int:
-        """Serve until the end, and return the exit code."""
+        """Serve until asked to stop, and return the exit code."""
         code = 0
         try:
             with self._disks, self._application:
@@ -147,8 +147,8 @@ class Session:
             if not self._stop.asked.is_set():
                 print_error(str(error))
         except Exception:
-            # Ray's errors have no common type. One may follow from the signal that ends this command, where Ray's
-            # processes received it as well.
+            # Ray's errors have no common type. This one may follow from the signal that ends this command, if Ray's
+            # processes have received it, too.
             if not (self._has_own_ray and self._stop.asked.wait(SIGNAL_S)):
                 raise
         finally:
@@ -165,7 +165,7 @@ class Session:
             self._application.wait()
 
     def _end_without_ray(self) -> None:
-        """End this process: no call of Ray's would return. The first thread that comes here does it."""
+        """End this process without any call to Ray, which would not return. Only the first calling thread does so."""
         self._ending.acquire()
         asked = self._stop.asked.wait(SIGNAL_S)
         self._display.close()
@@ -178,7 +178,7 @@ class Session:
 
 
 class DiskWatch:
-    """Names a disk that is too full for Ray's processes on the console, before they start and while they serve."""
+    """Warns on the console about a disk that is too full for Ray's processes, before the start and while serving."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -207,7 +207,7 @@ class DiskWatch:
 
 
 class Display:
-    """Shows the start: a spinner for steps under way, a line for each step that is done."""
+    """Shows the start: a spinner for the current steps, a line for each finished one."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -249,7 +249,7 @@ def _print_ready(console: Console, application: LocalApplication, spec: FleetSpe
 
 
 def _steps(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each size of steps: the sizes may have been chosen by the device and the model."""
+    """Return a line with the step size of each role's engines, which the device and the model may have determined."""
     sizes = {(rank["role"], rank["max_num_seqs"], rank["max_num_batched_tokens"]): None for rank in ranks}
     return [f"A step of a {role} engine has up to {seqs} requests, {tokens} tokens" for role, seqs, tokens in sizes]
 
@@ -261,7 +261,7 @@ def _print_commands(console: Console, application: LocalApplication, spec: Fleet
 
 
 def commands_for(name: str, url: str, ray_address: str, spec: FleetSpec) -> list[str]:
-    """Return commands for an application, with the addresses that they need: several may run on a machine."""
+    """Return commands for operating an application, with its addresses: several applications may run on a machine."""
     app = "" if name == DEFAULT_NAME else f" --app {name}"
     key = ' --api-key "$KEY"' if _has_keys(spec) else ""
     return [f"baton status --url {url}{key}", f"baton drain RANK --address {ray_address}{app}"]
@@ -272,17 +272,15 @@ def _has_keys(spec: FleetSpec) -> bool:
 
 
 class PortTaken(RuntimeError):
-    """A gateway could not listen there. The message says what to change."""
+    """A gateway could not listen on its port. The message says what to change."""
 
 
 @contextlib.contextmanager
 def claimed_ports(spec: FleetSpec) -> Iterator[None]:
-    """Claim the ports of the first machine's gateways against any other `baton serve` until the block ends.
+    """Claim the ports of the first machine's gateways until the block ends, so that no other `baton serve` takes them.
 
-    A gateway listens only when it can answer, and shares its port with others (SO_REUSEPORT): of two commands that
-    start together each would find the port free, and then have half of the connections. So each claims its ports first.
-
-    Raises `PortTaken`.
+    A gateway listens only when it can answer, and shares its port (SO_REUSEPORT). So two commands that start together
+    would both find the port free, and then each get half of the connections. Raises `PortTaken`.
     """
     host, first = spec.gateway.host, spec.gateway.port
     count = spec.num_gateways(nodes=1) if spec.load_balancing is LoadBalancing.EXTERNAL else 1
@@ -294,10 +292,10 @@ def claimed_ports(spec: FleetSpec) -> Iterator[None]:
 
 
 def _claim(host: str, port: int) -> socket.socket:
-    """Bind the port's number for UDP, which gateways do not use.
+    """Claim a port by binding its number for UDP, which gateways do not use.
 
-    The kernel gives it to one program, knows which addresses overlap (0.0.0.0 and 127.0.0.1), and frees it when the
-    program ends, in whatever way.
+    The kernel gives it to one process only, knows that addresses such as 0.0.0.0 and 127.0.0.1 overlap, and frees it
+    however the process ends.
     """
     claim = socket.socket(socket_family(host), socket.SOCK_DGRAM)
     taken = "another `baton serve` has it, or a program that takes UDP there"

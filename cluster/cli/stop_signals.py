@@ -1,10 +1,10 @@
 """The signals that end `baton serve`, and its exit code.
 
-SERVING ──SIGINT, SIGTERM, SIGHUP──> STOPPING   in order
+SERVING ──SIGINT, SIGTERM, SIGHUP──> STOPPING   everything ends in order
                                         └──SIGINT, SIGTERM once more──> everything is killed
 
-A hangup never counts as the second signal: shells and kernels repeat it, and systemd may send it with SIGTERM
-(`SendSIGHUP`). Where it was ignored from the beginning (nohup), it stays ignored.
+SIGHUP never counts as the second signal: shells and kernels repeat it, and systemd may send it along with SIGTERM
+(`SendSIGHUP`). If it was ignored from the start (nohup), it stays ignored.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from types import FrameType
 from typing import TextIO
 
 STDOUT, STDERR = 1, 2
-READER_GONE = (errno.EIO, errno.EPIPE)  # of a terminal that was closed, of a pipe
+READER_GONE = (errno.EIO, errno.EPIPE)  # when a terminal was closed, or the reader of a pipe has ended
 
 
 class StopSignals:
-    """Signals that ask this command to end, from `listen` on. A second one calls `kill`, which ends all at once."""
+    """Signals that ask this command to end, handled from `listen` on. The second one calls `kill`."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self.asked = threading.Event()
-        self.code = 0  # to exit with, once it was asked for
+        self.code = 0  # exit code, valid once `asked` is set
         self._kill = kill
         self._insisted = False
         self._terminals = [descriptor for descriptor in (STDOUT, STDERR) if os.isatty(descriptor)]
 
     def listen(self) -> None:
-        """Install the handlers. To be called in the main thread."""
+        """Install the handlers. Call it in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -45,7 +45,7 @@ class StopSignals:
             self._kill()
             os._exit(128 + number)
         self._insisted = True
-        signal.alarm(0)  # while Ray starts, its library may handle SIGTERM first, and would abort 3 s later
+        signal.alarm(0)  # cancels an abort in 3 s: while Ray starts, its library may handle SIGTERM first
         self.code = 0 if number == signal.SIGTERM else 128 + number
         self.asked.set()
         with contextlib.suppress(OSError):  # the terminal is closed
@@ -60,9 +60,9 @@ class StopSignals:
 
 
 class TolerantOutput(io.TextIOBase):
-    """A stream whose reader may disappear: output is dropped from then on, without an error.
+    """A stream whose reader may disappear: from then on, output is dropped without an error.
 
-    A terminal that closes refuses output before its signal arrives.
+    A terminal that closes refuses output even before its SIGHUP arrives.
     """
 
     def __init__(self, stream: TextIO) -> None:

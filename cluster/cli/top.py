@@ -1,8 +1,8 @@
-"""`baton top`: the fleet in a terminal, drawn again every few seconds.
+"""`baton top`: the fleet in a terminal, redrawn every few seconds.
 
-GET /v1/cluster/ranks, /metrics, /health ──> FleetView (the newest answers, the rises of the last minute) ──> tables
+GET /v1/cluster/ranks, /metrics, /health ──> FleetView (newest answers, increases in the last minute) ──> tables
 
-`/metrics` is Prometheus' text format. `Rises` keeps by how much its counters rose between polls.
+`/metrics` is in Prometheus' text format. `Rises` keeps by how much its counters rose between polls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .cli_common import Pace, WidestThatFits, fail, watch
 from .http_client import RankList, decoded, gateway_client, known, reason
 
 MINUTE_S = 60.0
-NOW_S = 10.0  # over which rates are shown
+NOW_S = 10.0  # time over which rates are averaged
 BAR = 10  # characters
 FAMILIES = (
     *("baton_time_to_first_token_seconds", "baton_inter_token_latency_seconds", "baton_http_responses_total"),
@@ -40,7 +40,7 @@ Labels = Mapping[str, str]
 
 
 def show_top(url: str, api_key: str | None, pace: Pace) -> None:
-    """Draw the fleet until Ctrl-C, or as often as `pace` says. Ends the command where no gateway answers at first."""
+    """Draw the fleet until Ctrl-C, or as often as `pace` says. End the command if no gateway answers at first."""
     with gateway_client(url, api_key) as client:
         fleet, is_first = FleetView(client), True
         try:
@@ -63,20 +63,20 @@ def show_top(url: str, api_key: str | None, pace: Pace) -> None:
 
 
 class FleetView:
-    """The newest state of a server, and the rises of its counters."""
+    """The newest answers of a server, and the increases of its counters."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
         self._minute, self._lately = Rises(MINUTE_S), Rises(NOW_S)  # of /metrics
-        self._engines = Rises(NOW_S)  # of the engines' statistics
-        self._hits = Rises(MINUTE_S)  # the same, for prefix hits
+        self._engines = Rises(NOW_S)  # of the engines' statistics in /v1/cluster/ranks
+        self._hits = Rises(MINUTE_S)  # the same over a minute, for prefix hits
         self._samples: list[MetricSample] = []
         self._metrics_error = ""
         self._is_ready = False
         self._ranks = RankList("list", "", [], [], [])
 
     def update(self) -> None:
-        """Ask the gateway. Raises `httpx.HTTPError`; without `/metrics`, its figures are left out."""
+        """Ask the gateway. Raises `httpx.HTTPError`; if only `/metrics` cannot be read, its figures are left out."""
         at_s = time.monotonic()
         self._is_ready = self._client.get("/health").status_code == httpx.codes.OK
         self._ranks = decoded(self._client.get("/v1/cluster/ranks"), RankList)
@@ -92,13 +92,13 @@ class FleetView:
         try:
             self._samples = samples_of(answer.raise_for_status().text)
             self._metrics_error = ""
-        except (httpx.HTTPStatusError, ValueError) as error:  # a balancer may keep it from clients
+        except (httpx.HTTPStatusError, ValueError) as error:  # a balancer may hide /metrics from clients
             self._samples, self._metrics_error = [], f"/metrics cannot be read: {error}"
         for rises in (self._minute, self._lately):
             rises.add(at_s, self._samples)
 
     def parts(self, error: str = "") -> Iterator[RenderableType]:
-        """Yield what to show, from top to bottom: an error first, then the state of before."""
+        """Yield the parts of the display from top to bottom; `error` comes first, above the last known state."""
         yield self._verdict(error)
         yield self._figures()
         yield WidestThatFits(self._engine_table(), self._engine_table(is_narrow=True))
@@ -188,7 +188,7 @@ class FleetView:
             yield f"{self._metrics_error}: latencies, hand-offs and failures are not shown.", "warn"
 
     def _failures(self) -> list[tuple[str, float]]:
-        """Return the last minute's failures by reason, the most frequent first."""
+        """Return the failures of the last minute by reason, the most frequent first."""
         found: dict[str, float] = {}
         answers = self._minute.by("baton_http_responses_total", _failed_answer)
         found |= {f"answers {status}": count for status, count in answers.items() if status}
@@ -217,7 +217,7 @@ def _is(**wanted: str) -> Any:
 
 
 def _state(rank: dict[str, Any]) -> tuple[str, str]:
-    """Return an engine's state: its level, and a word."""
+    """Return an engine's state as a level (for the colour) and a word."""
     if rank["draining"]:
         return "wait", "drains"
     if not rank["reachable"]:
@@ -240,7 +240,7 @@ def _percent(share: float | None) -> str:
 
 
 def _scaled(value: float | None) -> str:
-    """Write a number with three digits: 840, 15.2k, 1.5G."""
+    """Return a number with three significant digits as text: 840, 15.2k, 1.5G."""
     if value is None:
         return "–"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -261,7 +261,7 @@ class MetricSample:
 
 
 def samples_of(text: str) -> list[MetricSample]:
-    """Return the samples of an answer of `/metrics`. Raises `ValueError` for what is none."""
+    """Parse an answer of `/metrics`. Raises `ValueError` if it is none."""
     families = text_string_to_metric_families(text)
     return [MetricSample(each.name, each.labels, each.value) for family in families for each in family.samples]
 
@@ -273,24 +273,24 @@ def gauge(samples: Iterable[MetricSample], name: str, label: str, value: str) ->
 
 
 class Rises:
-    """Keeps what counters rose by between polls, as long ago as `keep_s`."""
+    """The increases of counters between polls, kept for `keep_s` seconds."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._newest: dict[object, float] = {}
-        # When, seconds since the one before, and the rises of each poll.
+        # For each poll: its time, the seconds since the poll before, and the increases in between.
         self._polls: deque[tuple[float, float, list[MetricSample]]] = deque()
         self._at_s: float | None = None
 
     def add(self, at_s: float, samples: Iterable[MetricSample]) -> None:
-        """Take the counters of a poll. What they held at the first one is not a rise."""
+        """Add the counters of a poll. The first poll only sets the values to count from."""
         rises = []
         for each in samples:
             before = self._newest.get(each.key, 0.0)
-            # A counter that fell is that of a new process, which began at 0.
+            # A counter that fell belongs to a new process, which started at 0.
             by = each.value if each.value < before else each.value - before
             self._newest[each.key] = each.value
-            if by > 0 or each.name.endswith("_bucket"):  # buckets that did not rise are bounds, too
+            if by > 0 or each.name.endswith("_bucket"):  # an unchanged bucket still gives a bound of its histogram
                 rises.append(MetricSample(each.name, each.labels, by))
         if self._at_s is not None:
             self._polls.append((at_s, at_s - self._at_s, rises))
@@ -300,21 +300,21 @@ class Rises:
 
     @property
     def covered_s(self) -> float:
-        """The seconds that the polls cover: 0 before the second poll."""
+        """The seconds that the kept polls cover: 0 before the second poll."""
         return sum(took_s for _, took_s, _ in self._polls)
 
     def sum(self, name: str, fits: Callable[[Labels], bool] = lambda labels: True) -> float:
-        """Return by how much a counter rose in all its series whose labels fit."""
+        """Return by how much a counter rose, summed over the series whose labels fit."""
         return sum(
             each.value for _, _, rises in self._polls for each in rises if each.name == name and fits(each.labels)
         )
 
     def rate(self, name: str, fits: Callable[[Labels], bool] = lambda labels: True) -> float | None:
-        """Return its rise in a second; None before the second poll."""
+        """Return the increase a second; None before the second poll."""
         return self.sum(name, fits) / self.covered_s if self.covered_s else None
 
     def by(self, name: str, key: Callable[[Labels], str]) -> dict[str, float]:
-        """Return by how much it rose for each text that `key` makes of the labels."""
+        """Return the increase by group, where `key` makes the group's name from a series' labels."""
         sums: dict[str, float] = {}
         for _, _, rises in self._polls:
             for each in rises:
@@ -323,13 +323,13 @@ class Rises:
         return sums
 
     def quantile(self, name: str, share: float) -> float | None:
-        """Return a quantile of a histogram; None if nothing was observed."""
+        """Return a quantile of a histogram; None if it counted nothing."""
         counts = self.by(f"{name}_bucket", lambda labels: labels["le"])
         return bucket_quantile({float(bound): count for bound, count in counts.items()}, share)
 
 
 def bucket_quantile(counts: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile from cumulative counts by upper bound, as PromQL's `histogram_quantile`; None without any."""
+    """Compute a quantile from cumulative counts by upper bound, like PromQL's `histogram_quantile`; None if empty."""
     bounds = sorted(counts.items())
     total = bounds[-1][1] if bounds else 0.0
     if total <= 0:

@@ -1,1 +1,1 @@
-"""One engine group: the replica that starts and watches it, the actors of its ranks, the server of each engine."""
+"""One engine group: its Serve replica, which starts and watches it; the actors of its ranks; its engines' servers."""

@@ -5,7 +5,7 @@
              ^                                                  │
              └──────── Outputs, Status <── to_send <── send, flush
 
-The two threads meet in two queues. With nothing to do both sleep in the kernel.
+The two threads meet in two queues. Without work, both sleep in the kernel.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from baton.engine.net.sockets import enable_heartbeat, endpoint, is_ipv6
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 1.0  # an engine without work still looks after its leases and statistics this often
-LINGER_MS = 500  # for the last messages to leave when the socket closes
-MAX_RECEIVED_AT_ONCE = 1024  # then messages to send have their turn
+IDLE_POLL_S = 1.0  # an idle engine still checks its leases and publishes statistics this often
+LINGER_MS = 500  # in which the last messages are sent when the socket closes
+MAX_RECEIVED_AT_ONCE = 1024  # after these, queued messages are sent first
 
 
 class MessageCounters(msgspec.Struct):
-    """Counts of an engine's messages with gateways that were lost or refused, since its process's start."""
+    """Counts of an engine's lost or refused messages with gateways, since its process started."""
 
     malformed_messages: int = 0
-    stale_messages: int = 0  # meant for another epoch, or about an older generation
-    undeliverable_messages: int = 0  # to gateways that were gone
+    stale_messages: int = 0  # for another epoch, or about an older generation
+    undeliverable_messages: int = 0  # to gateways that had disconnected
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class GatewayLost:
 
 @dataclass(frozen=True)
 class GatewayUnlisted:
-    """The directory does not list a gateway any more, though its connection may stand."""
+    """A gateway that the directory no longer lists, although it may still be connected."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """This engine is about to end: its unfinished requests continue in other engines."""
+    """An order to give back all unfinished requests, which continue in other engines: this engine is about to end."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A message that could not be decoded, and the request that it names: its gateway waits for an answer."""
+    """A message that could not be decoded. Its gateway waits for an answer about the request that it names."""
 
-    name: RequestName | None  # None: not even the name could be read
+    name: RequestName | None  # None: not even the request's name could be decoded
     reason: str
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function to run between two steps, and what it came to."""
+    """A function to run between two steps, with a future for its end."""
 
     work: Callable[[], None]
     done: Future[None]
@@ -81,13 +81,13 @@ class ReceivedEvent(NamedTuple):
 
     gateway: bytes
     event: Event
-    came_s: float  # by `time.monotonic`: a step that takes long may be under way
+    came_s: float  # arrival by `time.monotonic`; a long step may delay its handling
 
 
 class EngineSocket:
     """The socket at which gateways reach one engine.
 
-    Bound once constructed (`address`); `run`, in a thread of its own, receives and sends.
+    Constructing it binds it (`address`); `run`, in its own thread, receives and sends.
     """
 
     def __init__(self, *, host: str, key: ClusterKey, epoch: int, heartbeat_timeout_s: float) -> None:
@@ -103,7 +103,7 @@ class EngineSocket:
         try:
             self._socket.bind(f"tcp://{endpoint(host, '*')}")
         except zmq.ZMQError:
-            self._context.destroy(linger=0)  # a context that is collected with an open socket waits for it for ever
+            self._context.destroy(linger=0)  # collecting a context with an open socket would block for ever
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wakeup_in, self._wakeup_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
@@ -113,15 +113,15 @@ class EngineSocket:
     def _configure(self, key: ClusterKey, heartbeat_timeout_s: float) -> None:
         key.secure_server(self._socket)
         enable_heartbeat(self._socket, heartbeat_timeout_s)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a gateway that is gone is an error, not a silent loss
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected gateway raises instead of dropping
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway that reconnects replaces its old connection
-        # Dropping one message would corrupt a stream; slow gateways leave the directory.
+        # No limits: dropping one message would corrupt a stream, and slow gateways leave the directory.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
 
     def close(self) -> None:
-        """Close the socket once both threads have ended. Waits `LINGER_MS` for the last messages to go out."""
+        """Close the socket once both threads have ended. Waits up to `LINGER_MS` until the last messages are sent."""
         self._context.destroy(linger=LINGER_MS)
 
     # ---- any thread ----
@@ -135,12 +135,12 @@ class EngineSocket:
         self._received.append(ReceivedEvent(gateway, event, time.monotonic()))
 
     def wake(self) -> None:
-        """Wake the step thread: it has something to do."""
+        """Wake the step thread because there is something to do."""
         self._work.set()
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether no received event waits for the step thread."""
+        """Return whether no received event waits for the step thread."""
         return not self._received
 
     @property
@@ -156,7 +156,7 @@ class EngineSocket:
     # ---- step thread ----
 
     def take(self) -> Iterator[ReceivedEvent]:
-        """Yield events until none is left. One counts in `num_submitted` until the next one is asked for."""
+        """Yield received events until none is left. An event stays in the queue until the next one is requested."""
         while self._received:
             yield self._received[0]
             self._received.popleft()
@@ -166,13 +166,13 @@ class EngineSocket:
         self._to_send.append((gateway, message))
 
     def flush(self) -> None:
-        """Let the I/O thread send what is queued, if anything is."""
+        """Let the I/O thread send the queued messages, if there are any."""
         if self._to_send:
             self.wake_io()
 
     def wake_io(self) -> None:
         """Wake the I/O thread."""
-        with contextlib.suppress(zmq.Again):  # a thousand wake-ups wait for it already
+        with contextlib.suppress(zmq.Again):  # a thousand wake-ups are already queued
             self._wakeup_out.send(b"", flags=zmq.NOBLOCK)
 
     def rest(self, *, idle: bool) -> None:
@@ -191,7 +191,7 @@ class EngineSocket:
         poller.register(self._wakeup_in, zmq.POLLIN)
         while not closing.is_set():
             ready = dict(poller.poll(timeout=0 if self._to_send else int(IDLE_POLL_S * 1000)))
-            # Sending comes first: wake-ups can be drained later, since a poll does not wait while something is queued.
+            # Sending comes first. Wake-ups can be drained later: poll does not wait while something is queued.
             self._send_queued(codec)
             if self._wakeup_in in ready:
                 self._drain_wakeups()
@@ -227,7 +227,7 @@ class EngineSocket:
         self._work.set()
 
     def _send_queued(self, codec: Codec) -> None:
-        for _ in range(len(self._to_send)):  # not until it is empty: received messages must not wait for ever
+        for _ in range(len(self._to_send)):  # not until the queue is empty: received messages must get their turn
             gateway, message = self._to_send.popleft()
             try:
                 self._socket.send_multipart([gateway, codec.encode(message)], flags=zmq.NOBLOCK)

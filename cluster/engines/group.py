@@ -1,13 +1,13 @@
 """The processes of one engine group: a Ray actor in each bundle of its replica's placement group.
 
-    1  assign_ranks   bundles are sorted by node before ranks are given out
-    2  fetch          the first rank of each node fetches what is not there of a model that is a name of the Hub
+    1  assign_ranks   sort bundles by node and number them
+    2  fetch          the first rank of each node downloads what the node lacks of a model on the Hub
     3  open           rank 0 opens the rendezvous of all ranks, each leader the sockets that its followers connect to
-    4  start          followers, then leaders; done when every leader has its engine
-    5  wait_for_end   when one process ends, all are ended
+    4  start          start followers, then leaders; done when every leader has built its engine
+    5  wait_for_end   when one process ends, all others are ended
 
-rank = dp_rank x tp_size + tp_rank; the ranks with tp_rank 0 lead: they hold the engines that gateways talk to.
-Serve makes the placement group with the replica, which is in its first bundle (`FleetSpec.bundles_of`), and removes it.
+rank = dp_rank x tp_size + tp_rank. Ranks with tp_rank 0 are leaders: they hold the engines that gateways talk to. Serve
+creates and removes the placement group with the replica, which runs in its first bundle (`FleetSpec.bundles_of`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
-FETCH_PROGRESS_S = 2.0  # between questions how far a download is
+FETCH_PROGRESS_S = 2.0  # between two requests for the progress of a download
 
 
 class GroupCannotStart(RuntimeError):
@@ -55,18 +55,18 @@ class Worker:
 
 
 class WorkerGroup:
-    """The processes of one group. They start and end together: call `kill` in any case."""
+    """The processes of one group. They start and end together; always call `kill` at the end."""
 
     def __init__(self, launch: EngineLaunch, bundle: Bundle, placement: PlacementGroup) -> None:
-        """`bundle`: the resources that one rank takes from its bundle of `placement`."""
+        """`bundle`: the resources that one rank takes out of its bundle of `placement`."""
         self._launch, self._bundle, self._placement = launch, bundle, placement
         self.workers: list[Worker] = []
-        self.state = "starts its processes"  # what it does until it is ready, for people
-        self.has_returned_requests = False  # or is about to have
+        self.state = "starts its processes"  # of the start, for people
+        self.has_returned_requests = False  # set before the engines are asked to return them
 
     @property
     def actor_names(self) -> list[str]:
-        """Return the names of the actors. Ray keeps a connection to a process that made a handle, even a dead one."""
+        """Return the names of the actors. Names, because Ray keeps a connection to each process that made a handle."""
         return [self._name(worker.rank) for worker in self.workers]
 
     @property
@@ -95,7 +95,7 @@ class WorkerGroup:
             raise
 
     async def wait_for_end(self) -> str:
-        """Wait until the first process ends, and return how it did."""
+        """Wait until the first process ends, and return a description of its end."""
         runs: dict[asyncio.Future[None], Worker] = {
             asyncio.ensure_future(worker.actor.run.remote()): worker for worker in self.workers
         }
@@ -105,22 +105,22 @@ class WorkerGroup:
         return "; ".join(f"rank {runs[run].rank} {describe_end(run.exception())}" for run in done)
 
     async def pulses(self) -> list[EnginePulse]:
-        """Return the pulses of all engines, in the order of their ranks. Raises `RayError` where one is dead."""
+        """Return the pulses of all engines, in the order of their ranks. Raises `RayError` if one is dead."""
         return list(await asyncio.gather(*(worker.actor.pulse.remote() for worker in self.leaders)))
 
     async def return_requests(self) -> None:
-        """Make all engines give back unfinished requests and take no more. Raises `RayError` where one is dead."""
+        """Make all engines give back their unfinished requests and accept no more. Raises `RayError` if one is dead."""
         self.has_returned_requests = True
         await asyncio.gather(*(worker.actor.return_requests.remote() for worker in self.leaders))
 
     async def stop(self) -> None:
-        """End the workers in order if they can, so that memory shared with peers is released."""
+        """Ask the workers to end by themselves, so that memory shared with peers is released; wait at most `stop_s`."""
         with contextlib.suppress(TimeoutError):
             stops = [worker.actor.stop.remote() for worker in self.workers]
             await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), self._launch.stop_s)
 
     def kill(self) -> None:
-        """Kill all workers. Doing so twice changes nothing."""
+        """Kill all workers. Killing twice is allowed."""
         for worker in self.workers:
             ray.kill(worker.actor)
         self.workers = []
@@ -159,9 +159,9 @@ class WorkerGroup:
         ).remote(self._launch, assignment)
 
     async def _fetch(self) -> dict[str, str]:
-        """Return the model's folder by node, having fetched what is not there of a name of the Hub.
+        """Download what nodes lack of a model on the Hub, and return the model's folder by node.
 
-        It may take hours: no rank has started yet, so none gives up waiting for another one.
+        This may take hours. No rank has started yet, so no rank gives up waiting for another one.
         """
         first = [worker for worker in self.workers if worker.assignment.local_rank == 0]
         watch = asyncio.create_task(self._watch_fetch(first))
@@ -173,9 +173,9 @@ class WorkerGroup:
         return {worker.assignment.node: folder for worker, folder in zip(first, folders, strict=True)}
 
     async def _watch_fetch(self, workers: Sequence[Worker]) -> None:
-        """Keep `state` at the progress of downloads, until cancelled."""
+        """Set `state` to the progress of the downloads, until cancelled."""
         while True:
-            with contextlib.suppress(ray.exceptions.RayError):  # `_all` raises it, too
+            with contextlib.suppress(ray.exceptions.RayError):  # `_all` raises this error, too
                 told: list[str] = await asyncio.gather(*(worker.actor.fetch_progress.remote() for worker in workers))
                 self.state = "; ".join(dict.fromkeys(filter(None, told))) or self.state
             await asyncio.sleep(FETCH_PROGRESS_S)
@@ -224,7 +224,7 @@ class WorkerGroup:
 def rank_configs(
     assignments: Sequence[RankAssignment], endpoints: Sequence[RankEndpoints], tp_size: int
 ) -> list[RankConfig]:
-    """Return the configuration of each rank, given what each has opened."""
+    """Return the configuration of each rank, given the endpoints that each has opened."""
     if len(assignments) == 1:
         return [RankConfig()]
     gpus: dict[str, tuple[str, ...]] = {}
@@ -238,7 +238,7 @@ def rank_configs(
 
 
 def describe_end(error: BaseException | None) -> str:
-    """Say how a rank's process ended, by the error of its `run`; None: by itself."""
+    """Describe how a rank's process ended, given the error of its `run`, or None if it ended by itself."""
     if error is None:
         return "ended"
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -248,5 +248,5 @@ def describe_end(error: BaseException | None) -> str:
 
 
 def _full_disks() -> list[str]:
-    """Describe the full disks of this machine: Ray says only that processes die. Most ranks of a group are here."""
+    """Describe the full disks of this node, where most ranks of the group run: Ray reports only dead processes."""
     return [str(disk) for disk in full_disks(ray.get_runtime_context().get_temp_dir())]

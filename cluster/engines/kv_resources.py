@@ -1,9 +1,9 @@
-"""KV transfers and tiers of one rank, and the sockets at which the other ranks of its tensor-parallel group join them.
+"""KV transfers and tiers of one rank, and the sockets that connect the ranks of a tensor-parallel group.
 
     rank 0 of a tensor-parallel group   open_sockets ── connect, open_tiers ── close, or abandon
-    the others                          follow_leader: connects to those sockets
+    other ranks                         follow_leader: connects to those sockets
 
-Imports of torch and NIXL are late: only an engine's own process loads them.
+torch and NIXL are imported late, so that only an engine's own process loads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class KVResources:
-    """Transfers and tiers of an engine's rank 0. They call `wake`, from any thread, when they have events."""
+    """KV transfers and tiers of an engine's rank 0. When they have events they call `wake`, from any thread."""
 
     def __init__(self, launch: EngineLaunch, engine_id: str, epoch: int, host: str, wake: Callable[[], None]) -> None:
         self._launch = launch
@@ -40,7 +40,7 @@ class KVResources:
         self.tiers: TierStore | None = None
 
     def open_sockets(self) -> GroupEndpoints:
-        """Open the sockets that the other ranks of the tensor-parallel group connect to."""
+        """Open the sockets to which the other ranks of the tensor-parallel group connect."""
         from baton.kv_transfer.group.rpc import GroupSocket
 
         launch, size = self._launch, self._launch.tensor_parallel_size
@@ -54,7 +54,7 @@ class KVResources:
         return GroupEndpoints(*("" if socket is None else socket.address for socket in sockets))
 
     def abandon(self) -> None:
-        """Close everything when the engine could not be built. Threads use the sockets, so these are closed last."""
+        """Close everything after the engine failed to start: the sockets last, since threads of the others use them."""
         self.close()
         for socket in (self._read_socket, self._copy_socket, self._tier_socket):
             if socket is not None:
@@ -91,7 +91,7 @@ class KVResources:
         return self.tiers
 
     def close(self) -> None:
-        """Close transfers, which peers may wait for, then tiers, which may save their blocks."""
+        """Close transfers, which peers may be waiting for, then tiers, which may first save their blocks."""
         if self.connector is not None:
             self.connector.close()
         if self.tiers is not None:
@@ -101,7 +101,7 @@ class KVResources:
 def follow_leader(
     launch: EngineLaunch, engine_id: str, member: Member, leader: GroupEndpoints, ending: contextlib.ExitStack
 ) -> Callable[[CacheRegion], None]:
-    """Return a function with which another rank joins its leader once it has its KV region, until `ending`."""
+    """Return a function that connects a rank, once it has its KV region, to its leader, until `ending` is closed."""
     from baton.kv_transfer.staging.group_copies import follow_connector
     from baton.kv_transfer.tiers.group import follow_tiers
 

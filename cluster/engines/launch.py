@@ -1,4 +1,4 @@
-"""The data that a replica and its workers exchange before the engine runs, and the assignment of ranks to nodes."""
+"""The data that a replica and its workers exchange before the engine starts, and the assignment of ranks to nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.cluster.spec import FleetSpec
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.settings import TierSettings
 
-STOP_S = 3.0  # for workers to end by themselves, beside the time that tiers need to save blocks
+STOP_S = 3.0  # in which workers may end by themselves; tiers that save blocks get more
 
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """Everything that a process needs to become a member of one group of an application."""
+    """The settings with which a process joins one group of an application."""
 
     spec: FleetSpec
     role: Role
@@ -42,16 +42,16 @@ class EngineLaunch:
 
     @property
     def stop_s(self) -> float:
-        """Return the seconds that workers have to end by themselves, before they are killed."""
+        """Return the seconds in which workers may end by themselves before they are killed."""
         return STOP_S + (0.0 if self.tiers is None else self.tiers.save_s)
 
 
 @dataclass(frozen=True)
 class GroupEndpoints:
-    """The addresses at which a leader's tensor-parallel ranks join it; empty where they do nothing together."""
+    """The addresses at which a leader's tensor-parallel ranks join it; empty for work that they do not share."""
 
-    reads: str = ""  # of peers' blocks
-    copies: str = ""  # between blocks and the host buffer
+    reads: str = ""  # for reads of other engines' blocks
+    copies: str = ""  # for copies between blocks and the host buffer
     tiers: str = ""
 
 
@@ -59,19 +59,19 @@ class GroupEndpoints:
 class RankEndpoints:
     """The addresses and GPUs that one rank offers to its group."""
 
-    rendezvous: str = ""  # of rank 0: "host:port" where all ranks meet
-    group: GroupEndpoints = GroupEndpoints()  # of a leader
-    gpus: tuple[str, ...] = ()  # that Ray has reserved for this rank
+    rendezvous: str = ""  # rank 0 only: "host:port" where all ranks meet
+    group: GroupEndpoints = GroupEndpoints()  # leaders only
+    gpus: tuple[str, ...] = ()  # reserved by Ray for this rank
 
 
 @dataclass(frozen=True)
 class RankConfig:
-    """The model's folder for one rank, and the addresses and GPUs that it is to use: none in a group of one rank."""
+    """The model's folder, addresses and GPUs for one rank. In a group of one rank, addresses and GPUs are empty."""
 
     rendezvous: str = ""
-    group: GroupEndpoints = GroupEndpoints()  # of its leader
-    gpus: tuple[str, ...] = ()  # of all ranks of its machine, by local rank: peers reach into each other's memory
-    model: str = ""  # on the rank's machine
+    group: GroupEndpoints = GroupEndpoints()  # the sockets of its leader
+    gpus: tuple[str, ...] = ()  # of all ranks on its machine, by local rank: ranks access each other's GPU memory
+    model: str = ""  # folder on the rank's machine
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class RankAssignment:
 
 
 def assign_ranks(nodes: Sequence[str], tp_size: int) -> list[RankAssignment]:
-    """Assign a rank to each bundle, given the bundles' nodes: consecutive ranks share a node where they can.
+    """Assign a rank to each bundle, given the node of each bundle: consecutive ranks share a node where possible.
 
-    Nodes that hold whole tensor-parallel groups come first, so that few groups span two nodes.
+    Nodes whose ranks form whole tensor-parallel groups come first, so that few groups span two nodes.
     """
     count = Counter(nodes)
     first_seen = {node: index for index, node in reversed(list(enumerate(nodes)))}

@@ -1,6 +1,6 @@
 """The Prometheus metrics of one engine, which its own process exports.
 
-Names are vLLM's with another prefix, where it has the metric.
+Where vLLM has a metric, Baton's has the same name with another prefix.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ StatsT = TypeVar("StatsT", EngineStats, TransferStats, TierStats, SpeculationSta
 
 
 def _zeros(outcomes: Iterable[str]) -> dict[str, int]:
-    """Return zero for each outcome, so that series exist before their first event.
+    """Return zero for each outcome, so that its series exists before the first event.
 
-    A rate begins with the second value of a series: the first event of a new series would be in no rate.
+    Prometheus computes a rate from the second value of a series on: the first event of a new series would be lost.
     """
     return {str(outcome): 0 for outcome in outcomes}
 
@@ -171,7 +171,7 @@ class EngineMetrics(Collector):
     """Collects the newest status of the engine of this process at each scrape. Any thread may scrape."""
 
     def __init__(self, labels: list[str], status: Callable[[], Status | None], counters: MessageCounters) -> None:
-        """`labels`: the values of `LABELS`. `status()` is None before the first one."""
+        """`labels` are the values of `LABELS`. `status()` is None before the engine's first status."""
         self._labels, self._status, self._counters = labels, status, counters
 
     def collect(self) -> Iterator[Metric]:
@@ -212,7 +212,7 @@ class EngineMetrics(Collector):
         label: str,
         stats: StatsT,
     ) -> Iterator[Metric]:
-        """Yield one family for each metric, with a sample for each value of the label."""
+        """Yield a family for each metric, with one sample for each value of `label`."""
         for name, (help, values) in metrics.items():
             family = kind(f"baton_{name}", help, labels=[*LABELS, label])
             for value, count in values(stats).items():

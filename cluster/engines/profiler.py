@@ -1,6 +1,6 @@
-"""Recordings of an engine's steps by torch's profiler: operations of the step thread, and what runs on its device.
+"""Recordings of an engine by torch's profiler: operations of its step thread, and their kernels on the device.
 
-worker ── start, stop ──> step thread (between two steps) ──> file, which Perfetto opens
+worker ── start, stop ──> step thread (between two steps) ──> file, which Perfetto can open
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 FOLDER = Path(tempfile.gettempdir()) / "baton-traces"
-LONGEST_S = 60.0  # then a recording ends by itself: it takes memory, and slows the engine down
+LONGEST_S = 60.0  # longer recordings are ended: they take memory and slow the engine down
 
 RunBetweenSteps = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class EngineProfiler:
-    """Records one engine, at most one recording at a time.
+    """Records one engine; at most one recording at a time.
 
-    `between_steps` runs a function in the step thread, always the same: torch's profiler writes to freed memory when
-    another thread ends a recording than the one that began it.
+    `between_steps` runs a function in the step thread. It must always be the same thread: if another thread ends a
+    recording than the one that began it, torch's profiler writes to freed memory.
     """
 
     def __init__(self, engine_id: str, node_ip: str, between_steps: RunBetweenSteps, folder: Path = FOLDER) -> None:
@@ -42,7 +42,7 @@ class EngineProfiler:
         self._limit: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineTrace:
-        """Begin a recording, and return where it will be. One that is under way goes on."""
+        """Begin a recording, and return where its file will be. A recording that is under way continues."""
         async with self._changing:
             if self._profile is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class EngineProfiler:
             return self._trace
 
     async def stop(self) -> EngineTrace | None:
-        """End the recording and write its file; None where none is under way."""
+        """End the recording and write its file; return None if there is no recording."""
         if self._limit is not None and self._limit is not asyncio.current_task():
             self._limit.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -88,9 +88,9 @@ def _recording() -> profile:
 
 
 def _record_nothing() -> None:
-    """Make the next recording begin at once: a process's first one imports 900 modules, which takes seconds.
+    """Warm the profiler up, so that the next recording begins at once: the first one in a process imports 900 modules.
 
-    In the step thread they would stand between two tokens of every request, and pass for a hang.
+    That takes seconds. In the step thread it would delay the next token of every request, and look like a hang.
     """
     with _recording():
         pass

@@ -1,11 +1,12 @@
-"""The control plane of one engine group: a Serve deployment's replica that starts its workers and reports their health.
+"""The control plane of one engine group: a replica of a Serve deployment that starts its workers and reports their
+health.
 
-STARTING ──> SERVING ──Serve ends it─────────────────────> DRAINING ──> ended
+STARTING ──> SERVING ──Serve ends it──────────────────────> DRAINING ──> ended
                  ├─────directory: leave ──> DRAINING ──> its health check fails, and Serve ends it
-                 │                             └── stay ──> SERVING
-                 └─────a worker dies or hangs ───────────> its health check fails, and Serve replaces it
+                 │                             └── directory: stay ──> SERVING
+                 └─────a worker dies or hangs ────────────> its health check fails, and Serve replaces it
 
-It loads no torch. When one of its workers dies or hangs it ends them all, and Serve replaces the group as a whole.
+The replica loads no torch. If one of its workers dies or hangs it ends them all, and Serve replaces the whole group.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from .launch import EngineLaunch
 
 logger = logging.getLogger(__name__)
 
-PULSE_S = 1.0  # between looks at the engines' step loops
-RETRY_S = 1.0  # of a message that the directory did not receive
+PULSE_S = 1.0  # between two checks of the engines' step loops
+RETRY_S = 1.0  # before a message that did not reach the directory is sent again
 
 
 class EngineReplica:
     """Serve's replica of one group. The constructor returns when its engines are ready, or raises a worker's error."""
 
     async def __init__(self, args: dict[str, Any], role: str, bundle: Bundle) -> None:  # type: ignore[misc]  # awaited
-        """`bundle`: the resources of one rank in the placement group that Serve has made for this replica."""
+        """`bundle`: the resources of one rank in the placement group that Serve has created for this replica."""
         spec = load_spec(args)
         context = serve.get_replica_context()
         group_id = f"{role}-{context.replica_id.unique_id}"
@@ -61,7 +62,7 @@ class EngineReplica:
             engines = await self._workers.start()
         first_rank = spec.first_rank(launch.role)
         self._group = EngineGroup(group_id=launch.group_id, first_rank=first_rank, engines=engines)
-        self._end = ""  # why the group has ended
+        self._end = ""  # the reason, once the group has ended
         self._is_ended_by_serve = False
         self._leaving: asyncio.Task[None] | None = None
         self._heart = asyncio.create_task(
@@ -82,7 +83,7 @@ class EngineReplica:
             self._tasks.append(asyncio.create_task(self._report()))
 
     async def check_health(self) -> None:
-        """Answer Serve. Raises where the group has ended, or one of the tasks that watch it has."""
+        """Answer Serve's health check. Raises if the group, or a task that watches it, has ended."""
         if self._end:
             raise RuntimeError(self._end)
         for task in self._tasks:
@@ -91,13 +92,13 @@ class EngineReplica:
 
     async def _register(self) -> None:
         listed: EngineGroup = await self._directory.call("register_group", self._group, self._workers.actor_names)
-        self._group = listed.with_draining(self._group.draining)  # draining may have begun meanwhile
+        self._group = listed.with_draining(self._group.draining)  # draining may have begun during the call
 
     async def _watch_workers(self) -> None:
         await self._end_group(await self._workers.wait_for_end())
 
     async def _watch_steps(self, timeout_s: float) -> None:
-        """End a group that lives but stands still: a deadlock, a device that never answers, a stopped process."""
+        """End a group that makes no progress although it is alive: a deadlock, a silent device, a stopped process."""
         stalled_s = 0.0
         while stalled_s < timeout_s:
             await asyncio.sleep(PULSE_S)
@@ -116,28 +117,28 @@ class EngineReplica:
             await asyncio.sleep(PULSE_S)
             try:
                 pulses = await asyncio.wait_for(self._workers.pulses(), ANSWER_S)
-            except TimeoutError:  # an answer may be lost with a link; `_watch_steps` notices engines that stand still
+            except TimeoutError:  # a link may lose an answer; `_watch_steps` notices engines that make no progress
                 continue
             except ray.exceptions.RayActorError:
                 return  # `_watch_workers` reports what happened
             await self._call_directory("report_group", pulses)
 
     async def _end_group(self, why: str) -> None:
-        """Kill all workers: a process that hangs keeps its connections open, and a rank alone is of no use."""
-        if self._end:  # its workers are being ended already
+        """Kill all workers: a hanging process keeps its connections open, and single ranks are of no use."""
+        if self._end:  # the workers are being ended already
             return
         self._end = f"engine group {self._group.group_id}: {why}"
         logger.error(self._end)
-        if self._leaving is not None:  # draining may wait for engines that never answer
+        if self._leaving is not None:  # its drain may be waiting for engines that never answer
             self._leaving.cancel()
         self._heart.cancel()
         await self._leave(self._end)
         self._workers.kill()
 
     def _follow_reply(self, reply: HeartbeatReply) -> None:
-        """Drain when the directory asks the group to leave, and stop draining when it asks it to stay.
+        """Drain when the directory asks the group to leave, and stop draining when it asks the group to stay.
 
-        Once requests have been handed over the group cannot stay: its engines take nothing any more.
+        After requests have been handed over the group cannot stay, because its engines accept nothing any more.
         """
         if self._is_ended_by_serve or self._end:
             return
@@ -157,29 +158,29 @@ class EngineReplica:
         self._workers.kill()
 
     async def _stay(self) -> None:
-        # Until the call has arrived: otherwise gateways would never choose the group again.
+        # Repeat until the call has arrived: otherwise gateways would never choose the group again.
         while not (self._is_ended_by_serve or await self._report_draining(False)):
             await asyncio.sleep(RETRY_S)
         self._leaving = None
 
     async def _drain(self) -> None:
-        """Return when every request has ended or was handed over, and the directory does not list the group."""
+        """Return when every request has finished or was handed over, and the directory no longer lists the group."""
         await self._report_draining(True)
         last_message: tuple[Any, ...] = ("leave",)
         try:
             drained = await drain(self._workers, self._fleet.drain_timeout_s)
-        except ray.exceptions.RayError as error:  # a worker has died: there is nothing to wait for
+        except ray.exceptions.RayError as error:  # a worker has died, so there is nothing to wait for
             logger.warning("engine group %s did not drain: %s", self._group.group_id, type(error).__name__)
         else:
             what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
             logger.info("%s and handed %d requests over", what, drained.handed_over)
             last_message = ("drained", drained)
-        self._heart.cancel()  # a heartbeat would register the group again
+        self._heart.cancel()  # another heartbeat would register the group again
         await self._call_directory(*last_message)
 
     async def _report_draining(self, draining: bool) -> bool:
-        """Report to the directory whether the group drains; return whether the call arrived."""
-        # A directory that restarts learns it when the group registers again.
+        """Tell the directory whether the group drains; return whether the call arrived."""
+        # A restarted directory learns it from the next registration.
         self._group = self._group.with_draining(draining)
         return await self._call_directory("drain", draining)
 
@@ -187,7 +188,10 @@ class EngineReplica:
         await self._call_directory("leave", why)
 
     async def _call_directory(self, method: str, *args: Any) -> bool:
-        """Call the directory; return whether the call arrived. Heartbeats, or their end, replace most lost calls."""
+        """Call the directory; return whether the call arrived.
+
+        Heartbeats, or their absence, replace most lost calls.
+        """
         try:
             await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
         except ray.exceptions.RayError as error:
@@ -198,8 +202,8 @@ class EngineReplica:
         return True
 
     async def __del__(self) -> None:
-        """Drain, leave and end the workers: Serve ends the replica, and waits for this."""
-        if not hasattr(self, "_tasks"):  # it has not started: `WorkerGroup.start` has killed what there was
+        """Drain, leave and end the workers. Serve calls this to end the replica, and waits for it."""
+        if not hasattr(self, "_tasks"):  # the start failed, and `WorkerGroup.start` has killed its processes
             return
         self._is_ended_by_serve = True
         if self._leaving is not None:
@@ -216,7 +220,7 @@ class EngineReplica:
 
 
 def check_gpus(spec: FleetSpec, role: Role, bundle: Bundle) -> None:
-    """Refuse to run on CPUs by mistake. Raises `GroupCannotStart` where this machine has GPUs and none is reserved."""
+    """Refuse to run on CPUs by mistake. Raises `GroupCannotStart` if this machine has GPUs and none is reserved."""
     here = ray.get_runtime_context().get_node_id()
     gpus = next(node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["NodeID"] == here)
     if spec.gpus_of(role, gpus) > bundle.get("GPU", 0.0):

@@ -1,11 +1,11 @@
-"""One engine on the network: a step loop that serves the messages of its socket.
+"""One engine on the network: a step loop that handles the messages of its socket.
 
     EngineSocket ── Hello, Submit, Abort ──> EngineCore.add / abort
          ^                                        │ step()
-         └──── one Outputs a gateway, Status ─────┘
+     └──── one Outputs a gateway, Status ─────┘
 
-The step thread owns the EngineCore; the socket has a thread of its own. A gateway whose connection broke or missed
-heartbeats is noticed when something is sent to it, and its requests are aborted.
+The step thread owns the EngineCore; the socket has its own thread. That a gateway's connection broke or missed
+heartbeats is noticed when something is sent to it; then its requests are aborted.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ServedEngine(StatusSource, Protocol):
 class EngineServer:
     """Serves one engine to all gateways.
 
-    Bound once constructed (`address`); `start` serves; `close` ends it. `ended` is resolved when it has ended, with the
-    error that ended it, if one did. `transfers()` is sent to gateways along with the engine's statistics.
+    Constructing it binds its socket (`address`), `start` begins to serve, `close` ends. The future `ended` is resolved
+    at the end, with the error that caused it, if any. The result of `transfers()` is sent along with the statistics.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class EngineServer:
         self._step_loop_ended = threading.Event()  # nothing more will be sent
         self.ended: Future[None] = Future()
 
-        self._requests = RequestRegistry()  # step thread only, but for its length
-        self._leaves = False  # step thread only: no request is taken any more
-        # step thread only, from `start` on
+        self._requests = RequestRegistry()  # used by the step thread only, except its length
+        self._leaves = False  # used by the step thread only: no request is accepted any more
+        # Used by the step thread only, from `start` on:
         self._publisher = StatusPublisher(self.socket, engine, epoch, transfers)
         self._turn_began_s = time.monotonic()
         self._busy_s = 0.0
@@ -100,18 +100,18 @@ class EngineServer:
         self.socket.close()
 
     def stalled_s(self) -> float:
-        """Return how long the step loop has been in one turn. An idle loop begins another every `IDLE_POLL_S`."""
+        """Return how long the present turn of the step loop has taken. An idle loop begins one every `IDLE_POLL_S`."""
         return time.monotonic() - self._turn_began_s
 
     @property
     def status(self) -> Status | None:
-        """Return the newest status that was published; None before the first. Any thread may ask."""
+        """Return the newest published status; None before the first. Any thread may ask."""
         return self._publisher.published
 
     def pulse(self) -> EnginePulse:
-        """Return how the engine does. Any thread may call it.
+        """Return the state of the engine for health checks and the autoscaler. Any thread may call it.
 
-        Its numbers of hand-offs are at most `STATUS_PERIOD_S` old while the engine works, and new while it is idle.
+        Its counts of hand-offs are at most `STATUS_PERIOD_S` old while the engine works, and current while it is idle.
         """
         status = self.status
         transfers = status.transfers if status else None
@@ -125,23 +125,23 @@ class EngineServer:
         )
 
     def return_requests(self) -> None:
-        """Give all requests back to their gateways, which go on with them elsewhere, and take no more."""
+        """Give all requests back to their gateways, which continue them in other engines, and accept no more."""
         self.socket.post(Leave())
 
     def run_between_steps(self, work: Callable[[], None]) -> Future[None]:
-        """Run a function in the step thread, and return what it came to. Any thread may call this."""
+        """Run a function in the step thread; the future is resolved when it has ended. Any thread may call this."""
         call = Call(work, Future())
         self.socket.post(call)
         return call.done
 
     def wake(self) -> None:
-        """Wake the step loop: something has happened. Any thread may call it."""
+        """Wake the step loop because something has happened. Any thread may call it."""
         self.socket.wake()
 
     def keep_gateways(self, alive: Iterable[str]) -> None:
-        """Abort the requests of gateways that left since the last call. Always called by the same thread.
+        """Abort the requests of gateways that have left since the last call. Always called by the same thread.
 
-        A gateway that was never listed is left alone: it may say hello here before the directory's snapshot arrives.
+        A gateway that was never listed is left alone: its `Hello` may arrive before the directory's snapshot with it.
         """
         alive_now = {identity.encode() for identity in alive}
         for gateway in self._listed - alive_now:
@@ -154,7 +154,7 @@ class EngineServer:
             loop()
         except BaseException as error:
             logger.exception("engine %s ends: its %s thread failed", self._engine_id, threading.current_thread().name)
-            with contextlib.suppress(InvalidStateError):  # the other thread's error came first
+            with contextlib.suppress(InvalidStateError):  # the other thread has reported its error first
                 self.ended.set_exception(error)
             self._closing.set()
             self.socket.wake()
@@ -179,13 +179,13 @@ class EngineServer:
             self._handle(gateway, event, came_s)
         has_work = self._engine.has_work()
         if has_work and self._publisher.looks_idle:
-            self._publisher.publish()  # else gateways that have no request in it would all take it for idle
+            self._publisher.publish()  # otherwise all gateways without requests in it would take it for idle
         self.socket.flush()  # before a step that may be long
         self._send(self._step())
         if has_work:
             self._busy_s += time.monotonic() - self._turn_began_s
         idle = not self._engine.has_work() and self.socket.is_empty
-        # Not while a request that has just begun waits for blocks: publishing would delay the thread that fetches them.
+        # If the only requests wait for blocks, publish later: it would delay the thread that fetches the blocks.
         fetches = idle and has_work and bool(self._requests)
         if not fetches and (idle or self._publisher.is_old):
             self._publisher.publish()
@@ -209,10 +209,10 @@ class EngineServer:
                 logger.warning("gateway %r is gone: the connection to it broke, or missed heartbeats", gateway)
                 self._publisher.unsubscribe(gateway)
                 self._end_all_of(gateway)
-            case GatewayUnlisted():  # it stays subscribed: one that knows of a full queue only would never ask again
+            case GatewayUnlisted():  # it stays subscribed: if it knew only of a full queue, it would never send again
                 self._end_all_of(gateway)
             case Submit(request=request, queue=queue):
-                self._publisher.subscribe(gateway)  # it is connected, even if a message to it was lost before
+                self._publisher.subscribe(gateway)  # it is connected again, even if a message to it was lost before
                 self._add(gateway, request, queue, came_s)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
                 if self._requests.owner_of(request_id) == RequestOwner(gateway, generation):
@@ -229,7 +229,7 @@ class EngineServer:
                 try:
                     work()
                     done.set_result(None)
-                except Exception as error:  # of the caller, who gets it
+                except Exception as error:  # passed on to the caller
                     done.set_exception(error)
             case Leave():
                 self._leaves = True
@@ -246,7 +246,7 @@ class EngineServer:
             error = EngineError(ErrorKind.INVALID, f"request id {request.request_id!r} is in use: ids must be unique")
             self._refuse(gateway, request.request_id, request.generation, error)
             return
-        if owner is not None:  # a newer generation takes the place of the older one
+        if owner is not None:  # the newer generation replaces the older one
             self._requests.remove(request.request_id)
             self._engine.abort(request.request_id, owner.generation)
         if queue is not None and not _brings_work(request) and queue.is_reached(stats := self._engine.stats()):
@@ -256,7 +256,7 @@ class EngineServer:
         self._engine.add(request, came_s)
 
     def _end_unreadable(self, gateway: bytes, name: RequestName | None, reason: str) -> None:
-        """End the request that an unreadable message names, or all of the gateway's where it names none."""
+        """End the request that an undecodable message names, or all requests of the gateway if it names none."""
         if name is None:
             self._abort_all_of(gateway)
             self._publisher.send_outputs({gateway: []}, lost_a_message=True)
@@ -280,7 +280,7 @@ class EngineServer:
             self.counters.stale_messages += 1
         else:
             self._requests.remove(request_id)
-        # Also where the request has ended here, or a newer generation runs: it may hold blocks for a reader.
+        # Also if the request has ended here or a newer generation runs: this one may still hold blocks for a reader.
         self._engine.abort(request_id, generation)
 
     def _abort_all_of(self, gateway: bytes) -> list[EngineOutput]:
@@ -294,7 +294,7 @@ class EngineServer:
         ]
 
     def _end_all_of(self, gateway: bytes) -> None:
-        """Abort all requests of a gateway and send it the outputs: if it was only cut off, it still waits for them."""
+        """Abort all requests of a gateway and send it their last outputs: if only cut off, it still waits for them."""
         if last_outputs := self._abort_all_of(gateway):
             self._publisher.send_outputs({gateway: last_outputs})
 
@@ -304,9 +304,9 @@ class EngineServer:
 
 
 def _brings_work(request: EngineRequest) -> bool:
-    """Return whether another engine has done work for this request, which a refusal would waste.
+    """Return whether another engine has done work for this request, which would be lost if it were refused.
 
-    There are never more such requests than other engines can have.
+    Their number is limited by what other engines can run, so accepting all of them cannot overload this one.
     """
     return bool(request.output_token_ids) or request.kv_source is not None
 
@@ -327,7 +327,7 @@ class RequestOwner:
 
 
 class RequestRegistry:
-    """Owners by request id. The step thread uses it; any thread may ask how many requests there are."""
+    """The owner of each request by its id. Only the step thread uses it, but any thread may ask for its length."""
 
     def __init__(self) -> None:
         self._owners: dict[str, RequestOwner] = {}
@@ -352,9 +352,9 @@ class RequestRegistry:
         return [(request_id, owner) for request_id, owner in self._owners.items() if owner.gateway == gateway]
 
     def by_gateway(self, outputs: Sequence[EngineOutput]) -> dict[bytes, list[EngineOutput]]:
-        """Group outputs by the gateway that waits for them; those of aborted requests are dropped.
+        """Group outputs by the gateway that waits for them, dropping those of aborted requests.
 
-        A request's last output removes it.
+        The last output of a request removes it from the registry.
         """
         grouped: dict[bytes, list[EngineOutput]] = defaultdict(list)
         for output in outputs:

@@ -1,10 +1,10 @@
 """Messages from an engine to its gateways: the outputs of their requests, and the engine's status.
 
     outputs of a step    to the gateways that asked for them
-    the engine's status  to all gateways that said hello: when work comes, every `STATUS_PERIOD_S`, when it is done
-    cached blocks        all of them to a gateway that says hello or asks; changes to every gateway, with the status
+    the engine's status  to all gateways that said hello: when work arrives, every `STATUS_PERIOD_S`, when work is done
+    cached blocks        all of them to a gateway that says hello or asks; changes to all gateways, with the status
 
-A status that equals the last one is not sent again.
+A status that is equal to the previous one is not sent again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.kv_transfer.protocol.stats import TransferStats
 
 from .engine_socket import EngineSocket
 
-STATUS_PERIOD_S = 0.05  # routers do no better with the state of every step (docs/benchmarks/simulations.md)
+STATUS_PERIOD_S = 0.05  # a status after every step would not improve routing (docs/benchmarks/simulations.md)
 
 
 class StatusSource(Protocol):
@@ -39,16 +39,16 @@ class StatusPublisher:
     def __init__(
         self, socket: EngineSocket, engine: StatusSource, epoch: int, transfers: Callable[[], TransferStats | None]
     ) -> None:
-        """`transfers()` is sent along with the engine's statistics."""
+        """`transfers()` returns the statistics of transfers, which are sent along with the engine's."""
         self._socket = socket
         self._engine = engine
         self._epoch = epoch
         self._transfers = transfers
         self._blocks = engine.block_log()
-        self._gateways: dict[bytes, None] = {}  # that are subscribed, in order
+        self._gateways: dict[bytes, None] = {}  # subscribers, in the order of subscription
         self._published_at_s = 0.0
-        self._published_work = False  # whether the engine had work in the last status
-        self.published: Status | None = None  # the last status, without blocks
+        self._published_work = False  # whether the engine had work according to the last status
+        self.published: Status | None = None  # the last status, without its blocks
 
     def subscribe(self, gateway: bytes) -> None:
         """Send the engine's status to this gateway from now on."""
@@ -59,7 +59,7 @@ class StatusPublisher:
 
     @property
     def looks_idle(self) -> bool:
-        """Return whether several gateways may consider the engine idle, by its last status."""
+        """Return whether the last status showed several gateways an idle engine, to which all may send requests now."""
         return not self._published_work and len(self._gateways) > 1
 
     @property
@@ -67,14 +67,14 @@ class StatusPublisher:
         return time.monotonic() - self._published_at_s >= STATUS_PERIOD_S
 
     def send_outputs(self, outputs: Mapping[bytes, Sequence[EngineOutput]], *, lost_a_message: bool = False) -> None:
-        """Send outputs by gateway, to each its own; see `Outputs`."""
+        """Send each gateway its own outputs; see `Outputs`."""
         for gateway, its_own in outputs.items():
             self._socket.send(gateway, Outputs(self._epoch, list(its_own), lost_a_message))
 
     def publish(self, newcomer: bytes | None = None) -> None:
-        """Send the engine's status to all gateways, if it is new.
+        """Send the engine's status to all gateways if it has changed.
 
-        `newcomer` is sent it in any case, with all cached blocks; the others get the changes up to now.
+        `newcomer` gets it in any case, with all cached blocks; the others get the changes since the last status.
         """
         if newcomer is not None:
             self.subscribe(newcomer)

@@ -1,6 +1,6 @@
 """The Ray actor of one rank of an engine group: one process, one device.
 
-Importing this module loads no torch: replicas name the class, only the actor's own process builds the engine.
+Importing this module loads no torch: replicas import the class, but only the actor's own process builds the engine.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
-# OpenMP threads that sleep between two ops of a step are late for each (half the speed, measured); ones that spin for
-# longer than that take cores from others. This many spins are some tens of microseconds.
+# If OpenMP threads sleep between two ops of a step, each op starts late (half the speed, as measured); if they spin
+# longer than that gap, they take cores from other processes. This many spins take some tens of microseconds.
 OPENMP_SPINS = "20000"
 
 
 class EngineWorker:
-    """One rank of a group until its process ends: it leads an engine and serves it, or follows.
+    """One rank of a group: it builds an engine and serves it (a leader), or follows its leader.
 
-    `fetch` (on one rank of each machine) and `open` come first, then `lead` or `follow`. `run` returns only when the
-    rank has ended: a watcher keeps a reference to an unanswered `run`, which Ray fails the moment the process dies.
+    Call `fetch` (on one rank of each machine) and `open`, then `lead` or `follow`. `run` returns only when the rank has
+    ended: the caller keeps the reference to the unanswered call, which Ray fails the moment the process dies.
     """
 
     def __init__(self, launch: EngineLaunch, assignment: RankAssignment) -> None:
@@ -66,25 +66,22 @@ class EngineWorker:
         self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
 
     async def fetch(self) -> str:
-        """Return the model's folder on this machine, having fetched what is not here of a name of the Hub.
-
-        Raises `ModelNotFetched`.
-        """
+        """Download what is missing of a model on the Hub, and return its folder. Raises `ModelNotFetched`."""
         from baton.engine.startup.model_config import fetch_models
 
         return (await asyncio.to_thread(fetch_models, self._config, self._note_fetch)).model
 
     async def fetch_progress(self) -> str:
-        """Return how far the download of the model is; empty where none has been going on for long."""
+        """Return the progress of the model's download; empty unless one has been running for a while."""
         return self._fetch_progress
 
     async def open(self) -> RankEndpoints:
-        """Open the sockets of this rank to which others connect."""
+        """Open the sockets to which other ranks connect, and return their addresses."""
         _configure_threads(self._launch, num_nodes=sum(node["Alive"] for node in ray.nodes()))
         return await asyncio.to_thread(self._open)
 
     async def follow(self, config: RankConfig) -> int:
-        """Start to follow, and return this process's id. `run` raises errors of the follower."""
+        """Start to follow, and return this process's id. Errors of the follower are raised by `run`."""
         self._following = asyncio.create_task(asyncio.to_thread(self._follow, self._member(config), config.group))
         return os.getpid()
 
@@ -108,25 +105,24 @@ class EngineWorker:
         assert self._watcher is not None, "leading comes first"
         ended = asyncio.shield(asyncio.wrap_future(self._server.ended))
         await asyncio.wait({ended, self._watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if (
-            self._watcher.done() and not self._watcher.cancelled()
-        ):  # without it the engine would not see gateways and peers
+        # Without its watcher, the engine would not notice new or lost gateways and peers.
+        if self._watcher.done() and not self._watcher.cancelled():
             self._watcher.result()
         await ended
 
     async def pulse(self) -> EnginePulse:
-        """Return how the engine does. The step loop, which it describes, is another thread's."""
+        """Return the state of the engine. The step loop that it describes runs in another thread."""
         assert self._server is not None, "leading comes first"
         return self._server.pulse()
 
     async def start_profile(self) -> EngineTrace | None:
-        """Begin a trace of the engine, and return where it will be; None of a rank that follows."""
+        """Begin a trace of the engine, and return where it will be; None for a follower."""
         if self._profiler is None:
             return None
         return await self._profiler.start()
 
     async def stop_profile(self) -> EngineTrace | None:
-        """End the trace and return it; None where none is recorded."""
+        """End the trace and return it; None if there is none."""
         return None if self._profiler is None else await self._profiler.stop()
 
     async def return_requests(self) -> None:
@@ -135,7 +131,7 @@ class EngineWorker:
         self._server.return_requests()
 
     async def stop(self) -> None:
-        """End a leader's engine, and with it the ranks that follow; `run` returns."""
+        """End a leader's engine, and with it the ranks that follow it; then `run` returns."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._server is not None:
@@ -150,7 +146,7 @@ class EngineWorker:
         self._fetch_progress = progress
 
     def _export_metrics(self) -> str:
-        """Start to answer scrapes, and return the address."""
+        """Start to answer scrapes, and return the address for them."""
         assert self._server is not None
         launch, server = self._launch, self._server
         labels = [launch.spec.served_model_id, self._engine_id, launch.role]
@@ -208,7 +204,8 @@ class EngineWorker:
             raise
         self._engine = engine
         server = self._serve(engine.core)
-        if engine.grammars is not None and engine.region.device != "cpu":  # else the compiler competes with the model
+        # On CPUs, the thread that compiles grammars would compete with the model.
+        if engine.grammars is not None and engine.region.device != "cpu":
             engine.grammars.start()
         return self._record(engine, server)
 
@@ -250,11 +247,11 @@ class EngineWorker:
         )
 
     def _wake(self) -> None:
-        if self._server is not None:  # transfers may wake it before the engine serves
+        if self._server is not None:  # transfers may call this before the engine serves
             self._server.wake()
 
     async def _watch(self) -> None:
-        """Follow the directory: abort requests of gateways that left, close connections of peers that left."""
+        """Follow the directory's snapshots: abort requests of lost gateways, close connections to lost peers."""
         directory, version = DirectoryClient(self._launch.app), -1
         while True:
             try:
@@ -282,10 +279,10 @@ class EngineWorker:
 
 
 def _configure_threads(launch: EngineLaunch, num_nodes: int) -> None:
-    """Set this process's OpenMP threads. Must come before torch is loaded, which reads the variables once.
+    """Set the number of this process's OpenMP threads. Must run before torch is loaded, which reads the variables once.
 
-    By default the cores are shared out among the application's workers, which are taken to be spread evenly over the
-    nodes: more threads than cores starve each other.
+    By default, each node's cores are divided among the application's workers, which are assumed to be spread evenly
+    over the nodes: with more threads than cores, workers slow each other down.
     """
     config = launch.spec.engine_config(launch.role)
     workers_here = -(-launch.spec.num_workers // num_nodes)

@@ -1,7 +1,7 @@
-"""The HTTP front of the cluster: OpenAI's API in, engine requests out. No ray here.
+"""The HTTP front of the cluster: OpenAI's API in, engine requests out. It does not use Ray.
 
 app ──> middleware ──> api ──> serving ──> routing, engines
 
-Every command and every process of an application reads `settings`, and few need the routes, whose import takes half a
-second: this file imports neither.
+Every command and process of an application imports `settings`, but few need the routes, whose import takes half a
+second. So this file imports nothing.
 """

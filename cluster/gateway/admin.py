@@ -1,4 +1,4 @@
-"""Routes for operators, with an API key that has the right `admin`: drain engines, end requests, record traces.
+"""Routes for operators, whose API key needs the right `admin`: drain engines, abort requests, record traces.
 
 POST /v1/admin/drain, /v1/admin/abort, /start_profile, /stop_profile ──> Operator ──> directory ──> engines
 """
@@ -27,14 +27,14 @@ RequestT = TypeVar("RequestT", bound=RequestModel)
 
 
 class Operator(Protocol):
-    """Actions on the whole application. They raise `ApiError`."""
+    """Actions on the whole application. All raise `ApiError`."""
 
     async def drain(self, rank: int) -> list[int]:
-        """Replace the group of a rank, and return its ranks."""
+        """Drain the group of a rank, which Serve then replaces; return the group's ranks."""
         ...
 
     async def start_profile(self) -> list[EngineTrace]:
-        """Begin a trace in each engine, and return where they will be."""
+        """Begin a trace in each engine, and return where the files will be."""
         ...
 
     async def stop_profile(self) -> list[EngineTrace]:
@@ -43,7 +43,7 @@ class Operator(Protocol):
 
 
 class NoOperator:
-    """The `Operator` of a gateway that serves without a directory."""
+    """The `Operator` of a gateway without a directory."""
 
     async def drain(self, rank: int) -> list[int]:
         raise no_directory("this gateway has none")
@@ -58,17 +58,17 @@ class NoOperator:
 class DrainRequest(RequestModel):
     """`POST /v1/admin/drain`"""
 
-    rank: Integer = Field(ge=0)  # any one of the group
+    rank: Integer = Field(ge=0)  # any rank of the group
 
 
 class AbortRequest(RequestModel):
     """`POST /v1/admin/abort`"""
 
-    request_id: str = Field(min_length=1, max_length=128)  # of the header `x-request-id`
+    request_id: str = Field(min_length=1, max_length=128)  # as in the header `x-request-id`
 
 
 class DrainingRanks(msgspec.Struct):
-    ranks: list[int]  # of the group, which ends when its requests have
+    ranks: list[int]  # of the group, which ends when its requests have ended
 
 
 class AbortedRequests(msgspec.Struct):

@@ -1,8 +1,8 @@
 """API keys, from the gateway's settings and from a file that may change while it serves, and the rights of each key.
 
 sk-one                        a line of the file: a key
-sk-two min_priority=-10       a key whose requests may ask for a priority of -10 or more
-sk-ops admin                  a key that may drain engines, end requests, and record traces; rights may be combined
+sk-two min_priority=-10       a key whose requests may have a priority of -10 or more
+sk-ops admin                  a key that may drain engines, abort requests and record traces; rights can be combined
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .settings import GatewaySettings, check_api_key
 logger = logging.getLogger(__name__)
 
 ADMIN = "admin"
-LOOK_S = 1.0  # between checks of the file
+LOOK_S = 1.0  # between two checks of the file
 
 Version = tuple[int, int, int]
 
@@ -35,9 +35,9 @@ class InvalidKeys(ValueError):
 
 @dataclass(frozen=True)
 class KeyRights:
-    """Rights of one API key, as the rest of its line grants them."""
+    """The rights of one API key, as the rest of its line grants them."""
 
-    min_priority: int | None = None  # None: the one in the settings
+    min_priority: int | None = None  # None: that of the settings applies
     is_admin: bool = False
 
 
@@ -45,13 +45,13 @@ class KeyRights:
 class Caller:
     """The authenticated sender of a request."""
 
-    key: bytes | None  # digest of its API key; None if the gateway asks for none
+    key: bytes | None  # digest of its API key; None if the gateway requires none
     min_priority: int
     is_admin: bool = False
 
 
 def read_key_file(file: str) -> dict[str, KeyRights]:
-    """Return the keys of a file, one a line, and their rights; if a key occurs twice, its last line counts.
+    """Read a file with one key and its rights in each line; if a key occurs twice, its last line counts.
 
     The result is never empty, because a gateway without keys would serve everyone. Raises `InvalidKeys`.
     """
@@ -74,7 +74,7 @@ def read_key_file(file: str) -> dict[str, KeyRights]:
 
 
 def _rights(words: list[str]) -> KeyRights:
-    """Parse the words after a key. Raises `ValueError` without the words, which may be a part of a key."""
+    """Parse the words after a key. Raises `ValueError` without quoting the words, which may be a part of a key."""
     priorities = [given[1] for word in words if (given := re.fullmatch(r"min_priority=(-?[0-9]{1,10})", word))]
     num_admin = words.count(ADMIN)
     if len(priorities) + num_admin < len(words) or len(priorities) > 1 or num_admin > 1:
@@ -87,10 +87,10 @@ def _rights(words: list[str]) -> KeyRights:
 class ApiKeys:
     """The valid API keys and their rights.
 
-    file ──has other keys──> they count from the next request on; requests under way go on
-         ──gone, empty, unreadable──> the old keys stay valid, a warning is logged, and each check tries again
+    file ──its keys have changed──> the new keys count from the next request on; running requests continue
+         ──is missing, empty, unreadable──> the old keys stay valid, a warning is logged, and each check tries again
 
-    So a mistake in the file neither lets strangers in nor locks clients out.
+    So a mistake in the file neither admits strangers nor locks clients out.
     """
 
     def __init__(self, settings: GatewaySettings, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -99,31 +99,31 @@ class ApiKeys:
         self.reconfigure(settings)
 
     def reconfigure(self, settings: GatewaySettings) -> None:
-        """Take the keys of other settings, which count from the next request on. Raises as the constructor does;
-        then nothing has changed.
+        """Take the keys of other settings, which count from the next request on. Raises like the constructor; then
+        nothing has changed.
         """
         version = _version(settings.api_keys_file)
         self._rights = _read(settings.api_keys, settings.api_keys_file)  # by digest of the key
         self._given, self._file, self._version = settings.api_keys, settings.api_keys_file, version
         self._min_priority = settings.min_priority
         self._look_at_s = self._now_s() + LOOK_S
-        self._trouble = ""  # the newest error of the file, which has been logged
+        self._trouble = ""  # the last error of the file, which has been logged
 
     @property
     def is_open(self) -> bool:
-        """True if the gateway asks for no key."""
+        """True if the gateway requires no key."""
         return not self._rights
 
     @property
     def anonymous(self) -> Caller:
-        """Return the caller of a gateway that asks for no key."""
+        """Return the caller for a gateway that requires no key."""
         return Caller(None, self._min_priority)
 
     def caller(self, key: bytes) -> Caller | None:
-        """Return the caller with this key; None if the key is not valid."""
+        """Return the caller with this key; None if the key is invalid."""
         self._look()
         given = _digest(key)
-        # Compare with every key, each in constant time.
+        # Compare with all keys, each in constant time.
         matches = [rights for digest, rights in self._rights.items() if hmac.compare_digest(given, digest)]
         if not matches:
             return None
@@ -131,7 +131,7 @@ class ApiKeys:
         return Caller(given, self._min_priority if own is None else own, matches[0].is_admin)
 
     def _look(self) -> None:
-        """Read the file again if it has changed: at most one `stat` a second, unless the last read failed."""
+        """Read the file again if it has changed: `stat` at most once a second, unless the last read failed."""
         now_s = self._now_s()
         if not self._file or now_s < self._look_at_s:
             return
@@ -143,10 +143,10 @@ class ApiKeys:
             self._rights = _read(self._given, self._file)
         except InvalidKeys as error:
             if str(error) != self._trouble:
-                logger.warning("%s; the keys of before stay valid", error)
-            self._trouble = str(error)  # the cause, such as file permissions, may go away without a new version
+                logger.warning("%s; the previous keys stay valid", error)
+            self._trouble = str(error)  # its cause, such as file permissions, may vanish without a new version
         else:
-            logger.info("gateway.api_keys_file: %s has been read: %d keys open now", self._file, len(self._rights))
+            logger.info("gateway.api_keys_file: %s has been read: %d keys are valid now", self._file, len(self._rights))
             self._version, self._trouble = version, ""
 
 
@@ -165,7 +165,7 @@ def cache_salt_of_key(digest: bytes | None) -> str:
 
 
 def _version(file: str) -> Version | None:
-    """Return a value that changes whenever the file is written or replaced, as Kubernetes does; None without a file."""
+    """Return a value that changes when the file is written or replaced (as Kubernetes does); None without a file."""
     try:
         found = os.stat(file)
     except OSError:

@@ -40,8 +40,8 @@ from .settings import GatewaySettings
 from .tracing import RequestSpans
 from .web_page import add_page_routes
 
-EXPOSED_HEADERS = ["x-request-id", "request-id", "x-baton-path", "retry-after"]  # readable by scripts of web pages
-# Routes for clients, named in 404 responses; those for operators are in the documentation.
+EXPOSED_HEADERS = ["x-request-id", "request-id", "x-baton-path", "retry-after"]  # readable by scripts on web pages
+# Routes for clients, named in 404 responses; routes for operators are only in the documentation.
 CLIENT_ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", ANTHROPIC_ROUTE, "/v1/models"),
     *("/tokenize", "/detokenize"),
@@ -64,11 +64,11 @@ def create_app(
 ) -> FastAPI:
     """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
-    `drain` lets its owner announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
-    stops the processes that read large bodies, and finished requests are recorded in `spans`. `scrape` returns the
-    metrics of all processes, or those of this node's share; without it this gateway shows its own alone. With
-    `scales_from_zero` the application is ready without engines, which start with the first request. `load_balancing`
-    is shown to operators. `operator` acts on the whole application, for keys with the right `admin`.
+    `drain` lets the caller announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
+    stops the processes that read large bodies, and `spans` records finished requests. `scrape` returns the metrics of
+    all processes, or of those on this node; without it, `/metrics` shows only this gateway. With `scales_from_zero`
+    the application counts as ready without engines, which start with the first request. `load_balancing` is shown to
+    operators. `operator` acts on the whole application, for keys with the right `admin`.
 
     Raises `InvalidKeys`.
     """
@@ -88,7 +88,7 @@ def create_app(
     bodies = bodies or BodyService(model, settings, metrics)
     gateway = GatewayServices(model, metrics, admission, serving, bodies, spans)
 
-    # A redirect would hold the scheme and host of this gateway, which differ from the client's behind a balancer.
+    # A redirect would name the scheme and host of this gateway; behind a balancer, clients use others.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
@@ -114,7 +114,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = {route.path for route in app.router.routes if isinstance(route, Route)}
     app.add_middleware(RequestMiddleware, metrics=metrics, keys=keys, routes=paths, drain=drain)
-    # Outermost: pages may read refusals, too, and preflight requests carry no key.
+    # Outermost, so that web pages can read refusals, too, and because preflight requests carry no key.
     app.add_middleware(OriginsMiddleware, allowed=lambda: serving.settings.allowed_origins)
     app.state.parts = _Parts(keys, bodies, serving)
     return app
@@ -122,7 +122,7 @@ def create_app(
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of an application that follow a change of settings."""
+    """The parts of an application that a change of settings reaches."""
 
     keys: ApiKeys
     bodies: BodyService
@@ -130,12 +130,12 @@ class _Parts:
 
 
 def reconfigure_app(app: FastAPI, settings: GatewaySettings) -> None:
-    """Make other settings hold, all of them at once: nothing else runs on the event loop meanwhile.
+    """Apply other settings, all at once: nothing else runs on the event loop meanwhile.
 
     A request that has begun keeps what was decided at its beginning: its deadlines, its admission, its caller, the size
-    of its body. What it decides later follows the new settings: engines, waits for one, further attempts.
+    limit of its body. Its later decisions follow the new settings: the choice of engines, waits for one, retries.
 
-    `body_processes` is the only one that changes nothing here. Raises `InvalidKeys`; then nothing has changed.
+    Only `body_processes` cannot be changed here. Raises `InvalidKeys`; then nothing has changed.
     """
     parts: _Parts = app.state.parts
     parts.keys.reconfigure(settings)
@@ -144,7 +144,7 @@ def reconfigure_app(app: FastAPI, settings: GatewaySettings) -> None:
 
 
 class OriginsMiddleware:
-    """CORS for the origins that are allowed now; without any, requests pass unchanged."""
+    """CORS for the presently allowed origins; if there are none, requests pass unchanged."""
 
     def __init__(self, app: ASGIApp, *, allowed: Callable[[], list[str]]) -> None:
         self._app, self._allowed = app, allowed
@@ -182,7 +182,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Answer errors that the framework raises in the same JSON as all others."""
+    """Answer the framework's errors in the same JSON as all others."""
     assert isinstance(error, HTTPException)
     there = f"There are {', '.join(CLIENT_ROUTES)}."
     not_allowed = f"{request.method} is not allowed here."

@@ -1,4 +1,4 @@
-"""All error responses of the gateway, as JSON that OpenAI's clients understand, or Anthropic's."""
+"""All error responses of the gateway, in the JSON of OpenAI's or of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from baton.cluster.pluralize import pluralize
 from baton.engine.core.messages import EngineError, ErrorKind
 
 MAX_TEXT_CHARS = 2048  # of an error message
-EXCERPT_CHARS = 100  # of a client's text within a message
-ANTHROPIC_ROUTE = "/v1/messages"  # it and the routes under it answer errors as Anthropic's API does
-CLIENT_CLOSED_REQUEST = 499  # nginx's number; it is only counted, since the client has left
+EXCERPT_CHARS = 100  # of a client's text in a message
+ANTHROPIC_ROUTE = "/v1/messages"  # this route and those below it send errors as Anthropic's API does
+CLIENT_CLOSED_REQUEST = 499  # nginx's code; only counted, since the client has disconnected
 
 
 class ErrorDetails(msgspec.Struct):
@@ -24,7 +24,7 @@ class ErrorDetails(msgspec.Struct):
     type: str
     param: str | None  # the field, such as `messages[0].content`
     code: str | None
-    gpu_time_spent: bool | UnsetType = UNSET  # with errors about load: whether an engine may have worked on the request
+    gpu_time_spent: bool | UnsetType = UNSET  # in errors about load: whether an engine may have worked on the request
 
 
 class ErrorResponse(msgspec.Struct):
@@ -34,12 +34,12 @@ class ErrorResponse(msgspec.Struct):
 
 
 class AnthropicErrorDetails(msgspec.Struct):
-    """An error of Anthropic's API. `param`, `details` and `gpu_time_spent` are additions."""
+    """An error of Anthropic's API. `param`, `details` and `gpu_time_spent` are Baton's additions."""
 
     type: str
     message: str
     param: str | UnsetType = UNSET  # the field that has to change
-    details: dict[str, str] | UnsetType = UNSET  # `error_code`: the code of OpenAI's shape
+    details: dict[str, str] | UnsetType = UNSET  # `error_code`: the `code` of OpenAI's shape
     gpu_time_spent: bool | UnsetType = UNSET
 
 
@@ -51,10 +51,10 @@ class AnthropicErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
 
 
 class ApiError(Exception):
-    """An error response. `param` names the field that the client has to change, if there is one.
+    """An error response. `param` names the field that the client has to change, if any.
 
-    `gpu_time_spent` says if an engine may have worked on the request; None if that is of no interest, as for a bad
-    request. `detail` goes into the log and never to the client: it may tell of engines, classes and files.
+    `gpu_time_spent` says whether an engine may have worked on the request; None if that does not matter, as for an
+    invalid request. `detail` goes to the log and never to the client: it may name engines, classes and files.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class ApiError(Exception):
 
     @property
     def is_about_load(self) -> bool:
-        """True if the same request may succeed later, so that clients want to know if it has cost GPU time."""
+        """True if the same request may succeed later, so that clients want to know whether it has cost GPU time."""
         return self.status in (408, 429) or self.status >= 500
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace our field names by the client's, in `param` and where the message quotes them. `names`: ours ->
-        theirs.
+        """Replace engine field names with the client's, in `param` and in quotes in the message.
 
-        A path within a field takes the field's new name, unless the path has a new name of its own.
+        `names` maps the engine's names to the client's. A path inside a field takes the field's new name, unless the
+        path has a new name of its own.
         """
         if self.param is not None:
             within = [ours for ours in names if re.match(rf"{re.escape(ours)}($|[.\[])", self.param)]
@@ -99,12 +99,12 @@ class ApiError(Exception):
             self.message = self.message.replace(f"'{ours}'", f"'{theirs}'")
 
     def body(self) -> bytes:
-        """Return `{"error": {"message", "type", "param", "code"}}`, which error events of streams hold as well."""
+        """Return `{"error": {"message", "type", "param", "code"}}`; error events of streams have the same content."""
         spent = UNSET if self.gpu_time_spent is None else self.gpu_time_spent
         return msgspec.json.encode(ErrorResponse(ErrorDetails(self.message, self.type, self.param, self.code, spent)))
 
     def anthropic_body(self, request_id: str) -> bytes:
-        """Return the same as Anthropic's API has it: its types follow from the status. `param` is an addition."""
+        """Return the error as Anthropic's API has it: its type follows from the status. `param` is Baton's addition."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         details = AnthropicErrorDetails(
             type=kind,
@@ -116,7 +116,7 @@ class ApiError(Exception):
         return msgspec.json.encode(AnthropicErrorResponse(details, request_id))
 
     def body_at(self, path: str, request_id: str) -> bytes:
-        """Return the body of a response to a request of this path."""
+        """Return the body of an error response to a request of this path."""
         return self.anthropic_body(request_id) if is_anthropic(path) else self.body()
 
 
@@ -132,12 +132,12 @@ _ANTHROPIC_TYPES = {
 
 
 def is_anthropic(path: str) -> bool:
-    """Return whether a path is of Anthropic's API."""
+    """Return whether a path belongs to Anthropic's API."""
     return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/")
 
 
 def _shorten_message(text: str) -> str:
-    """Shorten a text that may hold names and values of a client, which may be of any length."""
+    """Shorten a message, which may quote names and values of a client, of any length."""
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
@@ -152,7 +152,7 @@ def excerpt(text: str) -> str:
 
 
 def field_name(place: Iterable[str | int]) -> str | None:
-    """Write a path of keys and indices as `param` has it: `messages[0].content`. None stands for the whole body."""
+    """Write a path of keys and indices as `param` has it: `messages[0].content`; None for the whole body."""
     names = (f"[{part}]" if isinstance(part, int) else f".{shorten(part)}" for part in place)
     return "".join(names).lstrip(".") or None
 
@@ -186,7 +186,7 @@ def prompt_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiErr
 
 
 def prediction_too_long(param: str, max_model_len: int, least_tokens: int) -> ApiError:
-    """Refuse a prediction that is longer than any answer."""
+    """Refuse a prediction that is longer than any possible answer."""
     message = (
         f"{param!r} has {least_tokens} tokens or more. No answer of this model is longer than its context, "
         f"{max_model_len} tokens."
@@ -195,7 +195,7 @@ def prediction_too_long(param: str, max_model_len: int, least_tokens: int) -> Ap
 
 
 def context_length_exceeded(param: str, max_model_len: int, prompt_tokens: int, max_tokens: int | None) -> ApiError:
-    """Refuse a prompt that leaves no room in the context for `max_tokens` more, or for any token if that is None."""
+    """Refuse a prompt after which the context has no room for `max_tokens` more, or for any token if that is None."""
     if max_tokens is None:
         length = pluralize(prompt_tokens, "token")
         asked = f"Your prompt has {length}, which leaves no room for an answer. Shorten the prompt."
@@ -236,7 +236,7 @@ def memory_full(limit_bytes: int, retry_after_s: float) -> ApiError:
 
 
 def answer_too_large(limit_bytes: int) -> ApiError:
-    """Refuse a request whose answer is held until it is whole, and takes more memory than one may."""
+    """Refuse a request whose answer, held until it is complete, takes more memory than one answer may."""
     message = (
         f"The answer takes more than {limit_bytes} bytes until it is whole and can be sent. Set 'stream' to true, or "
         "ask for fewer choices, tokens or log probabilities."
@@ -260,7 +260,7 @@ def no_retries_left(message: str, retry_after_s: float, detail: str = "") -> Api
 
 
 def draining() -> ApiError:
-    """Report in health checks that this gateway is about to end."""
+    """Return the error with which health checks learn that this gateway is about to end."""
     return ApiError(503, "This gateway is about to end: send requests elsewhere.", type="service_unavailable")
 
 
@@ -297,7 +297,7 @@ def invalid_api_key() -> ApiError:
 
 
 def not_admin() -> ApiError:
-    """Refuse a route of operators to a client without the right."""
+    """Refuse an operator's route to a client without the right `admin`."""
     message = (
         "This route is for API keys with the right 'admin': 'admin' stands behind such a key in the gateways' "
         "api_keys_file."
@@ -306,7 +306,7 @@ def not_admin() -> ApiError:
 
 
 def ended_by_operator() -> ApiError:
-    """End a request that an operator no longer wants. Clients do not repeat a 403 by themselves."""
+    """End a request at an operator's order. Clients do not retry a 403 by themselves."""
     return ApiError(403, "The operator has ended this request.", type="permission_error", code="ended_by_operator")
 
 
@@ -319,9 +319,9 @@ def internal(message: str, detail: str = "") -> ApiError:
 
 
 def from_engine(error: EngineError, retry_after_s: float) -> ApiError:
-    """Return the HTTP error for an engine's error that no other engine could make good.
+    """Return the HTTP error for an engine's error after which no other engine was tried, or none could help.
 
-    Only refusals of the request itself are passed on; what else an engine says is for the log.
+    Only the text of an error in the request itself is passed on; all other texts go to the log.
     """
     match error.kind:
         case ErrorKind.INVALID if error.field:

@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics. Names are vLLM's with another prefix, so that its dashboards fit."""
+"""The gateway's Prometheus metrics. Names are vLLM's with another prefix, so that dashboards can be adapted easily."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 
 DECISION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 10, 15, 30, 60)
 
-STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # statuses of errors after a stream's first byte
+STREAM_ERRORS = (400, 408, 409, 413, 500, 503)  # statuses of errors that can occur after a stream's first byte
 BODY_OUTCOMES = ("read", "refused", "too_slow", "broken")
 
 CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
@@ -45,7 +45,7 @@ CLIENT_COUNTERS: dict[str, tuple[str, Callable[[ClientCounters], float]]] = {
 
 
 class GatewayMetrics:
-    """One gateway's metrics in a registry of their own."""
+    """One gateway's metrics, in their own registry."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class GatewayMetrics:
         self.disconnects = counter("client_disconnects_total", "Clients that left before their answer was complete.")
         self.resumed = counter("streams_resumed_total", "Streams resumed after a part had come from another gateway.")
         self.stream_errors = counter("stream_errors_total", "Streams that failed after their first byte.", ["status"])
-        for status in STREAM_ERRORS:  # a rate begins with the second value of a series
+        for status in STREAM_ERRORS:  # exist from the start, because a rate needs a value before the first error
             self.stream_errors.labels(status)
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
@@ -119,11 +119,11 @@ class GatewayMetrics:
         self._bodies.labels(outcome).inc()
 
     def watch_memory(self, held_bytes: Callable[[], float]) -> None:
-        """Show the number of bytes that requests hold together."""
+        """Show the number of bytes that all requests together hold."""
         self._memory.set_function(held_bytes)
 
     def observe_decision(self, failure: str, seconds: float) -> None:
-        """Observe how long it took to decide about a failed attempt."""
+        """Record the seconds from a failed engine's last message, or its request, to the decision what follows."""
         self.decisions_s.labels(failure).observe(seconds)
 
     def circuit_opened(self, peer: tuple[object, ...]) -> None:
@@ -131,7 +131,7 @@ class GatewayMetrics:
         self.circuits_opened.labels("engine" if len(peer) == 1 else "pair").inc()
 
     def observe_parts(self, timeline: Timeline) -> None:
-        """Observe the parts of the latency of a choice that was answered."""
+        """Record the parts of the latency of an answered choice."""
         _, *parts = timeline.parts()
         for part in parts:
             self._parts_s[part.stamp].observe(part.part_s)
@@ -160,14 +160,14 @@ def _sum(metric: Counter | Gauge) -> float:
 
 
 def _counts(histogram: Histogram) -> tuple[float, ...]:
-    """Return the count of each bucket alone; Prometheus' samples are cumulative."""
+    """Return the count of each bucket; Prometheus' samples are cumulative."""
     (family,) = histogram.collect()
     cumulative = [sample.value for sample in family.samples if sample.name.endswith("_bucket")]
     return tuple(upto - below for below, upto in itertools.pairwise([0.0, *cumulative]))
 
 
 class _ClientCollector(Collector):
-    """Collects the numbers of the gateway's own connections to engines."""
+    """Collects figures of the gateway's connections to engines."""
 
     def __init__(self, engines: Callable[[], Sequence[EngineView]], counters: Callable[[], ClientCounters]) -> None:
         self._engines, self._counters = engines, counters

@@ -25,25 +25,25 @@ OPEN_PATHS = (  # health probes, scrapers and readers of the documentation send 
     *("/health", "/live", "/metrics", "/ping"),
     *("/version", "/openapi.json", "/docs", "/"),
 )
-PAGE_FILES = "/page/"  # the path before the names of the page's files, which say nothing of the fleet: open as well
+PAGE_FILES = "/page/"  # prefix of the page's files, which reveal nothing about the fleet: they need no key either
 REQUEST_ID = "baton.request_id"  # keys in the ASGI scope
 CALLER = "baton.caller"
 FAILURE = "baton.failure"  # the error that was sent
-REFUSED = "baton.refused"  # the status that the HTTP server itself sent because a body did not arrive
+REFUSED = "baton.refused"  # status that the HTTP server sent by itself, because a body did not arrive
 
 
 def is_open(path: str) -> bool:
-    """Return True if a request for this path needs no API key."""
+    """Return whether a request for this path needs no API key."""
     return path in OPEN_PATHS or path.startswith(PAGE_FILES)
 
 
 def request_id_of(scope: Scope) -> str:
-    """Return the client's `x-request-id`, or the one that was generated."""
+    """Return the client's `x-request-id`, or else the generated one."""
     return scope[REQUEST_ID]
 
 
 def error_body(error: ApiError, scope: Scope) -> bytes:
-    """Return an error as the API of the request's route has it."""
+    """Return an error in the form of the API that the request's route belongs to."""
     return error.body_at(scope["path"], request_id_of(scope))
 
 
@@ -52,7 +52,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the caller that the request's API key belongs to."""
+    """Return the caller to whom the request's API key belongs."""
     return scope[CALLER]
 
 
@@ -60,7 +60,7 @@ class Drain:
     """SERVING ──begin──> DRAINING
 
     While a gateway drains, `/health` answers 503 and every response closes its connection, but requests are served as
-    before: a balancer sends some until its next health check. The HTTP server closes the port afterwards.
+    before, because a balancer sends some until its next health check. Afterwards the HTTP server closes the port.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Drain:
 
 
 class RequestMiddleware:
-    """ASGI middleware that passes streams through unchanged."""
+    """ASGI middleware around each request. Streams pass through unchanged."""
 
     def __init__(
         self, app: ASGIApp, *, metrics: GatewayMetrics, keys: ApiKeys, routes: Collection[str], drain: Drain
@@ -80,7 +80,7 @@ class RequestMiddleware:
         self._app = app
         self._drain = drain
         self._metrics = metrics
-        self._routes = frozenset(routes)  # paths that are counted by name; all others are counted as "other"
+        self._routes = frozenset(routes)  # paths with their own label in metrics; all others count as "other"
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +114,7 @@ class RequestMiddleware:
             status = status or CLIENT_CLOSED_REQUEST
         except Exception:
             if status:
-                raise  # too late for a status: the server closes the connection and logs the exception
+                raise  # too late for an error status: the server closes the connection and logs the exception
             logger.exception("a fault of the gateway")
             scope[FAILURE] = fault = internal("The gateway failed to serve the request.")
             await error_response(fault, scope)(scope, receive, send_marked)
@@ -122,7 +122,7 @@ class RequestMiddleware:
             status = scope.get(REFUSED, status)
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.responses.labels(route, status).inc()
-            if not is_open(scope["path"]):  # balancers repeat failing probes every second
+            if not is_open(scope["path"]):  # failing probes would fill the log: balancers repeat them every second
                 log_failure(scope, status, time.monotonic() - began_s)
 
     def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> Caller:
@@ -135,7 +135,7 @@ class RequestMiddleware:
 
 
 def _keys_in(headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
-    """Yield the API keys of a request, which are sent as OpenAI's clients do or as Anthropic's."""
+    """Yield a request's API keys, in the headers that OpenAI's or Anthropic's clients send."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         yield key.strip()
@@ -144,7 +144,7 @@ def _keys_in(headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
 
 
 def log_failure(scope: Scope, status: int, took_s: float) -> None:
-    """Log a line if the request failed, be it before its response began or within it."""
+    """Log a line if the request failed, before or after its response had begun."""
     error: ApiError | None = scope.get(FAILURE)
     if status == CLIENT_CLOSED_REQUEST:
         what, level = "was given up by its client", logging.INFO

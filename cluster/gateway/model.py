@@ -1,4 +1,4 @@
-"""The part of the served model that a gateway needs."""
+"""The parts of the served model that a gateway needs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model's name, text and limits. No weights."""
+    """A model's name, tokenizer and limits, without its weights."""
 
     model_id: str  # the name that clients send
     tokenizer: Tokenizer
     max_model_len: int  # tokens of prompt and output together
     vocab_size: int  # of the model, whose embedding may be larger than the tokenizer's vocabulary
     eos_token_ids: tuple[int, ...] = ()
-    generation_defaults: Mapping[str, float] = field(
-        default_factory=dict
-    )  # sampling parameters that the client does not send
+    # Sampling parameters of requests that do not set them.
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
 
     @classmethod
     def from_folder(
         cls, folder: str | Path, *, model_id: str | None = None, max_model_len: int | None = None
     ) -> ServedModel:
-        """Read a checkpoint's configuration and tokenizer; its weights need not be there.
+        """Read a checkpoint's configuration and tokenizer; its weights may be missing.
 
         Raises `ModelError` or `TokenizerError` for a folder that is not a checkpoint.
         """

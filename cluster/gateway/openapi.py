@@ -1,9 +1,9 @@
-"""The description of the API: an OpenAPI 3.1 document at `/openapi.json`, and the same as a page at `/docs`.
+"""The description of the API: an OpenAPI 3.1 document at `/openapi.json`, and the same content as a page at `/docs`.
 
     OPERATIONS ──> schemas of their types ──> document ──docs_page.html──> page
 
-Bodies are described by the models that validate them, and answers by the structs that are encoded, so neither can
-differ from what the server does. A new route is a new row of `OPERATIONS`, in `operations.py`.
+Bodies are described by the models that validate them, and answers by the structs that are encoded, so the description
+cannot differ from the server. A new route is a new row of `OPERATIONS` in `operations.py`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .routes import (
 )
 
 REFERENCE = "#/components/schemas/"
-MAX_AGE_S = 300  # so long clients keep the description, which only another version changes
-# The page has one style sheet of its own, and nothing else: no scripts, nothing from elsewhere.
+MAX_AGE_S = 300  # clients may cache the description for so long; it changes only with the version
+# The page has one style sheet inside, no scripts, and loads nothing.
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 PAGE = Path(__file__).with_name("docs_page.html")
 KEEP = f"public, max-age={MAX_AGE_S}"
 
 
 def add_description_routes(app: FastAPI, model_id: str) -> None:
-    """Add `/openapi.json` and `/docs`. Each is made when it is first asked for."""
+    """Add `/openapi.json` and `/docs`. Each is made at its first request."""
 
     @cache
     def document() -> Schema:
@@ -64,7 +64,7 @@ def add_description_routes(app: FastAPI, model_id: str) -> None:
 
 
 def cacheable(request: Request, body: bytes, media_type: str, cache_control: str) -> Response:
-    """Return a body that clients keep as `cache_control` says; 304 where the client has it already."""
+    """Return a body that clients cache as `cache_control` says; 304 if the client has the same one already."""
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {"etag": tag, "cache-control": cache_control}
     if tag in request.headers.get("if-none-match", ""):
@@ -73,7 +73,7 @@ def cacheable(request: Request, body: bytes, media_type: str, cache_control: str
 
 
 def api_document(model_id: str) -> Schema:
-    """Return the OpenAPI document. `model_id` is in its examples."""
+    """Return the OpenAPI document; its examples name `model_id`."""
     paths: dict[str, Schema] = {}
     schemas, answers = _schemas()
     for operation in OPERATIONS:
@@ -94,7 +94,7 @@ def api_document(model_id: str) -> Schema:
 
 
 def _schemas() -> tuple[Schema, dict[Any, Schema]]:
-    """Return all named schemas, and the schema of each type that is sent."""
+    """Return all named schemas, and the schema of each type of answer."""
     read = {model for operation in OPERATIONS for model in operation.bodies}
     of_bodies: Schema = models_json_schema(
         [(model, "validation") for model in sorted(read, key=lambda model: model.__name__)],
@@ -174,7 +174,7 @@ def docs_page(document: Schema) -> str:
 
 
 def code(text: str) -> str:
-    """Return a text as HTML, with what stands between backticks as code."""
+    """Return a text as HTML in which parts between backticks are code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
 
 

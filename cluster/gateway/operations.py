@@ -1,6 +1,6 @@
-"""The table of the API's operations: each route with each method, what it takes, and what it answers.
+"""The table of the API's operations: for each route and method, the body that it takes and the answer that it gives.
 
-Bodies are the models that validate them, answers the structs that are encoded: a new route is a new row.
+Bodies are the models that validate them, answers the structs that are encoded. A new route is a new row.
 """
 
 from __future__ import annotations
@@ -94,24 +94,24 @@ GENERATING_HEADERS = tuple(HEADERS)[1:-1]
 
 @dataclass(frozen=True)
 class Operation:
-    """One route with one method, as clients see it. HEAD goes along with each GET, without its body."""
+    """One route with one method, as clients see it. Each GET can also be a HEAD, whose answer has no body."""
 
     method: str
     path: str
     summary: str
     answer: Any  # the type of the answer with status 200
     errors: tuple[int, ...] = READS
-    bodies: tuple[type[BaseModel], ...] = ()  # the body is one of them
-    event: Any = None  # the type of `data` of the events of a stream
-    headers: tuple[str, ...] = ()  # beside `x-request-id`
+    bodies: tuple[type[BaseModel], ...] = ()  # the body must fit one of them
+    event: Any = None  # the type of `data` in the events of a stream
+    headers: tuple[str, ...] = ()  # of the request, in addition to `x-request-id`
     query: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> values, the default first; (): a list
     media_type: str = "application/json"
-    example: Schema = field(default_factory=dict)  # a body, to which the model's name is added
+    example: Schema = field(default_factory=dict)  # an example body, without the model's name, which is added
     is_admin: bool = False  # needs a key with the right `admin`
 
     @property
     def error(self) -> type[msgspec.Struct]:
-        """The shape of its errors."""
+        """The type of the route's errors."""
         return AnthropicErrorResponse if is_anthropic(self.path) else ErrorResponse
 
     @property

@@ -1,4 +1,4 @@
-"""Routes that generate nothing: the model, health, metrics, and the application's state."""
+"""Routes that do not generate: the model, health, metrics, and the application's state."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .serving.recent_requests import MOST_REQUESTS, EndedRequest, RecentRequests
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCOPES = ("application", "node")  # of the metrics in an answer
-FAMILIES = "name[]"  # the parameter of Prometheus' clients; it may be given several times
-AGE_HEADER = "cache-control"  # of a request: RFC 9111, section 5.2.1.1
+FAMILIES = "name[]"  # query parameter of Prometheus' clients; may be repeated
+AGE_HEADER = "cache-control"  # request header: RFC 9111, section 5.2.1.1
 MAX_AGE = re.compile(r"\bmax-age=([0-9]{1,9})\b")
 HEALTH_RETRY_S = 1.0
 READ = ["GET", "HEAD"]
@@ -35,7 +35,7 @@ VERSION = importlib.metadata.version("baton")
 
 
 class ModelCard(msgspec.Struct):
-    """The one model of the application."""
+    """The application's only model."""
 
     id: str
     created: int
@@ -54,7 +54,7 @@ class Live(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    engines: int  # that this gateway reaches
+    engines: int  # number that this gateway reaches
     status: Literal["ready"] = "ready"
 
 
@@ -67,19 +67,19 @@ class ServerLoad(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """The model that is served, and the engines that serve it."""
+    """The served model, and its engines."""
 
     model: str
     max_model_len: int
     version: str
     load_balancing: LoadBalancing
     engines: dict[str, int]  # role -> number of engines that this gateway reaches
-    apis: list[str]  # routes that generate
+    apis: list[str]  # the routes that generate
     is_admin: bool  # the request's API key has the right `admin`
 
 
 class RankTable(msgspec.Struct):
-    """Every engine and every gateway of the application, with their newest statistics."""
+    """All engines and gateways of the application, with their newest statistics."""
 
     object: Literal["list"]
     gateway: str
@@ -105,14 +105,14 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.api_route("/tokenizer_info", methods=READ)
     async def tokenizer_info() -> Response:
-        """Return what evaluation harnesses need that tokenize with this server, as vLLM does."""
+        """Return what evaluation harnesses need that tokenize with this server, in the same form as vLLM."""
         tokens = {"bos_token": None, "eos_token": None, "pad_token": None} | model.tokenizer.special_tokens
         template = {"chat_template": model.tokenizer.chat_template_source}
         return _json({**tokens, **template, "model_max_length": model.max_model_len})
 
 
 class Scrape(Protocol):
-    """Returns metrics in Prometheus' text format: the families of `names`, or all, no older than `max_age_s`."""
+    """Returns metrics in Prometheus' text format: of the families in `names`, or of all; at most `max_age_s` old."""
 
     async def __call__(self, of_node: bool, *, names: Collection[str] = (), max_age_s: float = 0.0) -> bytes: ...
 
@@ -123,7 +123,7 @@ def add_probe_routes(app: FastAPI, serving: ServingContext, scrape: Scrape, drai
         return _json(Live())
 
     @app.api_route("/health", methods=READ)
-    @app.api_route("/ping", methods=[*READ, "POST"])  # SageMaker's name of it
+    @app.api_route("/ping", methods=[*READ, "POST"])  # the same route under SageMaker's name
     async def health() -> Response:
         if drain.has_begun:
             raise draining()
@@ -188,7 +188,7 @@ def add_state_routes(
 
 
 class SharedAnswer:
-    """The newest body of a route, for all clients that allow it some age."""
+    """The newest body of a route, shared by all clients that accept its age."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make
@@ -204,7 +204,7 @@ class SharedAnswer:
 
 
 def max_age_s(request: Request) -> float:
-    """Return the age in seconds that the client allows an answer to have: 0, unless its headers say more."""
+    """Return the age in seconds that the client accepts for an answer: 0, unless its headers allow more."""
     found = MAX_AGE.search(request.headers.get(AGE_HEADER, ""))
     return float(found[1]) if found else 0.0
 

@@ -1,10 +1,10 @@
 """OpenTelemetry spans of requests, if the environment names an exporter.
 
-    POST /v1/completions     with an event for every stamp, at its time
+    POST /v1/completions     with an event for each stamp, at its time
       └─ admitted, routed, prefill_queued, ..., last_token, last_byte     a child for each part of each choice
 
-Spans are made from a request's timelines after it has ended. So engines need no tracing, no request waits for an
-exporter, and nothing is spent without one. The environment variables are OpenTelemetry's own.
+Spans are made from a request's timelines after its end. So engines need no tracing, no request waits for an exporter,
+and without an exporter tracing costs nothing. The environment variables are OpenTelemetry's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .serving.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # longest wait for the collector at the gateway's end
+CLOSE_S = 2.0  # for which the gateway waits for the collector when it ends
 EXPORTER = "OTEL_TRACES_EXPORTER"
 OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
@@ -39,11 +39,11 @@ EXTRAS = {
 
 
 class TraceExporterError(RuntimeError):
-    """The environment names an exporter that is not installed or does not start. The message has the remedy."""
+    """The environment names an exporter that is not installed or cannot start. The message says what to do."""
 
 
 class RequestSpans:
-    """Records the finished requests of one gateway."""
+    """Records the finished requests of one gateway as spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -52,13 +52,13 @@ class RequestSpans:
 
     @classmethod
     def from_environment(cls, gateway_id: str) -> Self | None:
-        """Return None if no exporter is named. Raises `TraceExporterError` if it is not installed or does not start."""
+        """Return None if no exporter is named. Raises `TraceExporterError` if it is not installed or cannot start."""
         name = os.environ.get(EXPORTER, "none")
         if name in ("", "none"):
             return None
         ours = Resource({SERVICE_NAME: "baton-gateway", "service.instance.id": gateway_id})
         resource = ours.merge(OTELResourceDetector().detect())
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would block the process's exit
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # True would block the process's exit
         provider.add_span_processor(_sending(_exporter_entry(name)))
         return cls(provider)
 
@@ -71,7 +71,7 @@ class RequestSpans:
         ended_s: float,
         timelines: Sequence[Timeline],
     ) -> None:
-        """Record a request that has ended. Times are `time.monotonic`'s."""
+        """Record a finished request. Times are on `time.monotonic`'s clock."""
         offset_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
             f"POST {route}",
@@ -108,7 +108,7 @@ class RequestSpans:
     def close(self) -> None:
         """Send the remaining spans, for at most `CLOSE_S`.
 
-        If the collector is gone, exporters themselves would retry for half a minute.
+        Without this limit, exporters would retry for half a minute if the collector is gone.
         """
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
@@ -135,7 +135,7 @@ def _sending(entry: EntryPoint) -> SpanProcessor:
     """Return a processor that sends spans through the exporter. Raises `TraceExporterError`."""
     try:
         return BatchSpanProcessor(entry.load()())
-    except Exception as error:  # exporters raise errors of no common type for wrong variables
+    except Exception as error:  # exporters raise errors of various types for wrong variables
         raise TraceExporterError(
             f"{EXPORTER} asks for {entry.name!r}, which does not start ({type(error).__name__}: {error}): look at the "
             "other variables OTEL_EXPORTER_* and OTEL_BSP_*, or unset it."
@@ -143,7 +143,7 @@ def _sending(entry: EntryPoint) -> SpanProcessor:
 
 
 def _otlp_exporter() -> str:
-    """Return the OTLP exporter for the protocol in the environment, where an empty variable counts as unset.
+    """Return the OTLP exporter for the protocol in the environment; an empty variable counts as unset.
 
     Raises `TraceExporterError` for a protocol that OTLP does not have.
     """

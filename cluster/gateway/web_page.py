@@ -1,10 +1,10 @@
 """The page at `/`: the fleet live, a playground for chats, and the timelines of its requests.
 
-    browser ── GET /, /page/{file} ──> the files of the folder `page`; no API key, they say nothing of the fleet
+    browser ── GET /, /page/{file} ──> the files of the folder `page`; no API key, since they say nothing of the fleet
             ── GET /v1/cluster/ranks, /metrics, /server_info, /health; POST /v1/chat/completions, with the user's key
-            ── POST /v1/admin/drain, /v1/admin/abort, where /server_info says that this key may
+            ── POST /v1/admin/drain, /v1/admin/abort, if /server_info says that this key may
 
-The files are served as they lie there: no build step, and nothing is loaded from elsewhere.
+The files are served as they are: there is no build step, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Browsers ask each time whether a file has changed: those of two versions must not be mixed.
+# Browsers ask each time whether a file has changed, because files of two versions must not be mixed.
 KEEP = "no-cache"
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -46,7 +46,7 @@ def page_files() -> Mapping[str, bytes]:
 
 
 def add_page_routes(app: FastAPI, is_on: Callable[[], bool]) -> None:
-    """Add `/` and the files of the page. While `is_on()` is false they are a 404."""
+    """Add `/` and the files of the page. While `is_on()` is false, they answer 404."""
 
     async def index(request: Request) -> Response:
         return answer(request, INDEX)

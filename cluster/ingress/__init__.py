@@ -1,4 +1,4 @@
-"""The processes around a gateway: its port, its Serve replica, or the controller of gateways beside ranks.
+"""The processes around a gateway: its port, its Serve replica, or the controller of gateways beside engines.
 
-The answers of a gateway are made in `cluster/gateway`, which knows no Ray.
+The gateway's answers are made in `cluster/gateway`, which does not use Ray.
 """

@@ -1,13 +1,13 @@
-"""Accepts the connections of a listener, as long as the process has file descriptors for them.
+"""Accepts a listener's connections as long as the process has file descriptors for them.
 
-Event loops do that, too, but close a connection without an answer, or never accept it, when descriptors have run out,
-and lose one that they have just accepted when its listener is closed.
+Event loops do that, too, but when descriptors run out they close connections without an answer or never accept them,
+and they lose a connection that was just accepted when its listener closes.
 
-One of several listeners on a port (SO_REUSEPORT) leaves it without breaking a connection that is being made. The kernel
-has chosen a listener for a connection before that is accepted, and resets it where the listener is closed. (Other
-listeners of the port take it over where `net.ipv4.tcp_migrate_req` is 1, also from a process that was killed.) So a
-listener that leaves first attaches a filter that drops the packets which begin a connection: clients' kernels send them
-again after a second, when the other listeners have the port alone. Meanwhile it accepts the connections begun before.
+A listener that shares its port (SO_REUSEPORT) can close here without breaking connections that are being made. The
+kernel assigns a connection to a listener before it is accepted, and resets it if that listener closes. (With
+`net.ipv4.tcp_migrate_req` = 1 other listeners of the port take it over, even from a killed process.) So a closing
+listener first attaches a filter that drops packets which begin a connection: clients' kernels repeat them after a
+second, and only the other listeners are left then. Meanwhile it accepts the connections that had already begun.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 32  # then other tasks of the loop have their turn
+MOST_AT_ONCE = 32  # accepted connections after which other tasks of the loop have their turn
 PAUSE_S = 0.05
-SETTLE_S = 0.5  # for handshakes under way; less than the second after which a client's kernel tries again
+SETTLE_S = 0.5  # for handshakes under way; shorter than the second after which clients' kernels retry
 
 SO_ATTACH_FILTER = 26  # linux/asm-generic/socket.h
 TCP_FLAGS_BYTE, SYN, ACK = 13, 0x02, 0x10
 LOAD_BYTE, AND, JUMP_IF_EQUAL, RETURN = 0x30, 0x54, 0x15, 0x06  # linux/bpf_common.h
-DROP, PASS = 0, 0xFFFF_FFFF  # bytes of the packet that are kept
+DROP, PASS = 0, 0xFFFF_FFFF  # the number of bytes of a packet to keep
 
 _DROP_SYN = (
     (LOAD_BYTE, 0, 0, TCP_FLAGS_BYTE),
@@ -40,10 +40,10 @@ _DROP_SYN = (
 
 
 class Acceptor:
-    """Gives each connection a protocol; connections for which there is no descriptor wait in the kernel."""
+    """Gives each connection a protocol. Connections without a free descriptor wait in the kernel."""
 
     def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol], max_descriptor: int) -> None:
-        """Connections are accepted one at a time where their descriptors are above `max_descriptor`."""
+        """Connections whose descriptors are above `max_descriptor` are accepted one at a time."""
         self._listener, self._protocol, self._max_descriptor = listener, protocol, max_descriptor
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
@@ -54,12 +54,12 @@ class Acceptor:
         self._resume()
 
     async def close(self) -> None:
-        """Close the port; return when each connection that had been made has a protocol."""
+        """Close the port; return when every connection made before has a protocol."""
         if self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT):
             try:
                 _drop_new_connections(self._listener)
             except OSError as error:
-                logger.warning("the kernel takes no filter (%s): connections that are being made may break", error)
+                logger.warning("the kernel refuses a filter (%s): connections that are being made may break", error)
             await asyncio.sleep(SETTLE_S)
         if self._pause is not None:
             self._pause.cancel()
@@ -79,12 +79,12 @@ class Acceptor:
                 return
 
     def _accept_one(self) -> bool:
-        """Accept a connection; return whether another one may follow at once."""
+        """Accept a connection; return whether another one may be accepted at once."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError):
             return False
-        except ConnectionError:  # it has gone meanwhile
+        except ConnectionError:  # the client has closed it meanwhile
             return True
         except OSError as error:  # the process or the machine has no more descriptors, or no memory
             logger.warning("no connection is accepted for %g s: %s", PAUSE_S, error)
@@ -94,7 +94,7 @@ class Acceptor:
         opening = self._loop.create_task(self._open(connection))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
-        if connection.fileno() > self._max_descriptor:  # the kernel gives out the lowest number that is free
+        if connection.fileno() > self._max_descriptor:  # the kernel assigns the lowest free number
             self._wait()
             return False
         return True
@@ -102,7 +102,7 @@ class Acceptor:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection)
-        except OSError as error:  # it has gone meanwhile
+        except OSError as error:  # the client has closed it meanwhile
             logger.debug("a connection broke when it had been accepted: %s", error)
             connection.close()
 
@@ -112,9 +112,9 @@ class Acceptor:
 
 
 def _drop_new_connections(listener: socket.socket) -> None:
-    """Drop packets that begin a connection from now on. Needs no privilege for a socket of one's own.
+    """Drop packets that begin a connection from now on. A process may do that to its own socket without privileges.
 
-    Raises `OSError` where the kernel knows no such filters.
+    Raises `OSError` if the kernel has no such filters.
     """
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_SYN))
     listener.setsockopt(

@@ -1,12 +1,12 @@
-"""The controller of gateways beside engines: one a node (hybrid) or one a rank (external).
+"""The controller of gateways beside engines: one gateway on each node (hybrid) or for each rank (external).
 
     directory ── snapshots ──> GatewayController ── starts, replaces, ends ──> GatewayActor, one a placement
                                (Serve, one replica)
 
-Serve's `user_config` comes to the controller, which gives it to each gateway. Where it changes what a gateway keeps
-from its start on, the controller replaces them, one after the other.
+Serve passes `user_config` to the controller, which passes it on to each gateway. If it changes a setting that a gateway
+cannot change while running, the controller replaces the gateways one after the other.
 
-Gateways outlive their controller: when it dies they serve on, and its successor finds them by name. They end with
+Gateways outlive their controller: when it dies they keep serving, and its successor finds them by name. They end with
 the application, or when their placement has not been needed for `UNNEEDED_S`.
 """
 
@@ -38,15 +38,15 @@ from .gateway_server import GatewayLaunch, GatewayServer, digest
 
 logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between attempts to start a gateway
-START_S = 60.0  # for a gateway to start: a machine without capacity for it must not hold up the others
-KILLED_S = 5.0  # for Ray to end a process that does not answer
-UNLISTED_TIMEOUT_S = 10.0  # a gateway that is not listed for so long hangs; Ray reports one that dies at once
-UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended: engines that restart come back sooner
+START_S = 60.0  # for one gateway to start: a machine without capacity for it must not hold up the others
+KILLED_S = 5.0  # for Ray to end a process that does not respond
+UNLISTED_TIMEOUT_S = 10.0  # a gateway unlisted for so long counts as hanging; Ray reports a dead one at once
+UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended; restarted engines return sooner
 
 
 @dataclass(frozen=True)
 class GatewayPlacement:
-    """A node, or a rank on its node, that is to have a gateway."""
+    """A node, or a rank on its node, that needs a gateway."""
 
     reach: Reach
     node_id: str
@@ -59,7 +59,7 @@ class GatewayPlacement:
 
 
 def gateway_placements(mode: LoadBalancing, engines: Iterable[EngineRecord]) -> dict[str, GatewayPlacement]:
-    """Return the placements of all gateways by name, in the order of the ranks that they serve."""
+    """Return the placements of all gateways by name, in the order of their ranks."""
     placements: dict[str, GatewayPlacement] = {}
     for engine in engines:
         if engine.role.writes_answers:
@@ -71,14 +71,14 @@ def gateway_placements(mode: LoadBalancing, engines: Iterable[EngineRecord]) -> 
 
 
 class PortAllocator:
-    """Gives out `first`, `first + 1`, ... to the gateways of one machine; each machine has the same ports to give."""
+    """Assigns ports `first`, `first + 1`, ... to the gateways of a machine; all machines use the same ports."""
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self._taken: dict[str, dict[int, str]] = defaultdict(dict)  # by machine: port to placement
+        self._taken: dict[str, dict[int, str]] = defaultdict(dict)  # for each machine: port -> name of the placement
 
     def port_of(self, placement: GatewayPlacement) -> int:
-        """Return the port that the placement has, else allocate the lowest that is free on its machine."""
+        """Return the placement's port, or else assign the lowest free one on its machine."""
         taken = self._taken[placement.node_ip]
         port = next((port for port, name in taken.items() if name == placement.name), None)
         if port is None:
@@ -89,7 +89,7 @@ class PortAllocator:
         return port
 
     def reserve(self, placement: GatewayPlacement, port: int) -> None:
-        """Allocate a port at which a gateway of an earlier controller listens already."""
+        """Assign the port at which a gateway of an earlier controller listens already."""
         self._taken[placement.node_ip][port] = placement.name
 
     def release(self, placement: GatewayPlacement) -> None:
@@ -108,7 +108,7 @@ class GatewayActor:
         self._draining = asyncio.Lock()
 
     async def start(self) -> GatewayRecord:
-        """Serve; starting twice changes nothing. Raises `OSError` where the port is taken."""
+        """Serve; a second start has no effect. Raises `OSError` if the port is taken."""
         async with self._starting:
             if self._server is None:
                 actor = ray.get_runtime_context().current_actor
@@ -125,10 +125,10 @@ class GatewayActor:
 
     async def run(self) -> None:
         """Return when the gateway has ended."""
-        async with self._starting:  # the directory lists a gateway, and calls this, before it serves
+        async with self._starting:  # the directory lists a gateway before it serves, so this can be called early
             server = self._running
         await server.ended()
-        async with self._draining:  # a running drain still has to call the directory, and to answer its caller
+        async with self._draining:  # a running drain must still call the directory and answer its caller
             return
 
     async def drain(self) -> None:
@@ -145,21 +145,21 @@ class GatewayActor:
 
 @dataclass
 class RunningGateway:
-    """A gateway that has been started, as the controller knows it."""
+    """A started gateway, as the controller knows it."""
 
     actor: ActorHandle
     record: GatewayRecord
     run: asyncio.Future[None]
     needed_at_s: float = field(default_factory=time.monotonic)
-    unlisted_at_s: float = math.inf  # when the directory ceased to list it
-    user_config: Mapping[str, Any] | None = None  # the newest that it got; None: not from this controller
+    unlisted_at_s: float = math.inf  # when the directory stopped listing it
+    user_config: Mapping[str, Any] | None = None  # last one passed to it; None: not by this controller
 
     def update_listing(self, listed: Container[str], now_s: float) -> None:
-        """Note whether a newer snapshot of the directory lists it."""
+        """Note whether a new snapshot of the directory lists the gateway."""
         self.unlisted_at_s = math.inf if self.record.identity in listed else min(self.unlisted_at_s, now_s)
 
     def has_ended(self, now_s: float) -> bool:
-        """Return whether it has ended, or hangs: it is alive and sends no heartbeats."""
+        """Return whether the gateway has ended, or hangs: its process is alive, but sends no heartbeats."""
         return self.run.done() or now_s - self.unlisted_at_s > UNLISTED_TIMEOUT_S
 
 
@@ -174,7 +174,7 @@ class Action(enum.Enum):
 
 
 def decide_action(gateway: RunningGateway | None, *, needed: bool, application: str, now_s: float) -> Action:
-    """Decide the next step at a placement that is `needed` or not; `application`: the digest of its arguments."""
+    """Decide the next step at a placement. `application` is the digest of the settings that a gateway cannot change."""
     if gateway is None:
         return Action.START if needed else Action.FORGET
     if gateway.record.application != application:
@@ -183,22 +183,22 @@ def decide_action(gateway: RunningGateway | None, *, needed: bool, application: 
 
 
 class GatewayController:
-    """Serve's deployment that keeps a gateway at each placement.
+    """Serve's deployment that keeps a gateway running at each placement.
 
-    A port that another program has fails nothing but its gateway: the start is tried again, and logged.
+    If another program has a gateway's port, only that gateway is affected: its start is retried and logged.
     """
 
     async def __init__(self, args: dict[str, Any], engines: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits constructors
-        """`engines`: handles of the fleets' deployments, which Serve deploys because they are arguments here."""
+        """`engines` are handles of the fleets' deployments: as arguments, they make Serve deploy the fleets, too."""
         self._args = args
         self._app = serve.get_replica_context().app_name
-        self._tasks: list[asyncio.Task[None]] = []  # none before the first `reconfigure`
+        self._tasks: list[asyncio.Task[None]] = []  # empty before the first `reconfigure`
         self._ports = PortAllocator(0)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Start to keep gateways with these settings, or apply the settings to running ones.
+        """Begin to keep gateways with these settings, or apply the settings to running gateways.
 
-        Wrong ones change nothing, but for the first: raises `InvalidSpec`.
+        Invalid settings change nothing, except that the first ones raise `InvalidSpec`.
         """
         try:
             spec = await asyncio.to_thread(load_spec, with_user_config(self._args, user_config))
@@ -206,7 +206,7 @@ class GatewayController:
             if not self._tasks:
                 raise
             logger.error("new settings were refused, and those of before hold: %s", error)
-            for gateway in self._gateways.values():  # whose metrics say it, too
+            for gateway in self._gateways.values():  # so that the refusal shows in their metrics, too
                 with contextlib.suppress(ray.exceptions.RayError):
                     await gateway.actor.reconfigure.remote(user_config)
             return
@@ -232,7 +232,7 @@ class GatewayController:
         self._tasks = [asyncio.create_task(self._reconcile_all()), asyncio.create_task(self._watch())]
 
     async def check_health(self) -> None:
-        """Answer Serve's health check. Raises the error of the controller's own tasks, not that of a gateway."""
+        """Answer Serve's health check. Raises errors of the controller's own tasks, not those of gateways."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -255,7 +255,7 @@ class GatewayController:
             await self._remove_ended()
             needed = gateway_placements(self._mode, self._snapshot.engines)
             self._placements |= needed
-            for each in list(self._placements.values()):  # one after the other: a new version must not end all at once
+            for each in list(self._placements.values()):  # one by one, so that a new version does not end all at once
                 await self._reconcile(each, needed=each.name in needed)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), RETRY_S)
@@ -268,7 +268,7 @@ class GatewayController:
             try:
                 actor = ray.get_actor(self._actor_name(placement), namespace=NAMESPACE)
             except ValueError:
-                continue  # it has ended meanwhile
+                continue  # its actor has ended meanwhile
             self._placements[placement.name] = placement
             self._ports.reserve(placement, record.port)
             self._gateways[placement.name] = RunningGateway(actor, record, asyncio.ensure_future(actor.run.remote()))
@@ -278,9 +278,9 @@ class GatewayController:
             if gateway.has_ended(time.monotonic()):
                 how = "has ended" if gateway.run.done() else "hangs"
                 logger.warning("gateway %s (pid %d) %s", gateway.record.identity, gateway.record.pid, how)
-                ray.kill(gateway.actor)  # it may have ended in order, and its name is still taken
+                ray.kill(gateway.actor)  # even if it has ended in order, because its actor still occupies the name
                 await asyncio.wait([gateway.run], timeout=KILLED_S)
-                if gateway.run.done():  # else again next time: a new actor of its name would be the one that hangs
+                if gateway.run.done():  # else try again later: a new actor of this name would be the hanging one
                     del self._gateways[name]
 
     async def _reconcile(self, placement: GatewayPlacement, *, needed: bool) -> None:
@@ -302,7 +302,7 @@ class GatewayController:
                 await self._configure(gateway)
 
     async def _configure(self, gateway: RunningGateway) -> None:
-        """Give a gateway the newest settings. Where that fails it is tried again."""
+        """Pass the newest settings to a gateway. If that fails, it is tried again later."""
         user_config = self._user_config
         try:
             await asyncio.wait_for(gateway.actor.reconfigure.remote(user_config), START_S)
@@ -343,9 +343,8 @@ class GatewayController:
 
     async def _end(self, gateway: RunningGateway) -> None:
         longest_s = self._gateway.drain_s + self._gateway.drain_timeout_s + UNLISTED_TIMEOUT_S
-        with contextlib.suppress(
-            TimeoutError, ray.exceptions.RayError
-        ):  # it hangs or has died: it is killed all the same
+        # A gateway that hangs or has died is killed all the same.
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             await asyncio.wait_for(gateway.actor.drain.remote(), longest_s)
         ray.kill(gateway.actor)
         self._gateways = {name: other for name, other in self._gateways.items() if other is not gateway}
@@ -358,6 +357,6 @@ class GatewayController:
 
 
 def _is_being_deleted(app: str) -> bool:
-    """Tell whether Serve deletes the application; else another controller takes over the gateways of this one."""
+    """Return whether Serve is deleting the application. If not, another controller will adopt this one's gateways."""
     status = serve.status().applications.get(app)
     return status is None or status.status == "DELETING"

@@ -1,10 +1,10 @@
 """The process of one gateway: it registers with the directory, connects to engines, serves HTTP, and drains.
 
-SERVING ──drain──> ANNOUNCED   /health is 503, requests are taken     drain_s
-                       └─────> CLOSING   the port is closed (acceptor.py), open answers go on     drain_timeout_s
+SERVING ──drain──> ANNOUNCED   /health answers 503, requests are accepted     drain_s
+                       └─────> CLOSING   the port is closed (acceptor.py), open answers continue     drain_timeout_s
                                   └────> ENDED
 
-While it serves, `reconfigure` changes its settings: all that are given, or none where one of them is wrong.
+While it serves, `reconfigure` changes its settings: all given ones, or none if one of them is invalid.
 """
 
 from __future__ import annotations
@@ -47,34 +47,37 @@ from .http_server import HttpServer, RefusalCounter, listen, raise_descriptor_li
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 1.0  # between reports to the autoscaler
+REPORT_S = 1.0  # between two reports to the autoscaler
 
 
 @dataclass(frozen=True)
 class GatewayLaunch:
-    """Everything that a process needs to become a gateway."""
+    """The settings with which a process becomes a gateway."""
 
     app: str
     args: dict[str, Any]
     reach: Reach
     node_id: str
     node_ip: str
-    port: int = 0  # 0: that of the settings
-    user_config: Mapping[str, Any] = field(default_factory=dict)  # as `with_user_config` takes it
+    port: int = 0  # 0: that in the settings
+    user_config: Mapping[str, Any] = field(default_factory=dict)  # an argument of `with_user_config`
 
     def spec(self, user_config: Mapping[str, Any]) -> FleetSpec:
-        """Return the application with this `user_config`. Raises `InvalidSpec`, also for a wrong file of API keys."""
+        """Return the application with this `user_config`.
+
+        Raises `InvalidSpec`, also for an invalid file of API keys.
+        """
         spec = load_spec(with_user_config(self.args, user_config))
         spec.gateway.keys()
         return spec
 
 
 class MustRestart(RuntimeError):
-    """Settings have changed that a gateway keeps from its start on: another one has to take its place."""
+    """Settings have changed that a running gateway cannot change: a new gateway has to take its place."""
 
 
 class DirectoryOperator:
-    """The `Operator` of gateways on Ray: it asks the directory."""
+    """The `Operator` of gateways on Ray, which calls the directory."""
 
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory
@@ -95,10 +98,10 @@ class DirectoryOperator:
 
 @contextlib.contextmanager
 def _directory_errors() -> Iterator[None]:
-    """Raise what the directory says, or that it says nothing, as `ApiError`."""
+    """Raise errors of the directory, or its silence, as `ApiError`."""
     try:
         yield
-    except NoSuchRank as error:  # Ray raises an error that is one, with the traceback in its text
+    except NoSuchRank as error:  # Ray raises a subclass of it, with the traceback in its text
         said = str(error).splitlines()[-1]
         raise bad_request("rank", f"'rank': {said.rpartition('NoSuchRank: ')[2]}.", "unknown_rank") from None
     except ray.exceptions.RayError as error:
@@ -106,13 +109,13 @@ def _directory_errors() -> Iterator[None]:
 
 
 class GatewayServer:
-    """Registers, connects to the engines in reach, and serves. `drain` ends it."""
+    """Registers, connects to the engines that it reaches, and serves. `drain` ends it."""
 
     def __init__(self, launch: GatewayLaunch, *, share_port: bool, actor: ActorHandle | None = None) -> None:
-        """`actor`: given where the process is no Serve replica, so that the directory ends it with the application.
+        """`actor` is given if the process is no Serve replica, so that the directory can end it with the application.
 
-        Raises `OSError` where another program has the port, `InvalidSpec` for an application that cannot work,
-        `TraceExporterError` where the environment asks for traces that nothing can send.
+        Raises `OSError` if another program has the port, `InvalidSpec` for settings that cannot work, and
+        `TraceExporterError` if the environment asks for traces with an exporter that cannot send them.
         """
         self._launch = launch
         self._spec = launch.spec(launch.user_config)
@@ -143,7 +146,7 @@ class GatewayServer:
         """Serve, and return the HTTP application. Raises `InvalidKeys`."""
         key = await self._directory.call("cluster_key", self._spec.logging)
         await self._register(self._directory)  # before the gateway connects to an engine
-        self._heartbeats.start()  # the start may take longer than the directory waits for a heartbeat
+        self._heartbeats.start()  # early, since the start may take longer than the directory waits for a heartbeat
         try:
             app = await self._open(key)
             self.record = msgspec.structs.replace(self.record, is_serving=True, metrics_address=self._exporter.address)
@@ -197,7 +200,7 @@ class GatewayServer:
         return self._app
 
     def _export_metrics(self, key: ClusterKey) -> None:
-        """Start to answer other gateways' scrapes, and prepare to scrape all processes."""
+        """Begin to answer other gateways' scrapes, and prepare to scrape all processes."""
         registry, labels = self._metrics.registry, {"gateway": self.record.identity}
         self._exporter = MetricsExporter(registry, host=self.record.node_ip, key=key, labels=labels)
         self._exporter.start()
@@ -210,10 +213,10 @@ class GatewayServer:
         )
 
     async def _report(self) -> None:
-        """Report this gateway's load to the autoscaler, and its targets where they have changed."""
+        """Report this gateway's load to the autoscaler, and new latency targets if they have changed."""
         told = self.record.scaling
         while True:
-            with contextlib.suppress(ray.exceptions.RayError):  # the next report holds all that this one did
+            with contextlib.suppress(ray.exceptions.RayError):  # the next report contains all that this one does
                 if told != (plan := self.record.scaling):
                     await self._register(self._directory)
                     told = plan
@@ -221,10 +224,10 @@ class GatewayServer:
             await asyncio.sleep(REPORT_S)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take other settings from now on. See `reconfigure_app` for what requests that have begun make of them.
+        """Apply other settings. See `reconfigure_app` for the effect on requests that have begun.
 
-        Where one is wrong, all of them are refused: the log says why, and a metric that some were. Raises `MustRestart`
-        where one cannot change while the gateway runs; then nothing has changed either.
+        If one setting is invalid, all are refused: the log names the reason, and a metric shows it. Raises
+        `MustRestart` if one cannot change while the gateway runs; then nothing has changed either.
         """
         async with self._changing:
             try:
@@ -241,30 +244,30 @@ class GatewayServer:
                 self._metrics.settings_refused.set(0)
 
     def _apply(self, spec: FleetSpec) -> None:
-        """Make the settings of `spec` hold. Raises `InvalidKeys`; then nothing has changed."""
+        """Apply the settings of `spec`. Raises `InvalidKeys`; then nothing has changed."""
         settings = spec.gateway.settings(self.record.identity)
         reconfigure_app(self._app, settings)
         self._client.queue = settings.queue_limits.bound
         self._http.reconfigure(settings.drain_s, settings.drain_timeout_s)
         if settings.max_inflight_requests > self._spec.gateway.max_inflight_requests:
-            raise_descriptor_limit(settings.max_inflight_requests)  # warns where connections will be fewer
+            raise_descriptor_limit(settings.max_inflight_requests)  # warns if fewer connections are possible
         self.record = msgspec.structs.replace(self.record, scaling=spec.scale_plan)
         if spec.gateway != self._spec.gateway or spec.autoscaling != self._spec.autoscaling:
             logger.info("new settings hold: %s", ", ".join(_changed(self._spec, spec)))
         self._spec = spec
 
     def check(self) -> None:
-        """Check that the gateway serves and sends heartbeats. Raises `RuntimeError` where it does not."""
+        """Check that the gateway serves and sends heartbeats. Raises `RuntimeError` if it does not."""
         if self._http.has_ended:
             raise RuntimeError(f"the HTTP server of {self.record.identity} has ended")
         self._heartbeats.check()
 
     async def ended(self) -> None:
-        """Wait until its port is served no more. Raises the error that ended it."""
+        """Wait until its port is no longer served. Raises the error that was the cause."""
         await self._http.ended()
 
     async def drain(self) -> None:
-        """End in order. When it returns, the directory does not list the gateway."""
+        """End in order. When this returns, the directory no longer lists the gateway."""
         await self._http.drain()
         await self._heartbeats.close()
         if self._reports is not None:
@@ -273,9 +276,9 @@ class GatewayServer:
         self._bodies.processes.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
-        with contextlib.suppress(ray.exceptions.RayError):  # heartbeats that end say the same, only later
+        with contextlib.suppress(ray.exceptions.RayError):  # missing heartbeats would say the same, only later
             await self._directory.call("leave", self.record.identity)
-        await self._exporter.close()  # which a scrape asks as long as it is listed
+        await self._exporter.close()  # only now: while the gateway is listed, scrapes ask it
         self._scraped.close()
         self._life.close()
 
@@ -284,13 +287,13 @@ class GatewayServer:
 
 
 def digest(args: Mapping[str, Any], spec: FleetSpec) -> str:
-    """Return a digest of what a gateway keeps from its start on: the arguments, and what cannot change in place."""
+    """Return a digest of the settings that a gateway cannot change: the arguments, and its fixed settings."""
     kept = [args, spec.gateway.fixed]
     return hashlib.blake2b(msgspec.json.encode(kept, order="sorted"), digest_size=8).hexdigest()
 
 
 def _changed(old: FleetSpec, new: FleetSpec) -> list[str]:
-    """Return the names of the settings that differ; no values, which may be API keys."""
+    """Return the names of the settings that differ; not their values, which may be API keys."""
     names = [f"gateway.{name}" for name in type(new.gateway).model_fields if _differ(old.gateway, new.gateway, name)]
     if new.autoscaling is not None:
         fields = type(new.autoscaling).model_fields
@@ -303,6 +306,6 @@ def _differ(old: object, new: object, name: str) -> bool:
 
 
 def served_model(spec: FleetSpec) -> ServedModel:
-    """Read the part of the model that a gateway needs, of which a name of the Hub may have to be fetched first."""
+    """Read the part of the model that a gateway needs. If it is a name on the Hub, download that first."""
     longest = spec.engine_config(next(iter(spec.fleets.present))).max_model_len
     return ServedModel.from_folder(spec.model_folder(Files.TEXT), model_id=spec.served_model_id, max_model_len=longest)

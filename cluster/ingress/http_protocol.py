@@ -1,15 +1,15 @@
-"""uvicorn's HTTP protocol, with limits on what a client may send before it has sent a request.
+"""uvicorn's HTTP protocol, with limits on what a client may send before its request is complete.
 
-uvicorn waits for ever for a request to be complete and keeps everything that comes until then: connections that trickle
-(slowloris), or headers that never end, would take the gateway's memory and file descriptors.
+uvicorn waits for ever until a request is complete, and keeps everything that arrives before. Connections that trickle
+(slowloris) or headers without an end would use up the gateway's memory and file descriptors.
 
     connection ── no descriptor to spare ──────────────────────> 503
-    head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ behind the answers to the requests before it
+    head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ after the answers to earlier requests
     body ──────── malformed, late ─────────────> 400, 408 ──────┴─> the connection is closed
 
-Offers of other protocols (`Upgrade`) are ignored, as RFC 9110 (7.8) lets a server do. Java's own client offers HTTP/2
-(`Upgrade: h2c`) with each request in the clear. httptools takes every offer for accepted: it ends the request behind
-its head, and leaves the body to a parser of the other protocol.
+Offers of other protocols (`Upgrade`) are ignored, as RFC 9110 (7.8) allows. Java's own client offers HTTP/2
+(`Upgrade: h2c`) with each unencrypted request. httptools takes every offer for accepted: it ends the request after its
+head, and leaves the body to a parser of the other protocol.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from baton.cluster.gateway.errors import ApiError, too_many_connections
 from baton.cluster.gateway.middleware import REFUSED
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers, up to the end of the empty line behind them
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers, including the empty line at their end
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
-LAST_ARRIVAL_S = 1.0  # for a request that is arriving when the server closes
-LAST_READ_S = 0.5  # for which a refused connection is still read: closing one with unread bytes resets it
+LAST_ARRIVAL_S = 1.0  # the same, for a request that is arriving when the server closes
+LAST_READ_S = 0.5  # for which a refused connection is still read, because closing with unread bytes resets it
 
 Refused = Callable[[ApiError, str], None]
 
@@ -38,14 +38,14 @@ def uncounted(error: ApiError, client: str) -> None:
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
-    """Refuses a request whose head is too large (431) or that does not arrive in time (408), and closes."""
+    """Refuses a request with too large a head (431) or that does not arrive in time (408), and disconnects."""
 
     def __init__(
         self, *args: Any, refused: Refused = uncounted, max_descriptor: int = sys.maxsize, **kwargs: Any
     ) -> None:
-        """`refused` is called with each refusal that the application does not see, and the client's address.
+        """`refused` is called with each refusal that the application does not see, and with the client's address.
 
-        Connections whose file descriptors are above `max_descriptor` are refused: the rest is for the process itself.
+        Connections whose file descriptors are above `max_descriptor` are refused: the process itself needs the rest.
         """
         super().__init__(*args, **kwargs)
         self.parser = Http1Parser(self)  # type: ignore[assignment]  # it has the methods of httptools' own that uvicorn calls
@@ -53,12 +53,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        self._refusal: ApiError | None = None  # once there is one, nothing more is read
+        self._refusal: ApiError | None = None  # once set, nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         descriptor = transport.get_extra_info("socket").fileno()
-        if descriptor > self._max_descriptor:  # the kernel gives out the lowest number that is free
+        if descriptor > self._max_descriptor:  # the kernel assigns the lowest free number
             self._refuse(too_many_connections())
             return
         self._set_deadline()
@@ -85,12 +85,11 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = max(
-            1, self._head_bytes
-        )  # a head that begins in the piece in which another request ended: its length so far is unknown
+        # 1, not 0: if the head began in the same piece as the end of another request, its length so far is unknown.
+        self._head_bytes = max(1, self._head_bytes)
 
     def on_headers_complete(self) -> None:
-        if self._offers_upgrade:  # the parser reads the head again, without the offer
+        if self._offers_upgrade:  # the parser will read the head again without the offer
             return
         super().on_headers_complete()
         self._in_body, self._head_bytes = True, 0
@@ -114,8 +113,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(400, f"This is no HTTP/1.1 request. {msg}"))
 
     def shutdown(self) -> None:
-        """Close with the server. A request that has begun may still arrive, as may one on a connection that has brought
-        nothing yet. Answers say that they are the last ones.
+        """Close with the server. A request that has begun may still arrive, as may the first request of a new
+        connection. Answers tell the client that the connection closes after them.
         """
         if self._answering or (self.cycle is not None and not self._arriving):
             super().shutdown()
@@ -133,7 +132,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Tell whether a request has come whose answer is not complete: while requests wait, one is being answered."""
+        """Return whether a received request has no complete answer yet; while requests wait, one is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _set_deadline(self) -> None:
@@ -147,15 +146,14 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        if self.pipeline or (
-            self._answering and not self._in_body
-        ):  # a request behind others: its deadline counts from their answers
+        # A request behind others: its deadline begins when they have been answered.
+        if self.pipeline or (self._answering and not self._in_body):
             self._set_deadline()
             return
         self._refuse(ApiError(408, f"The request did not arrive within {ARRIVAL_S:g} s.", type="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer an incomplete or malformed request, after the requests before it, and close."""
+        """Answer an incomplete or malformed request, after the answers to earlier requests, and close."""
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
@@ -163,12 +161,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if not self._in_body:
             if not self._answering:
                 self._send_refusal(error)
-        elif self.pipeline:  # requests before it are being answered: the application never sees it
+        elif self.pipeline:  # earlier requests are being answered; the application will not see this one
             self.pipeline.popleft()
-        elif self.cycle.response_started:  # the client has another answer, or a part of it
+        elif self.cycle.response_started:  # the client has received a part of another answer
             self.transport.close()
         else:
-            cast(dict[str, Any], self.cycle.scope)[REFUSED] = error.status  # the application counts it
+            cast(dict[str, Any], self.cycle.scope)[REFUSED] = error.status  # so that the application counts it
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self._write(error)
@@ -190,18 +188,18 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         self.transport.write_eof()
         self.flow.resume_reading()
-        self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # or when the client closes
+        self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # earlier if the client closes
 
 
 def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Make an exchange whose request is in HTTP/1.0 end its body with the connection, where no length is known.
+    """For a request in HTTP/1.0, end the answer's body by closing the connection if its length is unknown.
 
-    HTTP/1.0 knows no chunks, yet uvicorn sends them, against RFC 9112 (6.1), and their lengths would be taken for text.
-    Old health checks ask in HTTP/1.0, as do `ab` and nginx by default. To be called before the application is.
+    HTTP/1.0 has no chunks, but uvicorn would send them, against RFC 9112 (6.1), and clients would take their lengths
+    for text. Old health checks use HTTP/1.0, as do `ab` and nginx by default. Call this before the application.
     """
     send, has_length = cycle.send, False
     cycle.keep_alive = False
-    cycle.waiting_for_100_continue = False  # HTTP/1.0 does not know it (RFC 9110, 10.1.1)
+    cycle.waiting_for_100_continue = False  # not part of HTTP/1.0 (RFC 9110, 10.1.1)
 
     async def send_plain(message: Any) -> None:
         nonlocal has_length
@@ -209,21 +207,21 @@ def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
             has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             cycle.chunked_encoding = None if has_length else False
         elif not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts down to none for each piece
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn expects no bytes beyond a piece
         await send(message)
 
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
 class Receiver(Protocol):
-    """The object whose callbacks the parser calls. It ignores the end of a head or message while `offers_upgrade`."""
+    """The object that gets the parser's callbacks. It ignores the end of a head or message while `offers_upgrade`."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]  # with lower-case names
 
 
 class Http1Parser:
-    """httptools' parser of requests, which reads a head with an offer a second time, without it."""
+    """httptools' parser of requests. A head with an `Upgrade` offer is read a second time, without the offer."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -231,11 +229,11 @@ class Http1Parser:
 
     @property
     def offers_upgrade(self) -> bool:
-        """Tell whether the head just read offers an upgrade. CONNECT asks for none: it opens a tunnel."""
+        """Return whether the head just read offers an upgrade. CONNECT does not: it opens a tunnel."""
         return self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
-        """Parse more bytes. Raises `httptools.HttpParserError` for what is no request."""
+        """Parse more bytes. Raises `httptools.HttpParserError` for bytes that are no request."""
         rest = memoryview(data)
         while rest:
             try:
@@ -263,7 +261,7 @@ class Http1Parser:
 
     def _fresh(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self._receiver)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: answer the first, then close
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn: answer the first, then close
         return parser
 
     def _head_without_offer(self) -> bytes:

@@ -1,6 +1,6 @@
-"""The HTTP server of one gateway: its socket, the connections that it may have open, and its refusals.
+"""The HTTP server of one gateway: its socket, the number of open connections, and its refusals.
 
-Requests that it refuses before the application sees them are counted and logged here.
+Requests that are refused before the application sees them are counted and logged here.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .http_protocol import GuardedHttpProtocol, Refused, uncounted
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 65  # longer than load balancers keep idle connections, so that these close them first
-MOST_RESERVED = 256  # descriptors for engines, Ray, the log, and connections that are accepted only to be refused
-ROUTE = "other"  # under which the application counts paths that are none of its routes
-REFUSALS_LOG_S = 10.0  # between lines about refused connections
+KEEP_ALIVE_S = 65  # longer than load balancers keep idle connections, so that they close first
+MOST_RESERVED = 256  # descriptors for engines, Ray, the log, and connections accepted only to be refused
+ROUTE = "other"  # label under which the application counts unknown paths
+REFUSALS_LOG_S = 10.0  # between log lines about refused connections
 
 
 @dataclass(frozen=True)
 class Descriptors:
-    """The highest file descriptors that connections may have."""
+    """The highest file descriptor numbers that connections may have."""
 
     served: int = sys.maxsize
-    accepted: int = sys.maxsize  # connections above `served` are accepted to be refused
+    accepted: int = sys.maxsize  # connections between `served` and this are accepted in order to be refused
 
 
 class HttpServer:
@@ -59,7 +59,7 @@ class HttpServer:
         refused: Refused = uncounted,
         descriptors: Descriptors = Descriptors(),
     ) -> None:
-        """`refused` is called as `GuardedHttpProtocol` says."""
+        """`refused` is called as in `GuardedHttpProtocol`."""
         self._drain, self.drain_s = drain, drain_s
         protocol = functools.partial(GuardedHttpProtocol, refused=refused, max_descriptor=descriptors.served)
         config = uvicorn.Config(
@@ -67,8 +67,8 @@ class HttpServer:
             http=cast(type[asyncio.Protocol], protocol),
             ws="none",
             lifespan="off",
-            log_config=None,  # uvicorn's own would close every handler of this process, Serve's among them
-            log_level="error",  # malformed requests are logged by `RefusalCounter`
+            log_config=None,  # uvicorn's own would close all handlers of this process, including Serve's
+            log_level="error",  # `RefusalCounter` logs malformed requests
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_whole_seconds(drain_timeout_s),
@@ -77,18 +77,18 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     def reconfigure(self, drain_s: float, drain_timeout_s: float) -> None:
-        """Take other times for the next drain."""
+        """Use other times for the next drain."""
         self.drain_s = drain_s
         self._server.config.timeout_graceful_shutdown = _whole_seconds(drain_timeout_s)
 
     def start(self, listener: socket.socket) -> None:
         gc.collect()
-        gc.freeze()  # what is loaded stays: looking through it again took tens of milliseconds under long answers
+        gc.freeze()  # loaded objects stay, and collecting them again took tens of milliseconds during long answers
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     @property
     def drain_timeout_s(self) -> int | None:
-        """The longest that a drain waits for answers, in whole seconds."""
+        """The longest time that a drain waits for answers, in whole seconds."""
         return self._server.config.timeout_graceful_shutdown
 
     @property
@@ -101,12 +101,12 @@ class HttpServer:
         return self._serving is not None and self._serving.done()
 
     async def ended(self) -> None:
-        """Wait until it serves no more. Raises the error that ended it."""
+        """Wait until the server has ended. Raises the error that was the cause."""
         assert self._serving is not None, "start comes first"
         await asyncio.shield(self._serving)
 
     async def drain(self) -> None:
-        """Close the port, and return when the last answer has ended, at most `drain_timeout_s` later."""
+        """Close the port, and return when the last answer is complete, after at most `drain_timeout_s`."""
         if not self._drain.has_begun:
             self._drain.begin()
             await asyncio.sleep(self.drain_s)
@@ -119,7 +119,7 @@ def _whole_seconds(seconds: float) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with acceptors in the place of its own listeners."""
+    """uvicorn's server, with Baton's acceptors instead of its own listeners."""
 
     def __init__(self, config: uvicorn.Config, descriptors: Descriptors) -> None:
         super().__init__(config)
@@ -154,7 +154,7 @@ class RefusalCounter:
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
-        self._unlogged = 0  # connections that were refused since the last line about them
+        self._unlogged = 0  # connections refused since the last log line
         self._log_s = 0.0
 
     def __call__(self, error: ApiError, client: str) -> None:
@@ -174,9 +174,9 @@ class RefusalCounter:
 
 
 def raise_descriptor_limit(max_inflight_requests: int) -> Descriptors:
-    """Raise the process's limit of open files as far as it may be; return the descriptors that connections may have.
+    """Raise the process's limit of open files as far as allowed; return the descriptors that connections may have.
 
-    Logs a warning where that is too low for `max_inflight_requests`.
+    Logs a warning if these are too few for `max_inflight_requests`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
@@ -196,12 +196,12 @@ def raise_descriptor_limit(max_inflight_requests: int) -> Descriptors:
 
 
 def listen(host: str, port: int, *, share: bool) -> socket.socket:
-    """Bind a socket to a port; with `share` several gateways of a machine may have it. `::` is also every IPv4 address.
+    """Bind a socket to a port. With `share`, several gateways of a machine can use the port. `::` includes IPv4.
 
-    Raises `OSError` where another program has the port.
+    Raises `OSError` if another program has the port.
     """
     family = socket_family(host)
-    # With the protocol given, asyncio sets TCP_NODELAY: else each token would wait for the ACK of the one before.
+    # IPPROTO_TCP makes asyncio set TCP_NODELAY: otherwise each token would wait for the ACK of the one before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if share:

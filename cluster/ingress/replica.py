@@ -1,20 +1,20 @@
-"""A gateway as a replica of a Serve deployment, with `internal` load balancing: each reaches every engine.
+"""A gateway as a replica of a Serve deployment, with load balancing `internal`: each gateway reaches every engine.
 
-It listens at a port of its own, which several on one machine share: the kernel spreads connections over them
-(SO_REUSEPORT). It also answers behind Serve's proxy where one runs.
+It listens at its own port, which gateways on one machine share: the kernel spreads connections over them
+(SO_REUSEPORT). If Serve's proxy runs, the gateway also answers behind it.
 
-Serve constructs it, and then calls `reconfigure` with the `user_config` of the deployment, and again whenever that
-changes. It starts with the first call: its port is not open before API keys in `user_config` hold.
+Serve constructs the replica and then calls `reconfigure` with the deployment's `user_config`, and again whenever that
+changes. The gateway starts in the first call, so API keys in `user_config` are valid before its port opens.
 
-Other Serve applications call it through a handle, the HTTP API without HTTP:
+Other Serve applications can use the HTTP API without HTTP, by calls through a handle:
 
     gateway = serve.get_app_handle("main")
     answer = await gateway.chat.remote({"messages": [{"role": "user", "content": "Hello"}]})
     async for chunk in gateway.options(stream=True).stream_chat.remote({"messages": [...]}):
         ...
 
-A call takes the body of the HTTP request of that name and returns its answer, or yields the events of its stream,
-parsed. It passes the same middleware: keys, limits, metrics and logs treat it as any other request.
+A call takes the body of the HTTP request of that name, and returns its answer, or yields the parsed events of its
+stream. It passes through the same middleware: keys, limits, metrics and logs treat it like any other request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .gateway_server import GatewayLaunch, GatewayServer
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
 
-app: FastAPI | None = None  # of this process
+app: FastAPI | None = None  # of the gateway in this process
 
 
 def _app_of_this_process() -> FastAPI:
@@ -53,7 +53,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def app_behind_proxy() -> Starlette:
-    """Return what answers behind Serve's proxy, which asks for it before the gateway has started."""
+    """Return the application behind Serve's proxy. Serve asks for it before the gateway has started."""
     return Starlette(routes=[Mount("/", _answer)])
 
 
@@ -62,7 +62,7 @@ class GatewayReplica:
     """Serve's replica of one gateway."""
 
     async def __init__(self, args: dict[str, Any], engines: list[Any]) -> None:  # type: ignore[misc]  # Serve awaits constructors
-        """`engines`: handles of the fleets' deployments, which Serve deploys because they are arguments here."""
+        """`engines` are handles of the fleets' deployments: as arguments, they make Serve deploy the fleets, too."""
         self._launch = GatewayLaunch(
             app=serve.get_replica_context().app_name,
             args=args,
@@ -73,10 +73,10 @@ class GatewayReplica:
         self._server: GatewayServer | None = None
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Start the gateway, or change the settings of one that runs: see `GatewayServer.reconfigure`.
+        """Start the gateway, or change the settings of a running one: see `GatewayServer.reconfigure`.
 
-        Raises `InvalidSpec` for wrong settings at the start, and `MustRestart`: Serve then ends this replica in order,
-        and starts another one.
+        Raises `InvalidSpec` for invalid settings at the start. Raises `MustRestart` if a running gateway cannot change
+        a setting: Serve then ends this replica in order, and starts another one.
         """
         global app
         if self._server is not None:
@@ -87,7 +87,10 @@ class GatewayReplica:
         self._server = server
 
     async def check_health(self) -> None:
-        """Answer Serve. Raises where the gateway's own port is served no more, or its heartbeats have ended."""
+        """Answer Serve's health check.
+
+        Raises if the gateway's port is no longer served, or its heartbeats have ended.
+        """
         if self._server is not None:
             self._server.check()
 
@@ -107,7 +110,7 @@ class GatewayReplica:
         """Answer as POST /v1/messages does. Raises `CallFailed`."""
         return await call(_app_of_this_process(), MESSAGES, body, api_key)
 
-    # Serve streams what an async generator of the class yields; one that a method returns is refused.
+    # Serve streams only from methods that are async generators themselves; it refuses a generator that one returns.
 
     async def stream_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a streamed `chat`. Raises `CallFailed`."""
@@ -142,7 +145,7 @@ DONE = b"[DONE]"
 
 
 class CallFailed(Exception):
-    """The gateway refused a call, or it failed: the HTTP status (0 where a stream broke off) and the `error` object."""
+    """A call that was refused or failed: the HTTP status (0 if a stream broke off) and the `error` object."""
 
     def __init__(self, status: int, error: dict[str, Any]) -> None:
         super().__init__(status, error)
@@ -168,7 +171,7 @@ async def call(app: ASGIApp, path: str, body: Mapping[str, Any], api_key: str = 
 async def stream(
     app: ASGIApp, path: str, body: Mapping[str, Any], api_key: str = ""
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the data of each event. Raises `CallFailed`, also for an error that comes as an event."""
+    """Yield the data of each event. Raises `CallFailed`, also for an error in the middle of the stream."""
     async with contextlib.aclosing(_exchange(app, path, dict(body) | {"stream": True}, api_key)) as messages:
         status, rest = 0, b""
         async for message in messages:
@@ -187,7 +190,7 @@ async def stream(
 
 
 async def _exchange(app: ASGIApp, path: str, body: Mapping[str, Any], api_key: str) -> AsyncGenerator[Message, None]:
-    """Send one request to the application and yield what it sends back. Closing this is a client that leaves."""
+    """Send one request to the application, and yield its messages. Closing this acts like a client that disconnects."""
     content = msgspec.json.encode(body)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     if api_key:
@@ -212,7 +215,7 @@ async def _exchange(app: ASGIApp, path: str, body: Mapping[str, Any], api_key: s
     try:
         while (message := await sent.get()) is not None:
             yield message
-        await task  # which raises what ended it
+        await task  # raises the error that ended it, if any
     finally:
         gone.set()
         await asyncio.wait([task])

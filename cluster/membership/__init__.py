@@ -1,1 +1,1 @@
-"""The members of an application: the directory, the list that it keeps, and how a group leaves."""
+"""The members of an application: the directory, its list of members, and the draining of a group."""

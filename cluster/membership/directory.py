@@ -1,15 +1,15 @@
-"""The directory of live members: one named actor with which engines and gateways register, and which all watch.
+"""The directory of live members: a named actor with which engines and gateways register, and which all of them watch.
 
     replica ── register(group, worker handles) ──> directory ── snapshots ──> gateways, engines
     gateway ── register(record) ───────────────>       │
     both    ── heartbeat ──────────────────────>       └── run() of every worker: Ray fails it when the process dies
 
-A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway when its heartbeats
-stop and it does not answer probes (`member_probe.py`); a member that is only busy stays. A group that drains stays
-listed, as draining, until it has ended. The directory keeps nothing on disk: after a restart its members are told that
-they are unknown, and register again. It ends when its application has been gone for a while (`AppLiveness`), and
-ends gateways that are no Serve replicas with it; members that are still starting keep it alive. Where the application
-is autoscaled, it decides how many groups there should be.
+A group leaves the snapshot the moment one of its processes dies; a lost machine or a dead gateway, when its heartbeats
+stop and it does not answer probes (`member_probe.py`). A member that is only busy stays. A draining group stays listed,
+as draining, until it has ended. The directory keeps nothing on disk: after a restart it tells its members that they are
+unknown, and they register again. It ends when its application has been gone for a while (`AppLiveness`), and ends
+gateways that are no Serve replicas with it; members that are still starting keep it alive. For an autoscaled
+application, it decides the number of groups.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from .members import DirectoryMetrics, HeartbeatReply, Membership
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "baton"  # of the actor's name
-HEAD_NODE = "node:__internal_head__"  # where Ray's own state is: the loss of another machine never takes the directory
+HEAD_NODE = "node:__internal_head__"  # which also has Ray's own state, so only the loss of that machine can hit both
 HEARTBEAT_S = 1.0
-RECOVERY_S = 3.0  # for which watchers wait after a restart: a half-filled list must not be taken for the whole
-WATCH_S = 20.0  # after which a watch is answered though nothing has changed
+RECOVERY_S = 3.0  # for which watchers wait after a restart, because an incomplete list would look like losses
+WATCH_S = 20.0  # after which a watch is answered even if nothing has changed
 
 
 class Directory:
-    """The actor of the directory. `get_directory` finds or starts it."""
+    """The directory's actor. `get_directory` finds or starts it."""
 
     async def __init__(self, key: ClusterKey) -> None:  # type: ignore[misc]  # Ray awaits constructors
         self._key = key
         self._name = ray.get_runtime_context().get_actor_name() or "directory"
         self._log_as(LogSettings())
-        # Wall-clock milliseconds: a restarted directory gives out no version that the last one gave out.
+        # Milliseconds of the wall clock, so that a restarted directory repeats no version of its predecessor.
         self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
         self._changed = asyncio.Event()
         self._watched: dict[tuple[str, int | None], asyncio.Task[None]] = {}
-        self._probes: dict[str, asyncio.Task[None]] = {}  # of members that are silent
+        self._probes: dict[str, asyncio.Task[None]] = {}  # of silent members
         self._actor_names: dict[str, list[str]] = {}  # by group
         self._free_standing: dict[str, ActorHandle] = {}  # gateways that are no Serve replicas
         with warnings.catch_warnings():
@@ -79,7 +79,7 @@ class Directory:
         self._tasks = [asyncio.create_task(self._check_members()), asyncio.create_task(self._scale())]
 
     async def cluster_key(self, logs: LogSettings) -> ClusterKey:
-        """Return the key of all sockets between members. A member calls it first, and brings the settings of logs."""
+        """Return the key of all sockets between members. It is a member's first call, and brings the log settings."""
         self._log_as(logs)
         return self._key
 
@@ -87,9 +87,9 @@ class Directory:
         configure(settings, "directory", self._name)
 
     async def register_group(self, group: EngineGroup, actor_names: list[str]) -> EngineGroup:
-        """List the engines, with their ranks, until one of the actors ends. Registering twice changes nothing.
+        """List the engines, with their ranks, until one of the actors ends. Registering again has no effect.
 
-        Names, not handles: Ray keeps a socket for each process that made a handle, also when that process has died.
+        The actors come as names, not handles: Ray keeps a socket for each process that made a handle, even a dead one.
         """
         version = self._members.version
         listed = self._members.add_group(group)
@@ -97,13 +97,13 @@ class Directory:
         where = f"pid {group.engines[0].pid} on {group.engines[0].node_ip}"
         what = f"engine group {group.group_id} ({where})"
         if self._members.version != version:
-            logger.info("%s is listed, with rank %d and those behind it", what, listed.engines[0].rank)
+            logger.info("%s is listed, with rank %d and the ranks after it", what, listed.engines[0].rank)
         self._watch(group.group_id, group.epoch, what, lambda: _actors_named(actor_names))
         self._announce()
         return listed
 
     async def register_gateway(self, record: GatewayRecord, actor: ActorHandle | None = None) -> None:
-        """List a gateway. `actor`: given where it is no Serve replica, so that it ends with the application."""
+        """List a gateway. `actor` is given if it is no Serve replica, so that it ends with the application."""
         version = self._members.version
         self._members.add_gateway(record)
         if self._members.version != version:
@@ -116,25 +116,28 @@ class Directory:
         self._announce()
 
     async def report_gateway(self, identity: str, load: GatewayLoad) -> None:
-        """Give a gateway's load to the autoscaler."""
+        """Pass a gateway's load on to the autoscaler."""
         if self._scaler is not None:
             self._scaler.update_gateway(identity, load)
 
     async def report_group(self, group_id: str, epoch: int, pulses: list[EnginePulse]) -> None:
-        """Give the pulses of a group's engines to the autoscaler."""
+        """Pass the pulses of a group's engines on to the autoscaler."""
         group = next((group for group in self._members.groups() if group.group_id == group_id), None)
         if self._scaler is not None and group is not None and group.epoch == epoch:
             self._scaler.update_group(group, pulses)
 
     async def wanted(self, role: Role, replicas: int) -> FleetTarget | None:
-        """Return the target of a fleet that has `replicas` groups now; None where nothing is autoscaled."""
+        """Return the target of a fleet that has `replicas` groups now; None without autoscaling."""
         if self._scaler is None:
             return None
         self._scaler.start_from({role: replicas})
         return self._scaler.wanted(role)
 
     async def leave(self, name: str, epoch: int | None = None, why: str = "") -> None:
-        """Remove a member that ends on purpose, or since a process of it has. Unknown names are ignored."""
+        """Remove a member that ends on purpose, or because one of its processes has ended.
+
+        Unknown names are ignored.
+        """
         if self._members.remove(name, epoch):
             level = logging.WARNING if why else logging.INFO
             logger.log(level, "%s is gone: it says so itself%s", name, f": {why}" if why else "")
@@ -152,21 +155,21 @@ class Directory:
         return [engine.rank for engine in group.engines]
 
     async def profile(self, start: bool) -> list[EngineTrace]:
-        """Begin the traces of all engines, or end them; return those that were begun, or written.
+        """Begin or end the traces of all engines; return those that were begun, or written.
 
-        An engine that cannot answer is left out.
+        Engines that cannot answer are left out.
         """
         groups = {group.group_id for group in self._members.groups()}
         self._actor_names = {name: actors for name, actors in self._actor_names.items() if name in groups}
         method = "start_profile" if start else "stop_profile"
         actors: list[ActorHandle] = []
         for names in self._actor_names.values():
-            with contextlib.suppress(ValueError):  # a process of it has just ended
+            with contextlib.suppress(ValueError):  # one of its processes has just ended
                 actors += await asyncio.to_thread(_actors_named, names)
         calls = [getattr(actor, method).remote() for actor in actors]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for error in (each for each in answers if isinstance(each, BaseException)):
-            logger.warning("an engine has no trace: %s", error)
+            logger.warning("an engine could not record or write its trace: %s", error)
         return [each for each in answers if isinstance(each, EngineTrace)]
 
     async def drained(self, group_id: str, epoch: int, drained: Drained) -> None:
@@ -181,7 +184,7 @@ class Directory:
         return self._members.note_heartbeat(name, epoch)
 
     async def application_lives(self, starting: StartingGroup | None = None) -> None:
-        """Note that a member is starting, and of a group what it does."""
+        """Note that a member is starting; for a group, also what it is doing."""
         self._app_liveness.note_heartbeat()
         if starting is not None:
             version = self._members.version
@@ -202,14 +205,14 @@ class Directory:
         return msgspec.structs.replace(snapshot, directory=self._name, metrics_address=self._exporter.address)
 
     async def end(self) -> None:
-        """End what would outlive the application: gateways that are no Serve replicas, and this actor."""
+        """End everything that would outlive the application: gateways that are no Serve replicas, and this actor."""
         for actor in self._free_standing.values():
             ray.kill(actor)
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _announce(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()  # watchers have been woken; later ones wait for the next change
+        self._changed = asyncio.Event()  # present watchers have been woken; later ones wait for the next change
 
     def _watch(self, name: str, epoch: int | None, what: str, find: Callable[[], list[ActorHandle]]) -> None:
         if (name, epoch) not in self._watched:
@@ -218,7 +221,7 @@ class Directory:
     async def _watch_processes(
         self, name: str, epoch: int | None, what: str, find: Callable[[], list[ActorHandle]]
     ) -> None:
-        """Wait until one of the actors ends, and remove the member: the others are of no use without it."""
+        """Wait until one of the actors ends, then remove the member: its other actors are of no use alone."""
         errors = await _first_end(find)
         del self._watched[name, epoch]
         self._free_standing.pop(name, None)
@@ -261,7 +264,7 @@ class Directory:
             )
 
     def _skip_stall(self, stalled_s: float) -> None:
-        """Leave out a time in which this process was stopped: the heartbeats that came meanwhile are read later."""
+        """Do not count a time in which this process was stopped: heartbeats that arrived then are only read later."""
         if stalled_s > HEARTBEAT_S:
             self._members.skip_stall(stalled_s)
             self._app_liveness.skip_stall(stalled_s)
@@ -273,7 +276,7 @@ class Directory:
                 try:
                     self._decide(self._scaler)
                 except Exception:
-                    logger.exception("the autoscaler failed: what it decided last holds, and it tries again")
+                    logger.exception("the autoscaler failed: its last decision holds, and it will try again")
 
     def _decide(self, scaler: Scaler) -> None:
         gateways = [gateway.identity for gateway in self._members.snapshot().gateways]
@@ -282,7 +285,7 @@ class Directory:
 
 
 async def _first_end(find: Callable[[], list[ActorHandle]]) -> list[BaseException | None]:
-    """Return how those ended that did first. `find` may wait for Ray; it raises `ValueError` where one is dead."""
+    """Return how the first actors to end did so. `find` may wait for Ray; it raises `ValueError` if one is dead."""
     try:
         actors = await asyncio.to_thread(find)
     except ValueError as error:
@@ -304,9 +307,9 @@ def directory_name(app: str) -> str:
 
 
 def get_directory(app: str) -> ActorHandle:
-    """Return the directory of the application `app`, started if there is none. Ray restarts it where it dies.
+    """Return the directory of the application `app`, and start it if there is none. Ray restarts it if it dies.
 
-    It is detached, because each of its members may be replaced at any time; `AppLiveness` says when it ends.
+    It is detached, because any of its members may be replaced at any time; `AppLiveness` decides when it ends.
     """
     actor: Any = ray.remote(Directory)
     return actor.options(
@@ -315,7 +318,7 @@ def get_directory(app: str) -> ActorHandle:
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
-        resources={HEAD_NODE: 0.001},  # pins it to a node; the amount means nothing
+        resources={HEAD_NODE: 0.001},  # pins it to that node; the amount has no meaning
         scheduling_strategy="DEFAULT",  # not in the placement group of the member that happens to start it
         max_restarts=-1,
         max_concurrency=10_000,
@@ -323,13 +326,13 @@ def get_directory(app: str) -> ActorHandle:
 
 
 NO_MEMBER_S = 30.0
-# A link that is down ends no process, and members that come back could not talk to members of another directory, which
-# has another cluster key. Ray gives a silent machine up, and ends its processes, after about a minute.
+# A broken link ends no process, and members that return could not talk to members of another directory, whose cluster
+# key is another one. After about a minute, Ray gives up a silent machine and ends its processes.
 LOST_S = 150.0
 
 
 class AppLiveness:
-    """The signs of life that one directory has seen. Plain data: no Ray, no clock of its own."""
+    """The signs of life that one directory has seen. It uses neither Ray nor a clock of its own."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -341,11 +344,11 @@ class AppLiveness:
         self._heartbeat_s, self._some_are_lost = self._clock(), False
 
     def lost(self) -> None:
-        """Note that a member is out of reach, and may be alive."""
+        """Note that a member is out of reach, but may be alive."""
         self._some_are_lost = True
 
     def skip_stall(self, stalled_s: float) -> None:
-        """Leave out a time in which this process was stopped and received nothing."""
+        """Do not count a time in which this process was stopped and received nothing."""
         self._heartbeat_s += stalled_s
 
     @property

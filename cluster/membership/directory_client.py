@@ -3,9 +3,9 @@
     HeartbeatThread ─┐
     stay_registered ─┴ register, heartbeat ──┐
     keep_app_alive ──── application_lives ───┼──> DirectoryClient ──> directory
-    snapshots <──────── watch ───────────────┘         └── where this process cannot reach it: by another process
+    snapshots <──────── watch ───────────────┘         └── if this process cannot reach it: through another process
 
-Every call has a timeout: Ray waits for ever for an answer that was lost with a link.
+Every call has a timeout, because Ray waits for ever for an answer that was lost with a link.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from .members import HeartbeatReply
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # a call is answered sooner ...
-FIRST_ANSWER_S = 60.0  # ... but for the first one: the directory may be starting
-PROFILE_S = 110.0  # to write the traces of all engines
-MAX_PROXY_CALLS = 20  # calls that one other process makes for processes that cannot reach the directory
-KEEP_ALIVE_S = 5.0  # between signs of life of a member that is not ready yet
+ANSWER_S = 10.0  # timeout of a call ...
+FIRST_ANSWER_S = 60.0  # ... and of the first one, since the directory may be starting
+PROFILE_S = 110.0  # in which the traces of all engines are written
+MAX_PROXY_CALLS = 20  # calls that one proxy process makes for processes that cannot reach the directory
+KEEP_ALIVE_S = 5.0  # between signs of life of a member that is still starting
 
 
 class DirectoryClient:
-    """Calls the directory; a `SnapshotSource` of an engine client. Finds the actor anew where it is gone for good."""
+    """Calls the directory; a `SnapshotSource` of engine clients.
+
+    If the actor is gone for good, it finds the new one.
+    """
 
     def __init__(self, app: str) -> None:
         self._app = app
@@ -42,27 +45,27 @@ class DirectoryClient:
         self._has_answered = False
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """See `Directory.watch`. Raises as `call`."""
+        """See `Directory.watch`. Raises like `call`."""
         snapshot: DirectorySnapshot = await self._ask(WATCH_S, "watch", version)
         return snapshot
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the actor. Raises Ray's errors, and `GetTimeoutError` if no answer comes.
+        """Call the actor. Raises Ray's errors, and `GetTimeoutError` if there is no answer.
 
-        Where the actor is dead, the next call finds its successor.
+        If the actor is dead, the next call finds its successor.
         """
         return await self._ask(0.0, method, *args)
 
     async def profile(self, *, start: bool) -> list[EngineTrace]:
-        """See `Directory.profile`. Raises as `call`."""
+        """See `Directory.profile`. Raises like `call`."""
         traces: list[EngineTrace] = await self._ask(PROFILE_S, "profile", start)
         return traces
 
     async def _ask(self, takes_s: float, method: str, *args: Any) -> Any:
         """Call the actor, which may take `takes_s` to answer.
 
-        Ray tells a process once where an actor that was restarted is now. A process that was cut off may miss that, and
-        is never told again: where it cannot reach the actor, another process makes the call.
+        Ray tells each process only once where a restarted actor is. A process that was cut off at that time never
+        learns it: if it cannot reach the actor, another process makes the call for it.
         """
         timeout_s = takes_s + (ANSWER_S if self._has_answered else FIRST_ANSWER_S)
         async with _answered_within(timeout_s):
@@ -78,7 +81,7 @@ class DirectoryClient:
 
 
 def call_directory(app: str, timeout_s: float, method: str, args: tuple[Any, ...]) -> Any:
-    """Look the directory up and call it. For a process that lives shortly: it could be cut off, too."""
+    """Look up the directory and call it. For a short-lived process, which cannot have missed the actor's restart."""
     directory = ray.get_actor(directory_name(app), NAMESPACE)
     return ray.get(getattr(directory, method).remote(*args), timeout=timeout_s)
 
@@ -90,7 +93,7 @@ _call_by_proxy = ray.remote(num_cpus=0, max_retries=0, max_calls=MAX_PROXY_CALLS
 
 @contextlib.asynccontextmanager
 async def _answered_within(timeout_s: float) -> AsyncIterator[None]:
-    """Limit the time of the block. Raises `GetTimeoutError` where it takes longer."""
+    """Limit the time of the block. Raises `GetTimeoutError` if it takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -104,15 +107,15 @@ async def _answered_within(timeout_s: float) -> AsyncIterator[None]:
 async def keep_app_alive(
     directory: DirectoryClient, describe: Callable[[], StartingGroup] | None = None
 ) -> AsyncIterator[None]:
-    """Keep the directory alive while a member starts, which takes minutes where its model is large.
+    """Keep the directory alive while a member starts, which takes minutes for a large model.
 
-    A directory that took the application for gone would have a successor with another cluster key. `describe` says what
-    a group does meanwhile, for `baton status`.
+    Otherwise the directory could take the application for gone, and its successor would have another cluster key.
+    `describe` says what a group is doing meanwhile, for `baton status`.
     """
 
     async def send() -> None:
         while True:
-            with contextlib.suppress(ray.exceptions.RayError):  # registering will raise it, too
+            with contextlib.suppress(ray.exceptions.RayError):  # registering would raise it, too
                 await directory.call("application_lives", *(() if describe is None else (describe(),)))
             await asyncio.sleep(KEEP_ALIVE_S)
 
@@ -146,7 +149,7 @@ async def stay_registered(
 
 
 class HeartbeatThread:
-    """Keeps a member registered from a thread with an event loop of its own: the member's may be busy with requests."""
+    """Keeps a member registered from a thread with its own event loop, since the member's may be busy with requests."""
 
     def __init__(self, app: str, name: str, register: Callable[[DirectoryClient], Awaitable[Any]]) -> None:
         """`register` is called with this thread's client of the directory."""
@@ -160,12 +163,12 @@ class HeartbeatThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Check that the thread lives. Raises `RuntimeError` with the error that ended it."""
+        """Check that the thread is alive. Raises `RuntimeError` with the error that ended it."""
         if self._failure is not None:
             raise RuntimeError(f"{self._name} sends no heartbeats any more: {self._failure}") from self._failure
 
     async def close(self) -> None:
-        """Return when no heartbeat will be sent any more. Closing twice changes nothing."""
+        """Return when no more heartbeat will be sent. Closing twice is allowed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end.set)
         await asyncio.to_thread(self._thread.join)

@@ -1,9 +1,9 @@
-"""Draining a group of engines: gateways choose it no more, its requests end, or are returned and go on elsewhere.
+"""Draining a group of engines: gateways no longer choose it; its requests finish, or continue in other engines.
 
 SERVING ──listed as draining──> DRAINING ──nothing is left────────────────────────> DRAINED
                                     └────deadline──> REQUESTS RETURNED ──sent────────┘
 
-Nothing is left: no request without its last token, no blocks that wait for a reader, none that are being received.
+Nothing is left: no unfinished request, no blocks that wait for a reader, and none that are being received.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 
 from baton.cluster.contracts import Drained, EnginePulse
 
-SETTLE_S = 0.5  # until every gateway knows, and the requests that it had sent before have arrived
-POLL_S = 0.1  # between looks at the engines
-QUIET_S = 0.3  # for which nothing must be left: an engine's number of leases is that much older than of its requests
+SETTLE_S = 0.5  # until all gateways know, and requests that they had sent before have arrived
+POLL_S = 0.1  # between two checks of the engines
+QUIET_S = 0.3  # for which nothing must be left, since an engine's count of leases may be this much out of date
 RETURN_S = 1.0  # for returned requests to reach the gateways
-ANSWER_S = 2.0  # for one call to the engines: Ray waits for ever for an answer that was lost with a link
-LONGEST_S = SETTLE_S + QUIET_S + RETURN_S + 2 * POLL_S + 4 * ANSWER_S  # beside the wait itself
+ANSWER_S = 2.0  # for one call to the engines, because Ray waits for ever for an answer that was lost with a link
+LONGEST_S = SETTLE_S + QUIET_S + RETURN_S + 2 * POLL_S + 4 * ANSWER_S  # duration of a drain beyond its `timeout_s`
 
 
 class DrainingGroup(Protocol):
@@ -32,10 +32,10 @@ class DrainingGroup(Protocol):
 
 
 async def drain(engines: DrainingGroup, timeout_s: float) -> Drained:
-    """Wait until a group's requests have ended, `timeout_s` at most, and return those that are left to their gateways.
+    """Wait until a group's requests have finished, at most `timeout_s`, and return the others to their gateways.
 
-    The directory must list the group as draining before. Raises what the engines raise; where no answer comes they
-    are asked again, and count as busy.
+    The directory must list the group as draining before. Raises the engines' errors; engines that do not answer are
+    asked again, and count as busy.
     """
     began_s = time.monotonic()
     await asyncio.sleep(SETTLE_S)
@@ -49,7 +49,7 @@ async def drain(engines: DrainingGroup, timeout_s: float) -> Drained:
 
 
 async def _pulses(engines: DrainingGroup) -> list[EnginePulse] | None:
-    """Return the pulses of all engines; None where no answer has come."""
+    """Return the pulses of all engines; None if there is no answer."""
     try:
         return await asyncio.wait_for(engines.pulses(), ANSWER_S)
     except TimeoutError:
@@ -62,7 +62,7 @@ async def _num_requests(engines: DrainingGroup) -> int | None:
 
 
 async def _becomes_idle(engines: DrainingGroup, timeout_s: float) -> bool:
-    """Wait until nothing is left; return whether that was in time."""
+    """Wait until nothing is left; return whether that happened in time."""
     live_s = time.monotonic()
     deadline_s = live_s + timeout_s
     while True:

@@ -1,20 +1,20 @@
-"""Probes members that miss heartbeats, without the help of their Python.
+"""Probes members that miss heartbeats, without relying on their Python code.
 
-A heartbeat is sent by Python, and a process that parses, compiles or collects garbage may hold Python's lock for
-seconds. libzmq's threads need no lock: a socket that listens greets each connection before it knows the peer. So the
-directory connects to the member and waits for the first byte (`ZMTP` signature, RFC 23/37).
+Python sends heartbeats, and a process that parses, compiles or collects garbage may hold Python's lock for seconds.
+libzmq's threads need no lock: a listening socket greets each connection before it knows the peer. So the directory
+connects to the member and waits for the first byte (`ZMTP` signature, RFC 23/37).
 
 | member | heartbeat | connection | first byte | listed |
 |---|---|---|---|---|
-| well | comes | | | yes |
-| busy: its event loop, not Python's lock | comes, from a thread of its own | | | yes |
+| well | arrives | | | yes |
+| busy: its event loop, but not Python's lock | arrives, from its own thread | | | yes |
 | busy: Python's lock | none | is made | comes | yes, `BUSY_S` at most |
 | stopped, or starved | none | is made, by its kernel | none | until `MISSED_AFTER_S` |
-| dead | none | is refused | | until Ray tells, `MISSED_AFTER_S` at most |
+| dead | none | is refused | | until Ray reports it, `MISSED_AFTER_S` at most |
 | its machine or the link is lost | none | no answer | | until `MISSED_AFTER_S` |
 
-All times count from the last heartbeat. Probes begin after `SUSPECT_AFTER_S`, so that a dead member is dropped no later
-than without them.
+All times count from the last heartbeat. Probes begin after `SUSPECT_AFTER_S`, early enough that a dead member is
+dropped no later than without them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import zmq
 from baton.engine.net.sockets import endpoint, is_ipv6
 
 SUSPECT_AFTER_S = 3.0  # two heartbeats are missing
-MISSED_AFTER_S = 6.0  # a member that was silent for so long, and does not answer, is gone
-BUSY_S = 30.0  # a member that answers probes but sends no heartbeat for so long is gone, too: it cannot serve
-PROBE_S = 1.5  # for an answer to a probe
-TRUSTED_S = 3.0  # after its answer, in which the next one comes
+MISSED_AFTER_S = 6.0  # a member that was silent for so long and does not answer probes is gone
+BUSY_S = 30.0  # a member that answers probes but was silent for so long is gone, too: it cannot serve
+PROBE_S = 1.5  # in which a probe must be answered
+TRUSTED_S = 3.0  # for which an answer counts; the next one comes before
 
 _SIGNATURE = b"\xff"  # the first byte of each ZMTP connection
 
 
 class ProcessState(enum.Enum):
-    """The state of an unresponsive member's process, as a probe finds it."""
+    """The state of an unresponsive member's process, as far as a probe can tell."""
 
     RUNS = "its process runs"
     STOPPED = "its process is stopped"
@@ -48,7 +48,7 @@ class ProcessState(enum.Enum):
 
 
 class ProbeSocket:
-    """A port for probes: libzmq's thread greets each connection, and lets none in, since no peer has the key."""
+    """A port for probes: libzmq's thread greets each connection, but accepts none, since no peer has the key."""
 
     def __init__(self, host: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,7 +59,7 @@ class ProbeSocket:
         self.public_key, secret = zmq.curve_keypair()
         self._socket.curve_server, self._socket.curve_secretkey = True, secret
         self._socket.zap_domain = b"nobody"
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler that is a refusal of all
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, this refuses every peer
         try:
             self._socket.bind(f"tcp://{endpoint(host, '*')}")
         except zmq.ZMQError:
@@ -74,7 +74,7 @@ class ProbeSocket:
 
 
 async def probe(address: str, timeout_s: float = PROBE_S) -> ProcessState:
-    """Return the state of the process that listens at `address`, `tcp://HOST:PORT`, as far as it can be seen."""
+    """Return the state of the process that listens at `address`, `tcp://HOST:PORT`, as far as it can be told."""
     where = urlsplit(address)
     writer: asyncio.StreamWriter | None = None
     try:
@@ -95,6 +95,6 @@ async def probe(address: str, timeout_s: float = PROBE_S) -> ProcessState:
 
 
 async def probe_all(addresses: Sequence[str], timeout_s: float = PROBE_S) -> ProcessState:
-    """Return `RUNS` where all of a member's processes run, else the state of the first that does not."""
+    """Return `RUNS` if all of a member's processes run, else the state of the first that does not."""
     states = await asyncio.gather(*(probe(address, timeout_s) for address in addresses))
     return next((state for state in states if state is not ProcessState.RUNS), ProcessState.RUNS)

@@ -1,4 +1,4 @@
-"""The list of an application's members, with their ranks and the requests to leave; the directory's state.
+"""The list of an application's members, with their ranks and orders to leave: the directory's state.
 
 UNKNOWN ──register──> LISTED ──set_draining──> LISTED as draining ──remove──> UNKNOWN
                         └──────── remove, or silent for long (`member_probe.py`) ─┘
@@ -27,7 +27,7 @@ from baton.cluster.contracts import (
 
 from .member_probe import BUSY_S, MISSED_AFTER_S, SUSPECT_AFTER_S, TRUSTED_S, ProcessState
 
-STARTING_S = 20.0  # of silence, after which a group that was starting is taken for gone
+STARTING_S = 20.0  # of silence, after which a starting group is taken for gone
 
 
 class HeartbeatReply(enum.StrEnum):
@@ -44,13 +44,13 @@ class NoSuchRank(ValueError):
 
 @dataclass
 class ListedMember:
-    """A group or a gateway, with the signs of its life."""
+    """A group or a gateway, with its latest signs of life."""
 
     heartbeat_s: float
     group: EngineGroup | None = None
     gateway: GatewayRecord | None = None
-    is_to_leave: bool = False  # its end was asked for
-    process_state: ProcessState | None = None  # as the last probe found it in this silence
+    is_to_leave: bool = False  # it was asked to leave
+    process_state: ProcessState | None = None  # by the last probe since its last heartbeat
     answered_s: float = -math.inf  # when a probe last found its process running
 
     @property
@@ -70,18 +70,18 @@ class ListedMember:
 
 
 class Membership:
-    """The list of members and its versions. Plain data: no Ray, no clock of its own.
+    """The list of members and its versions. It uses neither Ray nor a clock of its own.
 
-    Versions count up from `first_version`; a directory that restarts must give out others than the last one did.
+    Versions count up from `first_version`; a restarted directory must not repeat versions of its predecessor.
     """
 
     def __init__(self, clock: Callable[[], float], first_version: int) -> None:
         self._clock = clock
         self._members: dict[str, ListedMember] = {}
-        self._starting: dict[str, tuple[float, StartingGroup]] = {}  # by group, with the time of its last word
+        self._starting: dict[str, tuple[float, StartingGroup]] = {}  # by group, with the time of its last message
         self.version = first_version
         self.drains = DrainCounters()
-        self.num_kept = 0  # silent members that were kept, since their processes ran
+        self.num_kept = 0  # silent members that stayed listed because their processes ran
 
     def __len__(self) -> int:
         return len(self._members)
@@ -89,8 +89,8 @@ class Membership:
     def add_group(self, group: EngineGroup) -> EngineGroup:
         """List a group, and give its engines ranks.
 
-        A group that returns has the ranks that it had, where they are free. Else it has the first free run of the
-        fleet's ranks, which are cut into runs of a group's size.
+        A group that returns gets its former ranks if they are free. Otherwise it gets the first free run of its fleet's
+        ranks, which are divided into runs of a group's size.
         """
         self._starting.pop(group.group_id, None)
         known = self._members.get(group.group_id)
@@ -106,13 +106,13 @@ class Membership:
             had = next(run for run in runs if not taken.intersection(run))
         engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
         listed = msgspec.structs.replace(group, engines=engines)
-        # A group that drains was asked to leave before this list was made or while cut off: it must not stay now.
+        # A draining group was asked to leave by an earlier directory or while it was cut off: it must not stay now.
         self._members[group.group_id] = ListedMember(self._clock(), group=listed, is_to_leave=group.draining)
         self.version += 1
         return listed
 
     def note_starting(self, group: StartingGroup) -> None:
-        """Note what a group does that is not listed yet. A message that comes late changes nothing."""
+        """Note what a group that is not listed yet is doing. A message that comes too late is ignored."""
         if group.group_id in self._members:
             return
         _, known = self._starting.get(group.group_id, (0.0, None))
@@ -127,7 +127,7 @@ class Membership:
         self._members[record.identity] = ListedMember(self._clock(), gateway=record)
 
     def remove(self, name: str, epoch: int | None = None) -> bool:
-        """Remove a member; a group only if it still has that epoch. Return whether there was one."""
+        """Remove a member; a group only if it still has this epoch. Return whether it was listed."""
         member = self._members.get(name)
         if member is None or (epoch is not None and member.epoch not in (None, epoch)):
             return False
@@ -136,7 +136,7 @@ class Membership:
         return True
 
     def note_heartbeat(self, name: str, epoch: int | None = None) -> HeartbeatReply:
-        """Note a member's heartbeat, and return the reply to it."""
+        """Note a member's heartbeat, and return the reply."""
         member = self._members.get(name)
         if member is None or member.epoch not in (None, epoch):
             return HeartbeatReply.UNKNOWN
@@ -170,7 +170,7 @@ class Membership:
         return [member.group for member in self._members.values() if member.group is not None]
 
     def skip_stall(self, stalled_s: float) -> None:
-        """Leave out a time in which this process was stopped and received nothing."""
+        """Do not count a time in which this process was stopped and received nothing."""
         now = self._clock()
         for member in self._members.values():
             member.heartbeat_s = min(now, member.heartbeat_s + stalled_s)
@@ -185,7 +185,10 @@ class Membership:
         }
 
     def note_probe(self, name: str, state: ProcessState) -> bool:
-        """Note the state of a suspect's process. Return whether that keeps it for the first time in this silence."""
+        """Note the state of a suspect's process.
+
+        Return True if this keeps it listed for the first time in this silence.
+        """
         member, now = self._members.get(name), self._clock()
         if member is None or now - member.heartbeat_s <= SUSPECT_AFTER_S:
             return False
@@ -198,7 +201,7 @@ class Membership:
         return is_new
 
     def remove_silent(self) -> list[str]:
-        """Remove members that are gone; return their names, with the state of their processes."""
+        """Remove members that are gone; return their names, each with the state of its processes."""
         now = self._clock()
         for name in [name for name, (heard_s, _) in self._starting.items() if now - heard_s > STARTING_S]:
             del self._starting[name]
@@ -225,7 +228,7 @@ class Membership:
 
 
 class DirectoryMetrics(Collector):
-    """Collects what the directory counts."""
+    """Collects the directory's counts."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members

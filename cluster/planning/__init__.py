@@ -1,1 +1,1 @@
-"""Planning without a running application: sizes of a model, machines, memory, bandwidth; checks of a model's folder."""
+"""Planning without a running application: sizes, placement, memory, bandwidth; and checks of a model's folder."""

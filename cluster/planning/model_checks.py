@@ -15,7 +15,7 @@ from baton.engine.startup.model_config import read_model_config
 
 
 def check_model(spec: FleetSpec) -> None:
-    """Check each fleet against the model's config.json. Raises `InvalidSpec` with a line for each that cannot work."""
+    """Check each fleet against the model's config.json. Raises `InvalidSpec` with a line for each invalid fleet."""
     problems = []
     _fetch(spec, Files.TEXT)
     for role in spec.fleets.present:
@@ -28,9 +28,9 @@ def check_model(spec: FleetSpec) -> None:
 
 
 def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
-    """Read the config of the model as one fleet serves it, and none of its weights.
+    """Read the model's config as one fleet uses it, but no weights.
 
-    Raises `ModelError` for a model that Baton cannot serve, `InvalidEngineConfig` where the arguments do not fit it.
+    Raises `ModelError` for a model that Baton cannot serve, and `InvalidEngineConfig` if the arguments do not fit it.
     """
     folder = str(spec.model_folder(Files.TEXT))
     config = spec.engine_config(role).model_copy(update={"model": folder, "load_format": "dummy"})
@@ -38,10 +38,10 @@ def read_model(spec: FleetSpec, role: Role) -> ModelConfig:
 
 
 def check_model_files(spec: FleetSpec, *, with_weights: bool) -> None:
-    """Read the tokenizer. With weights, fetch what of them is not here, and account for every tensor by the headers of
-    the model's files, as each engine does when it loads them; that loads torch.
+    """Read the tokenizer. With weights, also download missing files, and check by the files' headers that every tensor
+    is used, as each engine does when it loads them; that imports torch.
 
-    Raises `InvalidSpec` with one line a problem.
+    Raises `InvalidSpec` with one line for each problem.
     """
     from baton.engine.models import check_weights
     from baton.engine.text import TextError, Tokenizer
@@ -62,7 +62,7 @@ def check_model_files(spec: FleetSpec, *, with_weights: bool) -> None:
 
 
 def _fetch(spec: FleetSpec, files: Files) -> Path:
-    """Return the model's folder. Raises `InvalidSpec` where it is a name of the Hub that cannot be fetched."""
+    """Return the model's folder. Raises `InvalidSpec` for a name on the Hub that cannot be downloaded."""
     try:
         return spec.model_folder(files)
     except ModelNotFetched as error:
@@ -70,5 +70,5 @@ def _fetch(spec: FleetSpec, files: Files) -> Path:
 
 
 def needs_weights(spec: FleetSpec) -> bool:
-    """Tell whether any fleet reads the model's weights, rather than draw random ones."""
+    """Return whether any fleet reads the model's weights, rather than drawing random ones."""
     return any(spec.engine_config(role).load_format != "dummy" for role in spec.fleets.present)

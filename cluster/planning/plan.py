@@ -1,7 +1,7 @@
 """The plan of an application on given machines: placement, memory, KV blocks, bandwidth, refusals.
 
-Everything comes from the application's arguments and the model's config.json. The memory that a step allocates, which
-only a running engine can measure, is an estimate, and named so.
+Everything follows from the application's arguments and the model's config.json. Only the memory that a step allocates
+is an estimate, and is called so, because only a running engine can measure it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .sizing import (
     needs_of_worker,
 )
 
-CPU_KV_BYTES = 4 << 30  # at most, where no setting gives it
-DRIVER_BYTES = 2 << 30  # of a GPU: its context, captured steps, libraries; measured on an H200
+CPU_KV_BYTES = 4 << 30  # at most, if no setting gives it
+DRIVER_BYTES = 2 << 30  # of a GPU's memory, for its context, captured steps and libraries; measured on an H200
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The nodes to plan for, which are all alike."""
+    """The nodes to plan for, which are all equal."""
 
     gpus_per_node: int = 8
     gpu_memory_bytes: int = 80 * GB
-    nodes: int | None = None  # None: as many as it takes
-    memory_bytes: int | None = None  # of a node, beside its GPUs'; None: enough
-    disk_bytes: int | None = None  # where tiers are, of a node; None: enough
-    has_fp8: bool = True  # the GPUs have FP8 tensor cores; others have weights of 8 bits multiplied out
+    nodes: int | None = None  # None: as many as are needed
+    memory_bytes: int | None = None  # of one node, without its GPUs'; None: enough
+    disk_bytes: int | None = None  # for tiers, of one node; None: enough
+    has_fp8: bool = True  # the GPUs have FP8 tensor cores; on others, weights of 8 bits are expanded to 16
 
     @property
     def device(self) -> str:
@@ -67,18 +67,18 @@ class RankPlan:
     """The placement of one worker."""
 
     role: Role
-    group: int  # within the fleet
+    group: int  # number within the fleet
     dp_rank: int
     tp_rank: int
-    engine_rank: int  # of the engine that this worker is part of, as gateways and clients know it
+    engine_rank: int  # rank of the engine that this worker belongs to, as gateways and clients use it
     node: int
 
 
 @dataclass(frozen=True)
 class ArenaPlan:
-    """The blocks of one cache group on a rank."""
+    """The blocks of one cache group in one rank."""
 
-    group: GroupLayout  # the rank's part
+    group: GroupLayout  # this rank's part of it
     num_blocks: int
 
     @property
@@ -88,7 +88,7 @@ class ArenaPlan:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """The memory of each rank of a fleet, in bytes where no other unit is named."""
+    """The memory of each rank of a fleet, in bytes unless another unit is named."""
 
     role: Role
     config: EngineConfig
@@ -109,27 +109,27 @@ class FleetPlan:
         return sum(arena.num_bytes for arena in self.arenas)
 
     def tier_slots(self, num_bytes: int) -> Sequence[int]:
-        """Return the blocks of each cache group that so many bytes of a tier hold."""
+        """Return for each cache group the number of blocks in a tier of this size."""
         return divide_bytes(num_bytes, *self._tier_sizes)
 
     @property
     def fewest_tier_bytes(self) -> int:
-        """Return the bytes of a tier that holds a block of each cache group."""
+        """Return the size of a tier that holds one block of each cache group."""
         return fewest_bytes(*self._tier_sizes)
 
     @property
     def _tier_sizes(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the bytes of each arena, and of a block in it."""
+        """Return the bytes of each arena, and of one block in each."""
         block_bytes = [arena.group.blocks.block_bytes for arena in self.arenas]
         return [arena.num_bytes for arena in self.arenas], block_bytes
 
     @property
     def host(self) -> int:
-        """Return the bytes that are in the host's memory."""
+        """Return the bytes in the host's memory."""
         return self.weights + self.step + self.kv if self.device == "cpu" else 0
 
     def num_requests(self, traffic: Traffic) -> int:
-        """Return how many requests one engine can have at once, by the blocks of each arena and by its rows."""
+        """Return how many requests one engine can run at once, limited by the blocks of each arena and by rows."""
         num_tokens = traffic.prompt_tokens + traffic.output_tokens
         by_arena = (needs_of(arena.group).requests_at_once(arena.num_blocks, num_tokens) for arena in self.arenas)
         return min(self.steps.max_num_seqs, *by_arena)
@@ -137,7 +137,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The traffic of hand-offs at the target load, in bytes and bytes a second."""
+    """The traffic of hand-offs at the target load, in bytes (`request`) and bytes a second (the others)."""
 
     request: int
     total: float
@@ -165,7 +165,7 @@ class Plan:
 
 
 def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
-    """Plan an application. One that cannot work raises nothing: its `refusals` say why."""
+    """Plan an application. If it cannot work, nothing is raised: `refusals` has the reasons."""
     plan = Plan(spec, machines, traffic)
     plan.refusals += _too_large_for_a_node(spec, machines)
     plan.ranks = [] if plan.refusals else list(_placement(spec, machines))
@@ -193,7 +193,7 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)
     step += draft_bytes(model, config.speculative_config, steps.max_num_seqs, config.tensor_parallel_size)
-    caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # every rank keeps as much
+    caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # the ranks' parts are of equal size
     budget, setting = _kv_budget(spec, role, machines, device, weights + step)
     if config.num_gpu_blocks_override is not None:
         sizes = arenas_of(caches, config.num_gpu_blocks_override, steps.max_num_seqs, model.max_model_len)
@@ -220,7 +220,7 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
 
 
 def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, taken: int) -> tuple[int, str]:
-    """Return the bytes for blocks, and the argument that changes them."""
+    """Return the bytes for KV blocks, and the name of the argument that changes them."""
     config = spec.engine_config(role)
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -231,7 +231,7 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> int:
-    """Estimate the bytes that the largest step allocates: the widest activations, and logits in float32."""
+    """Estimate the bytes that the largest step allocates, for the widest activations and for logits in float32."""
     ranks = config.tensor_parallel_size
     widths = [model.mlp_width(layer) for layer in range(model.num_layers)]
     widths += [model.num_heads * heads.key_dim for heads in model.head_shapes]
@@ -281,9 +281,9 @@ def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
 
 
 def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]:
-    """Choose the node of each bundle; update the `free` GPUs of each node, and add nodes as they are needed.
+    """Choose the node of each bundle; update the `free` GPUs of each node, and add nodes as needed.
 
-    A node must hold `each` at least.
+    A bundle takes `each` GPUs of the `per_node`, which must suffice for one.
     """
 
     def capacity(node: int) -> int:
@@ -312,7 +312,7 @@ def _hosts(plan: Plan) -> list[HostNeeds]:
 
 
 def _bandwidth(plan: Plan) -> Bandwidth | None:
-    """Return the traffic of hand-offs; None where there are none."""
+    """Return the traffic of hand-offs; None if there are none."""
     fleets = {fleet.role: fleet for fleet in plan.fleets}
     if Role.PREFILL not in fleets or Role.DECODE not in fleets:
         return None

@@ -1,6 +1,6 @@
-"""Sizes from an application and a model's config.json: bytes of a hand-off, memory and disk on each host.
+"""Sizes that follow from an application and a model's config.json: bytes of a hand-off, memory and disk of each host.
 
-No torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GB = 10**9
 
 
 def handoff_bytes(caches: CacheLayout, tensor_parallel_size: int, num_tokens: int) -> int:
-    """Return the bytes that all ranks of a decode engine read of a prompt: of each group what later tokens need."""
+    """Return the bytes that the ranks of a decode engine read for a prompt: of each group, what later tokens need."""
     ranks = [caches.of_rank(rank, tensor_parallel_size) for rank in range(tensor_parallel_size)]
     return sum(_handed_blocks(group, num_tokens) * group.blocks.block_bytes for each in ranks for group in each.groups)
 
@@ -30,11 +30,11 @@ def _handed_blocks(group: GroupLayout, num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes of host memory and disk, of one worker or of all workers of one node."""
+    """Bytes of host memory and disk that one worker needs, or all workers of one node."""
 
     tiers: int = 0  # `kv_tiers.host_bytes`
     buffer: int = 0  # `transfer.buffer_bytes`
-    model: int = 0  # weights, blocks and steps where there is no GPU
+    model: int = 0  # weights, blocks and steps, if there is no GPU
     disk: int = 0  # `kv_tiers.disk_bytes`
 
     @property
@@ -48,7 +48,7 @@ class HostNeeds:
 
 
 def needs_of_worker(spec: FleetSpec, role: Role, model: int) -> HostNeeds:
-    """Return the needs of one worker; `model`: bytes of the model that are in the host's memory."""
+    """Return the needs of one worker; `model` is the number of the model's bytes in host memory."""
     tiers, transfer = spec.fleets.present[role].kv_tiers, spec.transfer
     by_host = role is not Role.UNIFIED and transfer.buffer == "host"
     return HostNeeds(
@@ -68,7 +68,7 @@ def needs_of_nodes(workers: Sequence[tuple[int, HostNeeds]]) -> list[HostNeeds]:
 
 
 def find_overcommitted(nodes: Sequence[HostNeeds], memory_bytes: int | None, disk_bytes: int | None) -> Iterator[str]:
-    """Yield a line for each node that has too little memory or disk; None: not known."""
+    """Yield a line for each node that has too little memory or disk; a size of None is unknown."""
     for node, needs in enumerate(nodes):
         if memory_bytes is not None and needs.memory > memory_bytes:
             parts = (

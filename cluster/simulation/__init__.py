@@ -1,1 +1,1 @@
-"""Simulations in virtual time: routers and autoscalers on the same requests, with real schedulers and no device."""
+"""Simulations in virtual time: routers and autoscalers on equal requests, with real schedulers and without devices."""

@@ -21,7 +21,7 @@ from .virtual_engine import Speed
 NUM_BLOCKS = 4096  # of each group
 # An 8B model on one GPU of a small machine, in round numbers: slow enough that a few requests a second load it.
 SPEED = Speed(step_s=0.02, row_s=0.0006, prefill_tokens_per_s=6000.0)
-ONGOING = {Role.PREFILL: 2.0, Role.DECODE: 16.0}  # `target_ongoing_requests` that serve a steady load well
+ONGOING = {Role.PREFILL: 2.0, Role.DECODE: 16.0}  # `target_ongoing_requests` that suit a steady load
 
 
 class InvalidComparison(ValueError):
@@ -30,11 +30,11 @@ class InvalidComparison(ValueError):
 
 @dataclass(frozen=True)
 class ScalingCase:
-    """The load and the targets on which all are compared."""
+    """The load and the targets on which all policies are compared."""
 
     shape: TrafficShape
     trace_file: Path | None
-    most: int  # groups of a fleet
+    most: int  # groups of a fleet at most
     start_s: float
     ttft_s: float
     inter_token_s: float
@@ -51,7 +51,7 @@ class AutoscalerRow(msgspec.Struct, frozen=True):
 
 
 def compare(case: ScalingCase) -> list[AutoscalerRow]:
-    """Run all simulations, and show the progress. Raises `InvalidTrace`."""
+    """Run all simulations, showing the progress. Raises `InvalidTrace`."""
     world = SimulatedHardware(
         speed=SPEED,
         rates=CostRates(prefill_tokens_per_s=SPEED.prefill_tokens_per_s),
@@ -87,7 +87,7 @@ def table(rows: Sequence[AutoscalerRow]) -> Table:
 
 
 def _sizers(case: ScalingCase) -> list[Sizer]:
-    """Make new sizers: each keeps the samples that it has seen."""
+    """Make new sizers, since each remembers the samples that it has seen."""
     plan = ScalePlan(
         fleets={role: Bounds(1, case.most) for role in (Role.PREFILL, Role.DECODE)},
         ttft_s=case.ttft_s,

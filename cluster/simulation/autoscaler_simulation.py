@@ -1,6 +1,6 @@
-"""A simulation of an application whose fleets change, in virtual time.
+"""A simulation of an application whose fleets change size, in virtual time.
 
-The gateways' router, the engines' schedulers and the autoscaler are the real ones; groups take time to start, and drain
+The gateways' router, the engines' schedulers and the autoscaler are the real ones. Groups take time to start, and drain
 before they end.
 """
 
@@ -33,20 +33,20 @@ from .virtual_engine import (
     make_record,
 )
 
-TICK_S = 1.0  # between reports, as in a cluster
-RETRY_S = 0.1  # of a request that finds no engine
+TICK_S = 1.0  # between two reports, as in a cluster
+RETRY_S = 0.1  # after which a request that found no engine tries again
 GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
 class SimulatedHardware:
-    """The speed and size of groups, and the targets. A group is one GPU here."""
+    """The speed and size of groups, and the latency targets. Here, each group is one GPU."""
 
     speed: Speed
-    rates: CostRates  # the router's estimate of that speed
-    start_s: float  # from the decision until a group serves
+    rates: CostRates  # the router's guess of that speed
+    start_s: float  # from the decision to start a group until it serves
     num_blocks: int
-    ttft_s: float  # targets, for the report
+    ttft_s: float  # targets, for the report only
     inter_token_s: float
 
 
@@ -56,10 +56,10 @@ class ScalingOutcome(msgspec.Struct, frozen=True):
     sizes: str
     num_requests: int
     gpu_seconds: float  # of all groups, from their start to their end
-    most: int  # groups at once
-    changes: int  # times that groups were added or taken away
-    ttft_attained: float  # share of the requests
-    inter_token_attained: float  # share of the requests, by the mean of each
+    most: int  # groups at the same time
+    changes: int  # times that the fleets' sizes changed
+    ttft_attained: float  # share of the requests within the target
+    inter_token_attained: float  # the same, by the mean of each request
     ttft_p50_s: float
     ttft_p99_s: float
 
@@ -93,7 +93,7 @@ class _ServedRequest:
 
 @dataclass
 class _Counts:
-    """The counts that the gateway reports."""
+    """The counts that the simulated gateway reports."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -109,7 +109,7 @@ class _Counts:
 
 
 class AutoscalerSimulation:
-    """One simulation; `run` is called once."""
+    """One simulation. Call `run` once."""
 
     def __init__(self, world: SimulatedHardware, sizer: Sizer) -> None:
         self._world, self._sizer = world, sizer
@@ -146,7 +146,7 @@ class AutoscalerSimulation:
     # ---- groups ----
 
     def _tick(self) -> None:
-        """Report, decide, and change the fleets, once a second."""
+        """Report, decide and change the fleets, once a second."""
         sizes = self._sizer.sizes(self._time(), self._counts.report(), self._fleets())
         self._changes += self._last_sizes not in ({}, sizes)
         self._last_sizes = dict(sizes)
@@ -173,7 +173,7 @@ class AutoscalerSimulation:
         return fleets
 
     def _resize(self, role: Role, size: int) -> None:
-        """Change a fleet as Serve does, which stops groups that have not started, then chosen ones, then the newest."""
+        """Resize a fleet as Serve does: it stops groups that have not started, then chosen ones, then the newest."""
         there = [group for group in self._groups.values() if group.role is role and not group.draining]
         for _ in range(size - len(there)):
             group = self._start(role)
@@ -192,7 +192,7 @@ class AutoscalerSimulation:
         return group
 
     def _serve(self, group: _Group) -> None:
-        if group.name not in self._groups:  # it was ended before it had started
+        if group.name not in self._groups:  # it was stopped before it had started
             return
         world = self._world
         record = msgspec.structs.replace(make_record(self._num_started, group.role, world.num_blocks), node_id="node")

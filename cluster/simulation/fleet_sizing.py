@@ -1,4 +1,4 @@
-"""Deciders of fleet sizes in a simulation: the autoscaler, fixed numbers, or Serve's default policy."""
+"""Policies for fleet sizes in a simulation: the autoscaler, fixed numbers, and Serve's default policy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Sizer(Protocol):
     name: str
 
     def first(self) -> Mapping[Role, int]:
-        """Return the groups of each fleet at the start."""
+        """Return the number of groups of each fleet at the start."""
         ...
 
     def sizes(self, now_s: float, gateways: GatewayLoad, fleets: Mapping[Role, SimulatedFleet]) -> Mapping[Role, int]:
-        """Decide the groups of each fleet, once a second."""
+        """Decide the number of groups of each fleet, once a second."""
         ...
 
     def leaving(self, role: Role) -> list[str]:
@@ -58,7 +58,7 @@ class FixedSizes:
 
 
 class Autoscaled:
-    """The directory's scaler itself."""
+    """The directory's own scaler."""
 
     def __init__(self, plan: ScalePlan) -> None:
         self.name = "autoscaled"
@@ -84,10 +84,11 @@ class Autoscaled:
 
 
 class OngoingRequests:
-    """Ray Serve's default policy, for each fleet by itself: ongoing requests / `target_ongoing_requests`.
+    """Ray Serve's default policy, applied to each fleet separately: ongoing requests / `target_ongoing_requests`.
 
-    A change is made where its direction held for the whole delay. Serve counts the requests in its handles and
-    replicas; here, requests in the engines count, and for engines that read prompts those in the gateway.
+    A change is made if it has pointed in the same direction for the whole delay. Serve counts the requests in its
+    handles and replicas; here, the requests in the engines count, and for prefill fleets also those that wait in the
+    gateway.
     """
 
     def __init__(self, plan: ScalePlan, target_ongoing_requests: Mapping[Role, float]) -> None:
@@ -95,9 +96,8 @@ class OngoingRequests:
         self._plan, self._targets = plan, target_ongoing_requests
         self._sizes = {role: max(1, bounds.min_replicas) for role, bounds in plan.fleets.items()}
         self._ongoing: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in plan.fleets}
-        self._since_s: dict[
-            Role, tuple[int, float]
-        ] = {}  # the direction in which a fleet should change, and since when
+        # For each fleet: the direction in which it should change, and since when.
+        self._since_s: dict[Role, tuple[int, float]] = {}
 
     def first(self) -> Mapping[Role, int]:
         return dict(self._sizes)

@@ -1,4 +1,4 @@
-"""Routing policies: the gateway's router, and others to compare it with."""
+"""Routing policies: the gateway's own router, and others for comparison."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from baton.engine.core.messages import EngineRequest
 
 
 class Start(NamedTuple):
-    """The engine that reads a prompt."""
+    """The choice of an engine for a prompt."""
 
     placement: Placement
     hands_off: bool
 
 
 class Policy(Protocol):
-    """Chooses engines for one gateway, and is called with the outcomes."""
+    """Chooses engines for one gateway, and is told how their requests proceed."""
 
     def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
-        """Choose the engine that reads the prompt."""
+        """Choose the engine that computes the prompt."""
         ...
 
     def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
-        """Choose the decode engine that goes on after a hand-off by `source`."""
+        """Choose the decode engine that continues after the hand-off by `source`."""
         ...
 
     def sent(self, placement: Placement) -> None: ...
 
     def read(self, placement: Placement) -> None:
-        """Note that the first token came."""
+        """Note that the first token has come."""
         ...
 
     def ended(self, placement: Placement) -> None: ...
 
 
 class LoadOnly:
-    """Chooses by the engines' load, whatever the prompt is, and needs no more than `EngineView`."""
+    """Chooses by the engines' load alone, which `EngineView` has, whatever the prompt is."""
 
     def __init__(self, choose: Callable[[Sequence[EngineView]], EngineView]) -> None:
         self._choose = choose
@@ -75,13 +75,13 @@ def round_robin(first: int) -> LoadOnly:
 
 
 def power_of_two(seed: int) -> LoadOnly:
-    """Choose the less loaded one of two random engines."""
+    """Choose the less loaded of two random engines."""
     rng = random.Random(seed)
     return LoadOnly(lambda views: min(rng.sample(views, min(2, len(views))), key=_num_requests))
 
 
 class ExactPrefixes:
-    """The gateway's own router."""
+    """The gateway's own router, with exact knowledge of the engines' cached blocks."""
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self._router = Router(
@@ -113,17 +113,18 @@ class ExactPrefixes:
 
 
 class ExactPools(ExactPrefixes):
-    """The gateway's own router, where engines report the blocks of their pools and not of their tiers."""
+    """The gateway's own router, if engines reported only the blocks in their pools, and not those in tiers."""
 
     def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         return super().reader([msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request)
 
 
 class ApproximatePrefixes(ExactPrefixes):
-    """The same costs with a gateway's own record of the prompts that it sent, as in routers without engines' events.
+    """The same costs, but from a gateway's own record of the prompts that it has sent, as in routers without events
+    from engines.
 
-    For each engine it remembers as many blocks as the engine can hold, in tiers too; the least recently sent
-    are dropped first.
+    For each engine it remembers as many blocks as the engine can hold, including tiers, and forgets the least recently
+    sent first.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
@@ -149,14 +150,14 @@ class ApproximatePrefixes(ExactPrefixes):
 
 
 class RememberedBlocks(CachedBlocks):
-    """The blocks that an engine was sent, in the place of those that it has."""
+    """The blocks that were sent to an engine, in place of those that it reports."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._by_age: OrderedDict[BlockName, None] = OrderedDict()
 
     def remember(self, names: Sequence[BlockName]) -> None:
-        for name in reversed(names):  # so that the ends of prompts are forgotten first
+        for name in reversed(names):  # so that the end of a prompt is forgotten before its beginning
             self._by_age[name] = None
             self._by_age.move_to_end(name)
             self._pool.add(name)
@@ -165,7 +166,7 @@ class RememberedBlocks(CachedBlocks):
 
 
 class PoolAlone(CachedBlocks):
-    """The blocks in an engine's pool alone, as of now."""
+    """Only the blocks in an engine's pool, as of now."""
 
     def __init__(self, known: CachedBlocks) -> None:
         super().__init__(0)
@@ -176,7 +177,7 @@ def _num_requests(view: EngineView) -> int:
     return view.outstanding if view.stats is None else max(view.outstanding, view.stats.num_requests)
 
 
-PolicyMaker = Callable[[int, Callable[[], float]], Policy]  # of the gateway with this number
+PolicyMaker = Callable[[int, Callable[[], float]], Policy]  # makes the policy of a gateway from its number and a clock
 
 POLICIES: dict[str, PolicyMaker] = {
     "round-robin": lambda number, clock: round_robin(number),
@@ -184,6 +185,6 @@ POLICIES: dict[str, PolicyMaker] = {
     "approximate": lambda number, clock: ApproximatePrefixes(f"gateway-{number}", clock),
     "exact": lambda number, clock: ExactPrefixes(f"gateway-{number}", clock),
 }
-OF_TIERS: dict[str, PolicyMaker] = {  # as well, where engines have tiers
+OF_TIERS: dict[str, PolicyMaker] = {  # additional policies if engines have tiers
     "exact-pools": lambda number, clock: ExactPools(f"gateway-{number}", clock),
 }

@@ -1,4 +1,4 @@
-"""Routing policies on the same requests, in virtual time: `baton bench router`."""
+"""Simulates routing policies on equal requests, in virtual time: `baton bench router`."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from .virtual_engine import (
 from .virtual_tiers import VirtualTiers
 
 CONVERSATIONS_PER_ENGINE = 8
-SHARE_S = 30.0  # of the times for which the share of a slow engine is reported
+SHARE_S = 30.0  # length of the periods for which the share of a slow engine is reported
 
 
 @dataclass(frozen=True)
 class SimulatedFleets:
-    """Either unified engines, or prefill and decode engines."""
+    """The engines of a simulation: either unified ones, or prefill and decode engines."""
 
     num_unified: int = 0
     num_prefill: int = 0
     num_decode: int = 0
     num_blocks: int = 8192  # of each engine
     num_gateways: int = 4
-    num_host_blocks: int = 0  # of the tiers of each engine; 0: no such tier
+    num_host_blocks: int = 0  # in the host tier of each engine; 0: it has none
     num_disk_blocks: int = 0
     slow: SlowSpell = NEVER_SLOW  # of the first engine
 
@@ -57,27 +57,27 @@ class SimulatedFleets:
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
-    """Times in ms of virtual time."""
+    """The figures of one policy. Times are in ms of virtual time."""
 
     policy: str
     num_requests: int
     ttft_mean_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
-    tpot_mean_ms: float  # from the first token to the last, over the tokens behind the first
+    tpot_mean_ms: float  # time from the first token to the last / number of tokens after the first
     tpot_p99_ms: float
     latency_p50_ms: float  # to the last token
     latency_p99_ms: float
     handed_off: float  # share of the requests
-    hit_rate: float  # prompt tokens found in the prefix cache, or restored, where the prompt was read
-    restored_rate: float  # prompt tokens restored
-    imbalance: float  # prompt tokens computed by the busiest engine over the mean of those that read prompts
-    first_engine: list[float]  # prompts that the first engine read, over its equal share, in each `SHARE_S`
+    hit_rate: float  # share of prompt tokens found in the prefix cache or restored, where the prompt was computed
+    restored_rate: float  # share of prompt tokens restored from tiers
+    imbalance: float  # prompt tokens computed by the busiest engine / their mean over engines that compute prompts
+    first_engine: list[float]  # prompts computed by the first engine / its equal share, for each period `SHARE_S`
 
 
 @dataclass
 class _RoutedRequest:
-    """A request on its way."""
+    """A request in progress."""
 
     arrival: RequestArrival
     gateway: int
@@ -86,7 +86,7 @@ class _RoutedRequest:
     first_s: float = 0.0
     last_s: float = 0.0
     num_cached: int = 0
-    reader: int = 0  # the rank that read the prompt
+    reader: int = 0  # rank of the engine that computed the prompt
     handed_off: bool = False
 
 
@@ -97,7 +97,7 @@ class _Gateway:
 
 
 class RouterSimulation:
-    """One simulation; `run` is called once."""
+    """One simulation. Call `run` once."""
 
     def __init__(self, fleets: SimulatedFleets, policy: str, speed: Speed) -> None:
         self._time = VirtualTime()
@@ -227,7 +227,7 @@ def compare(
     policies: Collection[str],
     speed: Speed = Speed(),
 ) -> list[RouterRow]:
-    """Simulate all policies on all traffic, and show the progress. Raises `InvalidSimulation` and `InvalidTrace`."""
+    """Simulate all policies on all traffic, showing the progress. Raises `InvalidSimulation` and `InvalidTrace`."""
     _check(fleets, policies)
     traffic = _traffic(fleets, shape, trace_file)
     for name, arrivals in traffic.items():
@@ -245,15 +245,15 @@ def compare(
 
 
 def table(rows: Sequence[RouterRow], *, has_slow: bool = False) -> Table:
-    """Tabulate the reports. Columns of hand-offs and restored tokens are left out where there are none.
+    """Tabulate the reports. Columns of hand-offs and restored tokens are left out if there are none.
 
-    Where the first engine is slow for a while, its share of the prompts is below.
+    If the first engine is slow for a while, its share of the prompts is shown below.
     """
     columns = ["traffic", "policy", "TTFT mean", "p50", "p99 ms", "TPOT mean", "p99 ms", "whole p50", "p99 ms", "hits"]
     any_restored, any_handed_off = (
         any(getattr(row.report, share) for row in rows) for share in ("restored_rate", "handed_off")
     )
-    names = [Column(name, no_wrap=True) for name in columns[:2]]  # shown whole, however narrow the terminal is
+    names = [Column(name, no_wrap=True) for name in columns[:2]]  # never cut, even in a narrow terminal
     more = ["handed off"] * any_handed_off + ["restored"] * any_restored
     shown = Table(*names, *columns[2:], "busiest", *more)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Traffic for simulations: requests with their times of arrival, from traces or at random."""
+"""Traffic for simulations: requests with arrival times, from traces or at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 VOCAB_SIZE = 32_000
-TRACE_BLOCK = 512  # tokens that a hash id of a trace stands for
+TRACE_BLOCK = 512  # tokens for which one hash id of a trace stands
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class TraceLine(msgspec.Struct):
     timestamp: float  # ms
     input_length: int
     output_length: int
-    hash_ids: list[int] | None = None  # of blocks of `TRACE_BLOCK` tokens; equal ids, equal prefixes; None: no prefix
+    hash_ids: list[int] | None = None  # one for each `TRACE_BLOCK` tokens; equal ids mean equal prefixes; None: unknown
 
 
 class InvalidTrace(ValueError):
-    """A trace file cannot be read as requests."""
+    """A trace file that cannot be read as requests."""
 
 
 def trace(path: Path) -> list[RequestArrival]:
@@ -47,7 +47,7 @@ def trace(path: Path) -> list[RequestArrival]:
         except msgspec.DecodeError as error:
             raise InvalidTrace(f"{path}, line {number}: {error}") from error
         hash_ids = entry.hash_ids
-        if hash_ids is None:  # ids that no other line has
+        if hash_ids is None:  # make ids that no other line has
             hash_ids = [-(number << 32) - block for block in range(-(-max(entry.input_length, 0) // TRACE_BLOCK))]
         tokens = [token for hash_id in hash_ids for token in _tokens(hash_id, TRACE_BLOCK)]
         if not 0 < entry.input_length <= len(tokens) or entry.output_length < 1:
@@ -73,7 +73,7 @@ class TrafficShape:
 
 
 def unshared(shape: TrafficShape) -> list[RequestArrival]:
-    """Make requests whose prompts have no common prefixes."""
+    """Make requests whose prompts share no prefixes."""
     rng = random.Random(shape.seed)
     return [
         RequestArrival(
@@ -84,10 +84,10 @@ def unshared(shape: TrafficShape) -> list[RequestArrival]:
 
 
 def shared(shape: TrafficShape, *, num_systems: int, num_conversations: int) -> list[RequestArrival]:
-    """Make conversations: each prompt is one of a few system prompts, the conversation so far, and something new.
+    """Make conversations: each prompt is one of a few system prompts, the conversation up to then, and new text.
 
-    Half of the mean prompt is the system prompt; which one follows Zipf's law, so one of them is hot. A conversation
-    that has grown to twice the mean begins anew.
+    The system prompt is half of the mean prompt. Its choice follows Zipf's law, so one system prompt is hot. A
+    conversation that has grown to twice the mean begins again.
     """
     rng = random.Random(shape.seed)
     systems = [_tokens(rng.getrandbits(60), shape.prompt_tokens // 2) for _ in range(num_systems)]
@@ -104,7 +104,7 @@ def shared(shape: TrafficShape, *, num_systems: int, num_conversations: int) -> 
 
 
 def tides(shape: TrafficShape, *, period_s: float, low: float = 0.1) -> list[RequestArrival]:
-    """Make days: the rate follows a cosine from `low` of the mean to as much above it, and begins at its lowest."""
+    """Make daily tides: the rate follows a cosine between `low` and 2 - `low` of the mean, from its lowest on."""
 
     def rate_at(at_s: float) -> float:
         return 1 - (1 - low) * math.cos(2 * math.pi * at_s / period_s)
@@ -113,7 +113,7 @@ def tides(shape: TrafficShape, *, period_s: float, low: float = 0.1) -> list[Req
 
 
 def bursts(shape: TrafficShape, *, every_s: float, lasting_s: float, times: float) -> list[RequestArrival]:
-    """Make bursts, in which the rate is `times` as high. It begins with the low one; `rate_per_s` is the mean."""
+    """Make bursts, in which the rate is `times` as high as between them, where it begins. `rate_per_s` is the mean."""
     share = lasting_s / every_s
     low = 1 / (1 - share + share * times)
 
@@ -124,7 +124,7 @@ def bursts(shape: TrafficShape, *, every_s: float, lasting_s: float, times: floa
 
 
 def _changing(shape: TrafficShape, rate_at: Callable[[float], float], highest: float) -> list[RequestArrival]:
-    """Make unshared prompts; `rate_at` and its `highest` value are shares of the mean rate."""
+    """Make requests without shared prefixes; `rate_at` and its maximum `highest` are multiples of the mean rate."""
     rng, at_s = random.Random(shape.seed), 0.0
     arrivals: list[RequestArrival] = []
     while len(arrivals) < shape.num_requests:

@@ -1,4 +1,4 @@
-"""Engines without devices: real schedulers, whose steps take the time that a formula gives."""
+"""Engines without devices: the real scheduler, with steps that take the time that a formula gives."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .traffic import VOCAB_SIZE
 
-KV_TOKEN_BYTES = 128 << 10  # of an 8B model
-STATUS_PERIOD_S = 0.05  # as `engines.status_publisher.STATUS_PERIOD_S`
+KV_TOKEN_BYTES = 128 << 10  # bytes of KV for one token of an 8B model
+STATUS_PERIOD_S = 0.05  # equals `engines.status_publisher.STATUS_PERIOD_S`
 
 
 @dataclass(frozen=True)
 class Speed:
     """Times of steps and links. Defaults: an 8B model on an H200, in round numbers."""
 
-    step_s: float = 0.0025  # reads the weights once
-    row_s: float = 0.00004  # each request that decodes reads its own KV
+    step_s: float = 0.0025  # for reading the weights once
+    row_s: float = 0.00004  # for each decoding request, which reads its own KV
     prefill_tokens_per_s: float = 20_000.0
     handoff_s: float = 0.003
     kv_tokens_per_s: float = 1_000_000.0
-    host_tokens_per_s: float = 160_000.0  # between the pool and the host's memory, either way
+    host_tokens_per_s: float = 160_000.0  # between the pool and the host's memory, in either direction
     disk_tokens_per_s: float = 40_000.0
 
     def of(self, plan: StepPlan) -> float:
@@ -61,7 +61,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class SlowSpell:
-    """A time in which all steps of an engine take `times` as long."""
+    """A time in which all steps of an engine take `times` as long as otherwise."""
 
     times: float = 1.0
     begins_s: float = 0.0
@@ -75,7 +75,7 @@ NEVER_SLOW = SlowSpell()
 
 
 class VirtualTime:
-    """A clock that makes calls in the order of their times."""
+    """A virtual clock that makes scheduled calls in the order of their times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -89,14 +89,14 @@ class VirtualTime:
         heapq.heappush(self._calls, (self.now_s + delay_s, next(self._count), call))
 
     def run(self) -> None:
-        """Make all calls, until none is left."""
+        """Make all calls until none is left."""
         while self._calls:
             self.now_s, _, call = heapq.heappop(self._calls)
             call()
 
 
 class VirtualNetwork:
-    """The links between engines: each engine sends one prompt's KV at a time, and takes one."""
+    """The links between engines: each engine sends one prompt's KV at a time, and receives one at a time."""
 
     def __init__(self, time: VirtualTime, speed: Speed) -> None:
         self.time, self.speed = time, speed
@@ -105,7 +105,7 @@ class VirtualNetwork:
 
 
 class VirtualConnector:
-    """A `KVConnector` whose transfers take time and never fail. It measures them as a real one does."""
+    """A `KVConnector` whose transfers take time and never fail. It measures them as the real one does."""
 
     def __init__(self, engine: EngineRecord, network: VirtualNetwork) -> None:
         self._name, self._role, self._network = engine.engine_id, engine.role, network
@@ -115,13 +115,13 @@ class VirtualConnector:
         self._events: deque[ConnectorEvent] = deque()
         self._pulls: set[TransferId] = set()
         self._paces: dict[str, ReadPace] = {}  # by holder
-        self._stats: TransferStats | None = None  # None: to be computed
+        self._stats: TransferStats | None = None  # None: to be computed anew
         self._sends_until_s = self._takes_until_s = 0.0
         self.on_event: Callable[[], None] = lambda: None
         self.on_measured: Callable[[], None] = lambda: None
 
     def stats(self) -> TransferStats:
-        """Return the transfer statistics of all engines that it may read."""
+        """Return the statistics of transfers from all engines that this one may read."""
         holders = [each for each in self._network.connectors.values() if each._role is self._role.complement]
         if self._role is Role.DECODE and (self._stats is None or len(self._stats.lanes) != len(holders)):
             self._stats = TransferStats(lanes=[self._lane(each._name) for each in holders])
@@ -167,12 +167,12 @@ class VirtualConnector:
 
     def _pace(self, holder: str) -> ReadPace:
         if holder not in self._paces:
-            rate = KV_TOKEN_BYTES * self._network.speed.kv_tokens_per_s  # as when the two are paired
+            rate = KV_TOKEN_BYTES * self._network.speed.kv_tokens_per_s  # as known when the two were paired
             self._paces[holder] = ReadPace(KV_TOKEN_BYTES * BLOCK_SIZE, rate, self._time())
         return self._paces[holder]
 
     def _read(self, holder: str, num_blocks: int, began_s: float, seconds: float) -> None:
-        """Let blocks come, and measure them, in pieces of `MEASURED_S` as `BlockReads` does."""
+        """Let blocks arrive, and measure them, in pieces of `MEASURED_S` as `BlockReads` does."""
         pace, asked_s = self._pace(holder), self._time()
         num_pieces = max(1, min(num_blocks, int(seconds / MEASURED_S)))
         came, since_s, before = 0, asked_s, pace.num_blocks
@@ -214,8 +214,8 @@ class VirtualConnector:
 
 
 class VirtualEngine:
-    """One engine. Gateways know its last status, which they get every `STATUS_PERIOD_S` while it works, and when work
-    begins and ends.
+    """One engine. Gateways know its last status, which it sends every `STATUS_PERIOD_S` while it works, and when its
+    work begins and ends.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class VirtualEngine:
     ) -> None:
         """`tiers` must call `wake` when a copy is done."""
         self.record = record
-        self.prompt_tokens = 0  # computed, those of repeated chunks too
+        self.prompt_tokens = 0  # computed ones, including repeated chunks
         self.busy_s = 0.0
         self._time, self._speed, self._publish = time, speed, publish
         self.slow = slow  # may change while the simulation runs
@@ -248,7 +248,7 @@ class VirtualEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Return the present statistics, which gateways do not know yet."""
+        """Return the present statistics, which may be newer than those that gateways know."""
         return self._scheduler.stats()
 
     @property
@@ -264,7 +264,7 @@ class VirtualEngine:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the engine: it has something to do."""
+        """Wake the engine because there is something to do."""
         if not self._busy:
             self._busy = True
             self._publish_status()
@@ -293,7 +293,7 @@ class VirtualEngine:
         self._step()
 
     def _publish_if_idle(self) -> None:
-        """Publish the status, with how slowly blocks come, where no step does so."""
+        """Publish the status, including the transfers' speed, if no step is running that would do so."""
         if not self._busy:
             self._publish_status()
 
@@ -306,7 +306,7 @@ class VirtualEngine:
 
 
 def make_record(rank: int, role: Role, num_blocks: int, num_tier_blocks: int = 0) -> EngineRecord:
-    """Make the record of an engine; there are eight a node."""
+    """Make the record of an engine; there are eight engines on each node."""
     name = f"{role}-{rank}"
     return EngineRecord(
         engine_id=name,

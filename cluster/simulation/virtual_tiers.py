@@ -1,4 +1,4 @@
-"""KV tiers without memory or files: the index is the real one, and copies take the time that a formula gives."""
+"""KV tiers without memory or files: the real index, with copies that take the time that a formula gives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Job:
 
 
 class VirtualTiers(IndexedTiers):
-    """A `KVTiers` that loses nothing. One copy at a time; restores overtake stores."""
+    """`KVTiers` that lose nothing. They make one copy at a time, restores before stores."""
 
     def __init__(self, time: VirtualTime, speed: Speed, num_host_blocks: int, num_disk_blocks: int) -> None:
         self.min_tokens = TierSettings(host_bytes=1).min_tokens
@@ -86,5 +86,5 @@ class VirtualTiers(IndexedTiers):
         return Restored(job.copy_id, len(job.moves), reads)
 
     def _seconds(self, move: Move) -> float:
-        """Return the seconds of a move, which the slower of its two places decides."""
+        """Return the seconds of a move, which depend on the slower of its two places."""
         return self._block_s[Tier.DISK if Tier.DISK in (move.source, move.target) else Tier.HOST]

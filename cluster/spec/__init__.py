@@ -1,4 +1,4 @@
-"""The settings of an application: read from files, checked, and turned into requests to Ray and the engines."""
+"""The settings of an application: read from files, checked, and turned into Ray resources and engine arguments."""
 
 from .application import REPLICA_CPUS, Bundle, FleetSpec
 from .deployments import with_user_config

@@ -2,7 +2,7 @@
 
 model: configs/demo/model
 model_id: baton-demo
-load_balancing: internal               # or hybrid, external: which ranks a gateway reaches
+load_balancing: internal               # or hybrid, external: the ranks that a gateway reaches
 gateway: {port: 8000}
 engine: {max_num_seqs: 64}             # arguments of every engine, named as in vLLM
 fleets:
@@ -32,25 +32,25 @@ from baton.kv_transfer.settings import TransferSettings
 
 from .parts import MAX_PORT, AutoscalingSpec, EngineSpec, Fleets, GatewaySpec
 
-SMALLEST_AMOUNT = 0.001  # of a resource in Ray, where a bundle must not be empty
-MOST_WORKERS = 16_384  # of one application: each is a process with a device
-REPLICA_CPUS = 0.1  # that a group's control plane reserves beside its ranks
+SMALLEST_AMOUNT = 0.001  # of a Ray resource, for bundles that must not be empty
+MOST_WORKERS = 16_384  # of one application; each is a process with a device
+REPLICA_CPUS = 0.1  # that a group's replica reserves in addition to its ranks
 
-MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # of an application that each engine has, too
+MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # top-level settings that are also arguments of each engine
 
 Bundle = dict[str, float]  # Ray's resources by name
 
-# These decide the layout and the contents of KV blocks: engines that differ in one could not hand blocks to each other.
+# These determine the layout and content of KV blocks: engines that differ in one could not hand over to each other.
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
 
 
 class FleetSpec(StrictModel):
-    """One application: a model, its gateways and its engines. Build it with `load_spec`, which words errors better."""
+    """One application: a model, its gateways and its engines. Build it with `load_spec`, which has clearer errors."""
 
-    model: str  # a folder on every machine, or a name of the Hub
-    revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
-    download_dir: str | None = None  # on every machine, where a name is kept; by default the cache of `huggingface_hub`
-    model_id: str = ""  # by which clients call it; by default the folder's name, or the name of the Hub
+    model: str  # a folder that every machine has, or a name on the Hub
+    revision: str | None = None  # of a name on the Hub: a branch, a tag or a commit; by default `main`
+    download_dir: str | None = None  # for a name on the Hub, on every machine; by default `huggingface_hub`'s cache
+    model_id: str = ""  # the clients' name of the model; by default the folder's name, or the name on the Hub
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
     engine: EngineSpec = EngineSpec()
@@ -141,16 +141,14 @@ class FleetSpec(StrictModel):
         return self.model_id or (self.model if is_hub_name(self.model) else Path(self.model).name)
 
     def model_folder(self, files: Files) -> Path:
-        """Return the model's folder on this machine; these files of a name of the Hub are fetched where they lack.
+        """Return the model's folder on this machine; if the model is a name on the Hub, download missing `files` first.
 
         Raises `ModelNotFetched`.
         """
         return model_folder(self.model, files, revision=self.revision, download_dir=self.download_dir)
 
     def engine_args(self) -> dict[str, Any]:
-        """Return the arguments of this application that its engines are started with: no limits of gateways, no
-        targets, no API keys.
-        """
+        """Return the arguments that matter for engines, without limits of gateways, latency targets or API keys."""
         parts = {"model", "revision", "download_dir", "model_id", "engine", "fleets", "transfer", "logging"}
         args = self.model_dump(mode="json", exclude_unset=True, include=parts)
         shared = {name for name in type(self.gateway).model_fields if change_of(type(self.gateway), name) is Change.ALL}
@@ -163,12 +161,12 @@ class FleetSpec(StrictModel):
         return sum(self.num_workers_of(role) for role in self.fleets.present)
 
     def num_workers_of(self, role: Role) -> int:
-        """Count the workers of one fleet; the most where it is scaled."""
+        """Count the workers of one fleet; of an autoscaled one, the maximum."""
         return self.fleets.present[role].bounds.max_replicas * self.engine_config(role).world_size
 
     @property
     def scale_plan(self) -> ScalePlan | None:
-        """Return the autoscaler's settings; None where every fleet has a fixed size."""
+        """Return the autoscaler's settings; None if every fleet has a fixed size."""
         if self.autoscaling is None:
             return None
         settings = self.autoscaling.model_dump()
@@ -178,11 +176,11 @@ class FleetSpec(StrictModel):
 
     @property
     def scales_from_zero(self) -> bool:
-        """Tell whether a request may find no engine that writes answers, and has to wait for one to start."""
+        """Return whether all engines that write answers may be stopped, so that a request waits for one to start."""
         return not any(role.writes_answers and fleet.bounds.min_replicas for role, fleet in self.fleets.present.items())
 
     def num_gateways(self, nodes: int) -> int:
-        """Count the gateways, given the number of nodes with ranks that write answers."""
+        """Return the number of gateways, given the number of nodes with ranks that write answers."""
         match self.load_balancing:
             case LoadBalancing.INTERNAL:
                 return self.gateway.replicas
@@ -192,11 +190,14 @@ class FleetSpec(StrictModel):
                 return sum(self.num_ranks(role) for role in self.fleets.present if role.writes_answers)
 
     def num_ranks(self, role: Role) -> int:
-        """Count the engines of this fleet, at most: the data-parallel ranks of all its groups."""
+        """Return the maximum number of engines of this fleet: the data-parallel ranks of all its groups."""
         return self.fleets.present[role].bounds.max_replicas * self.engine_config(role).data_parallel_size
 
     def first_rank(self, role: Role) -> int:
-        """Return the first rank of a fleet. Ranks count through the groups of all fleets, in the order of `present`."""
+        """Return the first rank of a fleet.
+
+        Ranks are numbered through all fleets' groups, in the order of `present`.
+        """
         first = 0
         for other in self.fleets.present:
             if other is role:
@@ -205,7 +206,7 @@ class FleetSpec(StrictModel):
         return first
 
     def gpus_of(self, role: Role, cluster_gpus: float) -> float:
-        """Return the GPUs that Ray must reserve for a worker of this role, in a cluster with `cluster_gpus` in all."""
+        """Return the number of GPUs that Ray must reserve for a worker of this role; the cluster has `cluster_gpus`."""
         given = self.fleets.present[role].num_gpus
         if given is not None:
             return given
@@ -219,16 +220,16 @@ class FleetSpec(StrictModel):
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": SMALLEST_AMOUNT}
 
     def bundles_of(self, role: Role, cluster_gpus: float) -> list[Bundle]:
-        """Return the bundles that one group reserves with Ray: one a rank.
+        """Return the bundles that one group reserves with Ray, one for each rank.
 
-        The first also has the CPUs of the group's control plane, so that this is on the machine of a rank.
+        The first bundle also has the CPUs of the group's replica, so that this runs on the machine of a rank.
         """
         rank = self.bundle_of(role, cluster_gpus)
-        first = {**rank, "CPU": round(rank.get("CPU", 0.0) + REPLICA_CPUS, 4)}  # as fine as Ray counts
+        first = {**rank, "CPU": round(rank.get("CPU", 0.0) + REPLICA_CPUS, 4)}  # Ray counts to four decimals
         return [first] + [rank] * (self.engine_config(role).world_size - 1)
 
     def missing_capacity(self, free: Mapping[str, float], total: Mapping[str, float]) -> str:
-        """Explain why a cluster with these resources cannot place all engines now; empty where it may."""
+        """Explain why a cluster with these resources cannot place all engines now; empty if it may be able to."""
         needs: defaultdict[str, float] = defaultdict(float)
         for role, fleet in self.fleets.present.items():
             for bundle in self.bundles_of(role, total.get("GPU", 0.0)) * fleet.first_replicas:
@@ -247,7 +248,7 @@ class FleetSpec(StrictModel):
         )
 
     def missing_gpus(self, cluster_gpus: float) -> str:
-        """Explain why a cluster with so many GPUs cannot place all engines; empty where it can."""
+        """Explain why a cluster with this number of GPUs cannot place all engines; empty if it can."""
         ranks = {
             role: fleet.first_replicas * self.engine_config(role).world_size
             for role, fleet in self.fleets.present.items()
@@ -264,7 +265,7 @@ class FleetSpec(StrictModel):
         )
 
     def missing_markers(self, cluster: Mapping[str, float]) -> str:
-        """Explain which resources of the fleets no node of a cluster has; empty where all are there."""
+        """Explain which resources of the fleets no node of a cluster has; empty if all exist."""
         missing = (
             f"fleets.{role}.resources: no node has {name}; start Ray with it on those that the fleet belongs on "
             f"(ray start --resources='{{\"{name}\": 1}}')"
@@ -275,7 +276,7 @@ class FleetSpec(StrictModel):
         return "\n".join(missing)
 
     def engine_config(self, role: Role) -> EngineConfig:
-        """Return the arguments of one engine of this role. Raises `ValueError` that names the argument."""
+        """Return the arguments of one engine of this role. Raises `ValueError` that names the invalid argument."""
         given = self.engine.model_dump(exclude_unset=True)
         own = self.fleets.present[role].engine.model_dump(exclude_unset=True)
         try:

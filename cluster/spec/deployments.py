@@ -1,19 +1,19 @@
-"""The `deployments` beside an application's `args` in a Serve config file: what can change while it runs.
+"""The `deployments` beside an application's `args` in a Serve config file: settings that can change while it runs.
 
-Serve gives all deployments of an application one version, made of its `args`: whatever changes there replaces every
-engine and every gateway. What it finds in `deployments` it changes where it is:
+Serve gives all deployments of an application one version, derived from its `args`: any change there replaces every
+engine and every gateway. Changes in `deployments` are applied to running deployments:
 
 args: {gateway: {max_inflight_requests: 4096}, ...}
 deployments:
   - name: gateway
-    user_config:                              # over the same names in `args`; see `Change` for each setting
+    user_config:                              # overrides the same names in `args`; see `Change` for each setting
       gateway: {max_inflight_requests: 512}
       autoscaling: {ttft_s: 0.5}
     num_replicas: 3                           # Serve's options, with load balancing `internal`
   - name: decode
     num_replicas: 3                           # of a fleet that is not autoscaled
 
-Other options would undo what follows from `args`: where ranks are, how long they drain, what the autoscaler decides.
+Other options are refused, since they would contradict `args`: the placement of ranks, the drain times, the autoscaler.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ USER_CONFIG = "user_config"
 ACTOR_OPTIONS = "ray_actor_options"
 SURGE = "max_surge_percent"
 GATEWAY_OPTIONS = (SIZE, USER_CONFIG, SURGE, ACTOR_OPTIONS)
-BOOKED = ("num_cpus", "resources")  # what `ray_actor_options` may hold
-SECTIONS = (GATEWAY, "autoscaling")  # of `args`, that `user_config` may hold
-INSTEAD = {  # settings in `args`; `{}`: the fleet or the gateways there
+BOOKED = ("num_cpus", "resources")  # keys that `ray_actor_options` may have
+SECTIONS = (GATEWAY, "autoscaling")  # sections of `args` that `user_config` may override
+INSTEAD = {  # refused option -> settings in `args` to use instead; `{}` is the path of the fleet or the gateways
     "autoscaling_config": "give fleets.*.min_replicas and max_replicas, and `autoscaling`",
     "graceful_shutdown_timeout_s": "give {}.drain_timeout_s",
     "max_ongoing_requests": "give gateway.max_inflight_requests",
@@ -46,9 +46,9 @@ INSTEAD = {  # settings in `args`; `{}`: the fleet or the gateways there
 
 
 def with_deployments(args: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the arguments with what `deployments` change. Raises `InvalidSpec` for options that these must not change.
+    """Return the arguments with the changes in `deployments`. Raises `InvalidSpec` for options that cannot be there.
 
-    Errors of `args` itself are left for `load_spec` to refuse.
+    Errors in `args` itself are left to `load_spec`.
     """
     changed, seen = dict(args), set[str]()
     for index, given in enumerate(deployments):
@@ -70,9 +70,9 @@ def with_deployments(args: Mapping[str, Any], deployments: Sequence[Mapping[str,
 
 
 def with_user_config(args: Mapping[str, Any], user_config: Any) -> dict[str, Any]:
-    """Return the arguments with those of a `user_config` over them. Raises `InvalidSpec` for what it cannot change.
+    """Return the arguments overridden by a `user_config`. Raises `InvalidSpec` for settings that it cannot change.
 
-    Mappings are merged, other values replaced. Values are left for `load_spec` to check.
+    Mappings are merged, other values replaced. Values are left to `load_spec` to check.
     """
     changed = dict(args)
     if user_config is None:
@@ -105,7 +105,7 @@ def _check_changes(where: str, values: Mapping[str, Any], load_balancing: Any) -
 
 def _merged(old: Any, new: Mapping[str, Any]) -> Any:
     if not isinstance(old, Mapping):
-        return dict(new) if old is None else old  # wrong in `args`, which is named first
+        return dict(new) if old is None else old  # `args` is invalid there, which `load_spec` will report
     both = {
         name: _merged(old[name], value) for name, value in new.items() if name in old and isinstance(value, Mapping)
     }
@@ -113,7 +113,7 @@ def _merged(old: Any, new: Mapping[str, Any]) -> Any:
 
 
 def _with_options(args: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the options of the gateways' deployment that are settings there."""
+    """Return the arguments with those options of the gateways' deployment that are settings there."""
     own = {SURGE: given[SURGE]} if SURGE in given else {}
     booked = given.get(ACTOR_OPTIONS, {})
     unknown = [name for name in booked if name not in BOOKED] if isinstance(booked, Mapping) else [str(booked)]

@@ -1,6 +1,6 @@
 """Reads applications from files, finds their models' folders, and checks files for `ray up` by Ray's own rules.
 
-YAML written by hand is read strictly: mistakes that other readers let pass are refused.
+Hand-written YAML is read strictly: mistakes that other readers ignore are refused.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from .parts import InvalidSpec
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 IMPORT_PATH = "baton.cluster.app:build_app"
-DEFAULT_NAME = "baton"  # of an application whose file gives none
+DEFAULT_NAME = "baton"  # of an application if its file gives none
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 WITHIN_A_MACHINE = {"self", "sm", "shm", "posix", "sysv", "cma", "knem", "xpmem"} | {
     *("cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
-}  # UCX's names of transports that leave none
+}  # UCX's names of transports within one machine
 
 
 def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec:
-    """Check arguments and return the application that they describe; its `model` and `download_dir` are absolute paths.
+    """Check arguments, and return the application that they describe; its `model` and `download_dir` are absolute
+    paths.
 
-    A name of the Hub stays one, and its `revision` becomes the commit that this has now, so that all processes of the
-    application load the same; config.json and the tokenizer are fetched for that. Without `needs_model` nothing is
-    fetched, and the folder may be on other machines only. Raises `InvalidSpec`.
+    If `model` is a name on the Hub, it stays one, and `revision` becomes its present commit, so that all processes load
+    the same; for that, config.json and the tokenizer are downloaded. Without `needs_model` nothing is downloaded, and a
+    folder need not be on this machine. Raises `InvalidSpec`.
     """
     if not isinstance(args, Mapping):
         raise InvalidSpec(f"the application must be a mapping with `model` and `fleets`, not {type(args).__name__}")
@@ -49,7 +50,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     is_name = isinstance(model, str) and not has_model(model) and is_hub_name(model)
     if isinstance(model, str) and not is_name and (needs_model or has_model(model)):
         args = {**args, "model": str(find_model_folder(model))}
-    if isinstance(args.get("download_dir"), str):  # the current folder of other processes is another one
+    if isinstance(args.get("download_dir"), str):  # absolute, since other processes have other current folders
         args = {**args, "download_dir": str(Path(args["download_dir"]).expanduser().absolute())}
     try:
         spec = FleetSpec.model_validate(dict(args))
@@ -61,12 +62,12 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
 
 
 def _at_commit(spec: FleetSpec) -> FleetSpec:
-    """Return the application with its revision's commit. Raises `ModelNotFetched`."""
+    """Return the application with the commit of its revision. Raises `ModelNotFetched`."""
     return spec.model_copy(update={"revision": spec.model_folder(Files.TEXT).name})
 
 
 def find_model_folder(model: str) -> Path:
-    """Find a model's folder. A relative one may be in the current folder or in Baton's checkout (for the demo).
+    """Find a model's folder. A relative path may start in the current folder or in Baton's checkout (for the demo).
 
     Raises `InvalidSpec`.
     """
@@ -85,12 +86,12 @@ def find_model_folder(model: str) -> Path:
 
 
 def has_model(model: str) -> bool:
-    """Tell whether the folder is on this machine."""
+    """Return whether the model's folder is on this machine."""
     return any(map(_has_config, _model_folders(model)))
 
 
 def _has_config(folder: Path) -> bool:
-    """Tell whether it is a model's folder, be it one whose links lead nowhere."""
+    """Return whether this is a model's folder, even one with broken links."""
     file = folder / "config.json"
     return file.is_file() or file.is_symlink()
 
@@ -101,7 +102,7 @@ def _model_folders(model: str) -> list[Path]:
 
 
 def specs_in_file(path: Path, *, model: str | None = None, needs_model: bool = True) -> dict[str, FleetSpec]:
-    """Load the applications of a file, by name. `model` replaces theirs; `load_spec` explains `needs_model`.
+    """Load a file's applications, by name. `model` replaces theirs; for `needs_model` see `load_spec`.
 
     Raises `InvalidSpec`.
     """
@@ -111,7 +112,7 @@ def specs_in_file(path: Path, *, model: str | None = None, needs_model: bool = T
 def load_specs(
     content: Mapping[str, Any], *, model: str | None = None, needs_model: bool = True
 ) -> dict[str, FleetSpec]:
-    """Load applications as `specs_in_file` does, from the content of a file."""
+    """Load applications like `specs_in_file`, from the content of a file."""
     own = {} if model is None else {"model": model, "revision": None}
     specs, problems = {}, []
     given = _applications_of(content)
@@ -127,7 +128,7 @@ def load_specs(
 
 
 class _Application(pydantic.BaseModel):
-    """One application of a Serve config file, with the keys that Baton reads: Serve checks the rest."""
+    """One application of a Serve config file, with the keys that Baton reads; Serve checks the others."""
 
     name: str = "default"  # Serve's default
     import_path: str
@@ -142,7 +143,7 @@ class _ServeFile(pydantic.BaseModel):
 def applications_in_file(path: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of Baton's applications in a file, by name. Raises `InvalidSpec`.
 
-    The file is a Serve config, whose `deployments` count, or holds the arguments of one application.
+    The file is a Serve config, whose `deployments` are applied, or has the arguments of one application.
     """
     return _applications_of(read_mapping(path))
 
@@ -177,7 +178,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read a file of settings. Raises `InvalidSpec`."""
     try:
         content = read_yaml(path.read_text())
-    except (FileNotFoundError, IsADirectoryError) as error:  # perhaps a model's name, or its folder
+    except (FileNotFoundError, IsADirectoryError) as error:  # perhaps a model's name or folder was given
         raise InvalidSpec(
             f"cannot be read: {error.strerror}. A config file is wanted, such as those of configs/serve; a model is "
             "named within it, or in its place by --model of `baton plan`"
@@ -195,20 +196,20 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Machines that `ray up` would start Ray on."""
+    """Machines on which `ray up` would start Ray."""
 
     name: str
-    max_workers: int  # beside the head
-    tcp_only: str = ""  # the setting of UCX with which machines reach each other by TCP alone, such as `UCX_TLS=tcp`
+    max_workers: int  # without the head
+    tcp_only: str = ""  # setting of UCX that allows only TCP between machines, such as `UCX_TLS=tcp`; empty: none
 
 
 def is_ray_cluster(content: Mapping[str, Any]) -> bool:
-    """Tell whether a file describes a Ray cluster rather than applications: Ray requires this key."""
+    """Return whether a file describes a Ray cluster and not applications: Ray requires this key."""
     return "cluster_name" in content
 
 
 def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
-    """Check a cluster file, and ask no cloud or machine. Raises `InvalidSpec` where `ray up` would refuse it."""
+    """Check a cluster file without contacting a cloud or machine. Raises `InvalidSpec` if `ray up` would refuse it."""
     import jsonschema
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -217,7 +218,7 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
         raise InvalidSpec("provider: give `type: local`, `aws` or another that Ray knows, and what belongs to it")
     output = io.StringIO()
     try:
-        # It raises what it prints, too, and logs the defaults that it fills in.
+        # Ray prints the errors that it also raises, and logs the defaults that it fills in.
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _warnings_alone("ray.autoscaler"):
             config = prepare_config(dict(content))
             validate_config(config)
@@ -232,7 +233,7 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
 
 @contextlib.contextmanager
 def _warnings_alone(name: str) -> Iterator[None]:
-    """Let a library log nothing below a warning meanwhile."""
+    """Let a library log only warnings and errors inside the block."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)
@@ -243,7 +244,7 @@ def _warnings_alone(name: str) -> Iterator[None]:
 
 
 def _tcp_only(content: Mapping[str, Any]) -> str:
-    """Return the setting of `UCX_TLS` in the commands that start Ray which leaves only TCP between machines."""
+    """Return the setting of `UCX_TLS` in the commands that start Ray, if it leaves only TCP between machines."""
     commands = [str(command) for key in START_COMMANDS for command in content.get(key) or ()]
     for name in re.findall(r"\bUCX_TLS=[\"']?([\w,]+)", "\n".join(commands)):
         transports = set(name.split(","))
@@ -252,23 +253,23 @@ def _tcp_only(content: Mapping[str, Any]) -> str:
     return ""
 
 
-MOST_VALUES = 1_000_000  # of a file whose anchors are written out wherever they are used
+MOST_VALUES = 1_000_000  # of a file, counting an anchor wherever it is used
 MOST_LEVELS = 200
 TOO_DEEP = "is no YAML that can be read: it is nested too deeply"
 
 
 @dataclass(frozen=True)
 class _Extent:
-    """The size of a value with its anchors written out."""
+    """The size of a value with all anchors expanded."""
 
     values: int = 1
     levels: int = 1
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which other readers drop the first in silence.
+    """Refuses a key that occurs twice in a mapping; other readers silently drop the first one.
 
-    It looks at what is written, before anchors are merged into it (`<<`): keys that replace merged ones are no mistake.
+    It checks keys as they are written, before anchors are merged (`<<`): overriding a merged key is no mistake.
     """
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -285,7 +286,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Parse a text of YAML. Raises `InvalidSpec` with the place."""
+    """Parse a YAML text. Raises `InvalidSpec` with the place of the error."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -299,17 +300,17 @@ def read_yaml(text: str) -> Any:
         raise InvalidSpec(f"is no YAML: {where}{error.problem or error.context}") from None
     except RecursionError:
         raise InvalidSpec(TOO_DEEP) from None
-    except (yaml.YAMLError, ValueError) as error:  # a character that YAML forbids; a date or a number that is none
+    except (yaml.YAMLError, ValueError) as error:  # a character that YAML forbids, or an invalid date or number
         if isinstance(error, InvalidSpec):
             raise
         raise InvalidSpec(f"is no YAML: {' '.join(str(error).split())}") from None
 
 
 def _check_extent(root: yaml.Node) -> None:
-    """Refuse anchors that contain themselves, and content that is too large with its anchors written out.
+    """Refuse anchors that contain themselves, and content that is too large with its anchors expanded.
 
-    A few lines of anchors that contain each other many times can stand for more than any memory holds. The check takes
-    time in proportion to the text. Raises `InvalidSpec`.
+    A few lines of anchors that contain each other many times can stand for more than fits in any memory. The check
+    takes time in proportion to the text. Raises `InvalidSpec`.
     """
     extents: dict[int, _Extent] = {}
     open_nodes: set[int] = set()

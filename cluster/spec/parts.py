@@ -18,20 +18,23 @@ Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
 
 
 class InvalidSpec(ValueError):
-    """The application cannot work as described. The message has one line a problem: where, what, what to change."""
+    """The application cannot work as described.
+
+    The message has a line for each problem: where, what, what to change.
+    """
 
 
 class GatewaySpec(GatewaySettings):
-    """The gateways: where they listen, how many there are, and the limits of each."""
+    """The gateways: where they listen, their number, and the limits of each."""
 
     refused: ClassVar = {"gateway_id": "is not set by hand: every gateway draws its own"}
 
-    # With internal load balancing; else there is one a node or one a rank.
+    # With internal load balancing; otherwise there is one on each node or one for each rank.
     replicas: Annotated[int, Change.OPTION] = Field(1, ge=1)
-    # Gateways of a new version that start before old ones end.
+    # Share of gateways of a new version that start before old ones end.
     max_surge_percent: Annotated[int, Change.OPTION] = Field(100, ge=0, le=100)
     host: Annotated[str, Change.GATEWAYS] = Field("0.0.0.0", min_length=1)
-    # The first of a machine, where each gateway has its own.
+    # The first port of a machine, on which each gateway has its own.
     port: Annotated[int, Change.GATEWAYS] = Field(8000, ge=1, le=MAX_PORT)
     num_cpus: Annotated[float, Change.GATEWAYS] = Field(0.1, ge=0)  # for Ray's placement
     resources: Annotated[Resources, Change.GATEWAYS] = {}
@@ -43,12 +46,15 @@ class GatewaySpec(GatewaySettings):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Return the settings that a gateway keeps from its start on."""
+        """Return the settings that cannot change while a gateway runs."""
         names = [name for name in type(self).model_fields if change_of(type(self), name) is Change.GATEWAYS]
         return {name: getattr(self, name) for name in names}
 
     def keys(self) -> list[str]:
-        """Return the API keys that are valid now; their file is read here. Raises `InvalidSpec` where it gives none."""
+        """Return the API keys that are valid now, reading their file.
+
+        Raises `InvalidSpec` if the file has no valid key.
+        """
         try:
             return [*self.api_keys, *(read_key_file(self.api_keys_file) if self.api_keys_file else [])]
         except InvalidKeys as error:
@@ -56,7 +62,7 @@ class GatewaySpec(GatewaySettings):
 
 
 class EngineSpec(EngineArguments):
-    """Arguments of all engines, or of those of one fleet."""
+    """Arguments of all engines, or of the engines of one fleet."""
 
     refused: ClassVar = {
         "model": "all fleets serve one model; set the top-level `model`",
@@ -69,34 +75,34 @@ class EngineSpec(EngineArguments):
 
 
 class AutoscalingSpec(StrictModel):
-    """Targets of the application, and how soon its fleets follow them; the fleets themselves bound their sizes.
+    """Latency targets of the application, and how soon its fleets follow them. The fleets themselves limit their sizes.
 
-    Names that Ray Serve's `autoscaling_config` has, too, mean the same.
+    Names that Ray Serve's `autoscaling_config` also has mean the same here.
     """
 
-    ttft_s: float = Field(1.0, gt=0)  # from the request to its first token
-    inter_token_s: float = Field(0.05, gt=0)  # between the tokens of an answer
-    percentile: float = Field(0.9, gt=0, lt=1)  # share of the requests and tokens for which the targets hold
-    target_utilization: float = Field(0.7, gt=0, le=1)  # of a group's capacity within the targets
+    ttft_s: float = Field(1.0, gt=0)  # target from the request to its first token
+    inter_token_s: float = Field(0.05, gt=0)  # target between the tokens of an answer
+    percentile: float = Field(0.9, gt=0, lt=1)  # share of requests and tokens that must meet the targets
+    target_utilization: float = Field(0.7, gt=0, le=1)  # of the capacity that a group has within the targets
     look_back_period_s: float = Field(30.0, ge=5)  # over which rates and latencies are measured
-    upscale_delay_s: float = Field(5.0, ge=0)  # for which more must be wanted before more come; the first at once
-    downscale_delay_s: float = Field(300.0, ge=0)
+    upscale_delay_s: float = Field(5.0, ge=0)  # for which a fleet must be too small before it grows; from 0 at once
+    downscale_delay_s: float = Field(300.0, ge=0)  # for which it must be too large before it shrinks
     downscale_to_zero_delay_s: float | None = Field(None, ge=0)  # without requests; by default `downscale_delay_s`
 
 
 class Fleet(StrictModel):
-    """Engines of one role. `replicas` counts groups, never ranks; settings of a worker hold for each rank."""
+    """Engines of one role. `replicas` counts groups, not ranks; settings for a worker apply to each rank."""
 
-    replicas: int = Field(1, ge=1)  # where it is scaled, see `min_replicas`: at the start
-    min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is scaled, see `autoscaling`
+    replicas: int = Field(1, ge=1)  # with autoscaling (see `min_replicas`): only at the start
+    min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is autoscaled, see `autoscaling`
     max_replicas: int | None = Field(None, ge=1)
-    engine: EngineSpec = EngineSpec()  # over those of all engines
-    num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; threads are `engine.num_threads`
-    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one where the cluster has any: `gpus_of`
+    engine: EngineSpec = EngineSpec()  # overrides those of all engines
+    num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; `engine.num_threads` sets threads
+    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one if the cluster has any: `gpus_of`
     resources: Resources = {}  # of one worker
-    step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: an engine that hangs is replaced after it
-    drain_timeout_s: float = Field(30.0, ge=0)  # for an engine's requests when it is to end; the rest goes on elsewhere
-    max_surge_percent: int = Field(0, ge=0, le=100)  # groups of a new version that start before old ones end
+    step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: then an engine hangs, and is replaced
+    drain_timeout_s: float = Field(30.0, ge=0)  # for requests to finish when a group ends; others continue elsewhere
+    max_surge_percent: int = Field(0, ge=0, le=100)  # share of groups of a new version that start before old ones end
 
     @property
     def is_scaled(self) -> bool:
@@ -104,14 +110,14 @@ class Fleet(StrictModel):
 
     @property
     def bounds(self) -> Bounds:
-        """Return the least and the most groups."""
+        """Return the smallest and the largest number of groups."""
         if self.max_replicas is None:
             return Bounds(self.replicas, self.replicas)
         return Bounds(0 if self.min_replicas is None else self.min_replicas, self.max_replicas)
 
     @property
     def spelled(self) -> str:
-        """Return the number of groups, for people."""
+        """Return the number of groups as text for people."""
         low, high = self.bounds.min_replicas, self.bounds.max_replicas
         return str(low) if low == high else f"{low} to {high}"
 
@@ -133,11 +139,11 @@ class Fleet(StrictModel):
             )
         return self
 
-    kv_tiers: TierSettings | None = None  # by default an engine forgets the blocks that it evicts
+    kv_tiers: TierSettings | None = None  # by default there are none: evicted blocks are lost
 
     @property
     def markers(self) -> list[str]:
-        """Return the resources of which less than one is asked: these mark nodes for the fleet, rather than count."""
+        """Return the resources of which less than one is requested: they mark the fleet's nodes, and limit nothing."""
         return [name for name, amount in self.resources.items() if 0 < amount < 1]
 
 
@@ -160,6 +166,6 @@ class Fleets(StrictModel):
 
     @property
     def present(self) -> dict[Role, Fleet]:
-        """Return the fleets that are given, in the order of their ranks."""
+        """Return the given fleets, in the order of their ranks."""
         fleets = {Role.UNIFIED: self.unified, Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return {role: fleet for role, fleet in fleets.items() if fleet is not None}

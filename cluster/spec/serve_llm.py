@@ -1,4 +1,4 @@
-"""Applications that are described as for Ray Serve LLM: `llm_configs`, translated into the arguments of ours.
+"""Applications described for Ray Serve LLM: `llm_configs`, translated into Baton's arguments.
 
     serve.run(build_openai_app({"llm_configs": [{
         "model_loading_config": {"model_id": "qwen", "model_source": "Qwen/Qwen3-8B"},
@@ -7,8 +7,8 @@
         "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
     }]}))
 
-One model makes one application. What has no meaning here and changes no answer is left out with a warning; what would
-change what is served is refused.
+One model makes one application. Settings without a meaning here that change no answer are ignored with a warning;
+settings that would change what is served are refused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CONFIG_KEYS = (
     "log_engine_metrics",
     "experimental_configs",
 )
-WITHOUT_EFFECT = {"llm_engine", "log_engine_metrics", "experimental_configs"}  # of these
-# Options of a deployment that are passed to Serve, and options that Baton sets by itself.
+WITHOUT_EFFECT = {"llm_engine", "log_engine_metrics", "experimental_configs"}  # ignored keys of an `llm_config`
+# Deployment options that are passed to Serve there, but that Baton sets by itself.
 DECIDED_HERE = (
     "name",
     "ray_actor_options",
@@ -58,7 +58,7 @@ ONE_WAY_IN = "requests come in through Baton's gateways: see `gateway` in docs/r
 
 
 def application_args(serving_args: Any) -> dict[str, Any]:
-    """Return arguments for `build_app` that serve what `LLMServingArgs` describe, given as a mapping or an object.
+    """Return arguments for `build_app` that serve the same as `LLMServingArgs`, given as a mapping or an object.
 
     Raises `InvalidSpec`.
     """
@@ -112,19 +112,17 @@ def _scale(scaling: dict[str, Any], fleet: dict[str, Any]) -> dict[str, Any]:
         fleet[bound] = scaling.get(bound, 1)
     if scaling.get("initial_replicas") is not None:
         fleet["replicas"] = scaling["initial_replicas"]
-    _warn(
-        "autoscaling_config", scaling.keys() - {*DELAYS, *BOUNDS, "initial_replicas"}
-    )  # the number of groups follows targets of latency (docs/operate/scaling.md)
+    # The number of groups follows latency targets instead (docs/operate/scaling.md).
+    _warn("autoscaling_config", scaling.keys() - {*DELAYS, *BOUNDS, "initial_replicas"})
     return {name: scaling[name] for name in DELAYS if scaling.get(name) is not None}
 
 
 def _workers(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return what one worker reserves: the accelerator's marker, and what the bundles hold."""
+    """Return the resources that one worker reserves: the accelerator's marker, and those of the placement bundles."""
     resources: dict[str, float] = {}
     if config.get("accelerator_type"):
-        resources[f"accelerator_type:{config['accelerator_type']}"] = (
-            SMALLEST_AMOUNT  # a marker: it says where, and counts nothing
-        )
+        # A marker: its amount is too small to limit anything.
+        resources[f"accelerator_type:{config['accelerator_type']}"] = SMALLEST_AMOUNT
     fleet: dict[str, Any] = {"resources": resources} if resources else {}
     placement = _mapping(config, "placement_group_config", where)
     _warn(f"{where}.placement_group_config", placement.keys() - {"bundles"})
@@ -141,7 +139,7 @@ def _workers(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> dict[str, Any]:
-    """Return the mapping, or the fields that were set on the pydantic model."""
+    """Return the mapping, or the explicitly set fields of a pydantic model."""
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="json", exclude_unset=True)
     if not isinstance(value, Mapping):

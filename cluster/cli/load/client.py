@@ -1,6 +1,7 @@
 """An HTTP load generator: sends requests, streams their answers, and measures each as `vllm bench serve` does.
 
-It may share the server's cores, so that its own time counts: aiohttp and msgspec keep the cost of a token low.
+It may run on the server's cores, where its own CPU time slows the server: aiohttp and msgspec keep the cost of a token
+low.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .options import LoadBackend, ServeLoad
 from .requests import LoadRequest, load_requests, paced
 
 TIMEOUT_S = 600.0
-READY_PERIOD_S = 1.0  # between questions whether the server is ready
+READY_PERIOD_S = 1.0  # between two checks of whether the server is ready
 
 
 class _Usage(msgspec.Struct):
@@ -56,16 +57,16 @@ class _Delta(msgspec.Struct):
 
     @property
     def opens(self) -> bool:
-        """True if it only names the role, which some servers send before there is a token."""
+        """True if the delta only names the role: some servers send that before there is a token."""
         return self.role is not None and not (self.content or self.reasoning_content or self.reasoning)
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta | None = None  # of chats
+    delta: _Delta | None = None  # in answers of chats
 
 
 class _Event(msgspec.Struct):
-    """One event of a stream, with the fields that are measured."""
+    """One event of a stream, reduced to the fields that are measured."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -74,7 +75,7 @@ class _Event(msgspec.Struct):
 
 
 class _Traces(msgspec.Struct):
-    data: list[dict[str, Any]] = []  # of Baton's answer; vLLM's has none
+    data: list[dict[str, Any]] = []  # in Baton's answer; vLLM's is empty
 
 
 class _Tokens(msgspec.Struct):
@@ -93,9 +94,9 @@ class ServerUnfit(RuntimeError):
 
 
 def measure(load: ServeLoad) -> dict[str, Any]:
-    """Run the load and return the figures: `runs`, a list of them, where it sweeps.
+    """Run the load and return the figures; for a sweep, a list of them under `runs`.
 
-    Raises `InvalidLoad` for options that do not go together and for files that are no data sets, `ServerUnfit`.
+    Raises `InvalidLoad` for options that contradict each other and for files that are no data sets, and `ServerUnfit`.
     """
     load.check()
     runs = asyncio.run(_measure(load))
@@ -105,7 +106,7 @@ def measure(load: ServeLoad) -> dict[str, Any]:
 async def _measure(load: ServeLoad) -> list[dict[str, Any]]:
     headers = ({"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}) | load.extra_headers
     patience = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, ssl=not load.insecure)  # as many as there are requests
+    connector = aiohttp.TCPConnector(limit=0, ssl=not load.insecure)  # no limit: as many connections as requests
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patience) as client:
         if load.ready_check_timeout_sec:
             await _await_ready(client, load)
@@ -113,7 +114,7 @@ async def _measure(load: ServeLoad) -> list[dict[str, Any]]:
             model = await _model(client, load)
             tokens = await _text_tokens(client, model, load)
             plans = []
-            for number, level in enumerate(load.levels()):  # other prompts in each run: caches must not help the later
+            for number, level in enumerate(load.levels()):  # each run has other prompts, so that it hits no cache
                 plans.append((level, await load_requests(dataclasses.replace(level, seed=level.seed + number), tokens)))
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             raise ServerUnfit(f"{load.server}: {error or type(error).__name__}") from error
@@ -140,7 +141,7 @@ async def _run(
 
 
 async def _await_ready(client: aiohttp.ClientSession, load: ServeLoad) -> None:
-    """Wait until a short request is answered. Raises `ServerUnfit` where that takes too long."""
+    """Wait until a short request is answered. Raises `ServerUnfit` if that takes too long."""
     began_s = time.perf_counter()
     while True:
         try:
@@ -156,7 +157,7 @@ async def _await_ready(client: aiohttp.ClientSession, load: ServeLoad) -> None:
 
 
 async def _profile(client: aiohttp.ClientSession, load: ServeLoad, what: str) -> list[dict[str, Any]]:
-    """Begin or end a recording of the server's engines. Returns the traces that were written. Raises `ServerUnfit`."""
+    """Start or stop the profiler of the server's engines, and return the written traces. Raises `ServerUnfit`."""
     try:
         async with client.post(load.at(f"/{what}_profile")) as answer:
             said = await answer.read()
@@ -192,7 +193,7 @@ async def _text_tokens(client: aiohttp.ClientSession, model: str, load: ServeLoa
 
 
 class _LocalTokens:
-    """`TextTokens` of a model's folder."""
+    """Implements `TextTokens` with the tokenizer of a model's folder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -205,7 +206,7 @@ class _LocalTokens:
 
 
 class _ServersTokens:
-    """`TextTokens` of the server. Raises `ServerUnfit` where it has no such routes."""
+    """Implements `TextTokens` with the server's routes. Raises `ServerUnfit` if it has none."""
 
     def __init__(self, client: aiohttp.ClientSession, model: str, load: ServeLoad) -> None:
         self._client, self._model, self._load = client, model, load
@@ -284,7 +285,7 @@ async def _ask(
     began_s: float,
     number: int | None = None,
 ) -> MeasuredRequest:
-    """Send one request of a run that began at `began_s`, and measure its answer. Warm-ups have no number."""
+    """Send one request of a run that began at `began_s`, and measure its answer. Warm-ups have no `number`."""
     body = _body(model, request, load)
     is_named = load.request_id_prefix is not None and number is not None
     headers = {"x-request-id": f"{load.request_id_prefix}{number}"} if is_named else None
@@ -323,7 +324,7 @@ async def _ask(
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
-    """Yield the events of a stream of server-sent events. Raises `MsgspecError` for what is none."""
+    """Yield the server-sent events of a stream. Raises `MsgspecError` for content that is no event."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,9 +1,9 @@
-"""The figures of a run, under `vllm bench serve`'s names, and the points of its plots.
+"""The figures of a run, under the names of `vllm bench serve`, and the points of its plots.
 
-ttft    first token after the request was sent
-itl     between one event with tokens and the next: a step may bring several
+ttft    from sending the request to its first token
+itl     between two consecutive events with tokens; a step may bring several tokens in one event
 tpot    (end - first token) / (output tokens - 1)
-e2el    the last token after the request was sent
+e2el    from sending the request to its last token
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from baton.engine.core.speculation.stats import NO_DRAFTS, DraftCounts, Speculat
 
 from .options import GOALS, METRICS, ServeLoad
 
-PLOT_POINTS = 401  # quantiles of a distribution that are kept for plots
-PLOT_BUCKETS = 60  # of time, about
+PLOT_POINTS = 401  # quantiles of each distribution that are kept for plots
+PLOT_BUCKETS = 60  # approximate number of time buckets
 DATE = "%Y%m%d-%H%M%S"
-PLOTS = "plots"  # the key of the points of plots
-DETAILS = (  # keys of each request's
+PLOTS = "plots"  # key under which a result has the points of its plots
+DETAILS = (  # keys of the lists with one value a request
     *("input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "request_errors"),
 )
 
@@ -34,29 +34,29 @@ DETAILS = (  # keys of each request's
 class MeasuredRequest:
     """A request as its client measured it, in seconds."""
 
-    start_s: float = 0.0  # after the run's beginning
+    start_s: float = 0.0  # since the start of the run
     ttft_s: float = 0.0
     latency_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
     input_tokens: int = 0
     output_tokens: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)  # by stamp, from the server's timeline
-    drafts: DraftCounts = NO_DRAFTS  # that engines checked for it, from the timeline
+    drafts: DraftCounts = NO_DRAFTS  # checked by engines for this request, from the server's timeline
     error: str = ""
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token behind the first one; None where there is no such token."""
+        """Mean seconds between tokens after the first one; None for an answer of one token."""
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], duration_s: float) -> dict[str, Any]:
-    """Return a run's figures. Times end in `_ms`; means over no value are 0."""
+    """Return a run's figures. Names of times end in `_ms`; the mean of no values is 0."""
     good = [answer for answer in answers if not answer.error]
     output_tokens = sum(answer.output_tokens for answer in good)
     input_tokens = sum(answer.input_tokens for answer in good)
     result: dict[str, Any] = {
-        **load.facts,  # whose names must not take the place of what was measured
+        **load.facts,  # first, so that no name given by the user replaces a measured figure
         "date": datetime.now().strftime(DATE),
         "model_id": model,
         "label": load.label,
@@ -91,9 +91,9 @@ def summary(load: ServeLoad, model: str, answers: Sequence[MeasuredRequest], dur
 
 
 def save(result: dict[str, Any], load: ServeLoad) -> Path:
-    """Write a result to the file that `--save-result` or `--append-result` names, and return that.
+    """Write a result to the file that `--save-result` or `--append-result` asks for, and return its path.
 
-    The name is `vllm bench serve`'s: what was sent, the model, and when. Raises `OSError`.
+    The default name is that of `vllm bench serve`: rate, model and time. Raises `OSError`.
     """
     run = result.get("runs", [result])[-1]
     if load.ramp_up_strategy is not None:
@@ -111,7 +111,7 @@ def save(result: dict[str, Any], load: ServeLoad) -> Path:
 
 
 def printed(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result for people: without the points of plots, and without each request's times."""
+    """Return a result as it is printed: without the points of plots and without each request's times."""
     shown = {key: value for key, value in result.items() if key not in (PLOTS, *DETAILS)}
     return shown | {"runs": [printed(run) for run in result["runs"]]} if "runs" in result else shown
 
@@ -142,7 +142,7 @@ def _figures(name: str, seconds: Sequence[float], percentiles: Sequence[float]) 
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile of values in order, between two of them by their distance."""
+    """Return a quantile of sorted values, interpolated linearly between neighbours."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -150,13 +150,16 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _median_parts_ms(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
-    """Return the median of each part by stamp, over all answers: a part that an answer lacks took it no time."""
+    """Return the median of each part of the timeline by its stamp, over all answers.
+
+    A part that an answer lacks counts as 0.
+    """
     stamps = dict.fromkeys(stamp for answer in answers for stamp in answer.parts_s)
     return {stamp: 1000 * statistics.median(answer.parts_s.get(stamp, 0.0) for answer in answers) for stamp in stamps}
 
 
 def _acceptance(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
-    """Return what became of drafts, under `vllm bench serve`'s names; nothing where no engine has guessed."""
+    """Return the figures of drafts, under the names of `vllm bench serve`; empty if no engine has drafted."""
     drafts = sum((answer.drafts for answer in answers), NO_DRAFTS)
     counted = SpeculationStats(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
     if not counted.num_drafts:
@@ -171,7 +174,7 @@ def _acceptance(answers: Sequence[MeasuredRequest]) -> dict[str, float]:
 
 
 def _details(answers: Sequence[MeasuredRequest]) -> dict[str, Any]:
-    """Return each request's times in seconds, under `vllm bench serve --save-detailed`'s names where it has them."""
+    """Return each request's times in seconds, named as in `vllm bench serve --save-detailed` where it has them."""
     return {
         "input_lens": [answer.input_tokens for answer in answers],
         "output_lens": [answer.output_tokens for answer in answers],
@@ -186,7 +189,7 @@ def _details(answers: Sequence[MeasuredRequest]) -> dict[str, Any]:
 def _plots(
     answers: Sequence[MeasuredRequest], samples: dict[str, list[float]], duration_s: float
 ) -> dict[str, float | list[float]]:
-    """Return what the report's plots need: quantiles of each metric, and rates by time, in buckets of `bucket_s`."""
+    """Return the points of the report's plots: quantiles of each metric, and rates in time buckets of `bucket_s`."""
     result: dict[str, float | list[float]] = {}
     for name, seconds in samples.items():
         values = sorted(1000 * value for value in seconds)
@@ -214,7 +217,7 @@ def _plots(
 
 
 def _token_times(answer: MeasuredRequest) -> Iterator[float]:
-    """Yield when each event with tokens came, in seconds after the run's beginning."""
+    """Yield the time of each event with tokens, in seconds since the start of the run."""
     at_s = answer.start_s + answer.ttft_s
     yield at_s
     for seconds in answer.itl_s:

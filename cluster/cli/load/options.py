@@ -1,6 +1,6 @@
 """The options of `baton bench serve`, under the names of `vllm bench serve` where it has them.
 
-Command lines of `vllm bench serve` work as they are; options of its that cannot work are refused with the reason.
+Command lines of `vllm bench serve` work unchanged; those of its options that cannot work are refused with the reason.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import typer
 from baton.cluster.cli.cli_common import DEFAULT_URL, ApiKey, Url
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-GOALS = ("ttft", "tpot", "e2el")  # of one request
+GOALS = ("ttft", "tpot", "e2el")  # metrics with one value a request, for which a goal can be given
 DEFAULT_OUTPUT_LEN = 32
-CUSTOM_OUTPUT_LEN = 256  # of lines that say no length
+CUSTOM_OUTPUT_LEN = 256  # for lines of a custom data set without `output_tokens`
 PREFIX_REPETITION_OUTPUT_LEN = 128
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-CHAT_ENDING, ENDING = "/chat/completions", "/completions"  # of routes in OpenAI's shapes
-LISTS = ("--header", "--metadata", "--goodput")  # options that vLLM takes several values for
-ALWAYS = ("--skip-chat-template", "--skip-tokenizer-init")  # what they ask for is always so: they are taken
-REFUSED = {  # vLLM's options that cannot work -> why, and what to do instead
+CHAT_ENDING, ENDING = "/chat/completions", "/completions"  # of routes that follow OpenAI's API
+LISTS = ("--header", "--metadata", "--goodput")  # options that take several values in vLLM
+ALWAYS = ("--skip-chat-template", "--skip-tokenizer-init")  # accepted and ignored: Baton always does this
+REFUSED = {  # vLLM's options that cannot work: option -> reason, and what to do instead
     "--enable-multimodal-chat": "requests are texts alone",
     "--lora-assignment": "adapters are not served",
     "--lora-modules": "adapters are not served",
@@ -45,14 +45,14 @@ REFUSED = {  # vLLM's options that cannot work -> why, and what to do instead
 
 
 class InvalidLoad(ValueError):
-    """Options do not go together, or a value is none."""
+    """Options that contradict each other, or an invalid value."""
 
 
 class LoadBackend(enum.StrEnum):
-    """The route that is asked."""
+    """The API to which requests are sent."""
 
     OPENAI = "openai"  # /v1/completions
-    VLLM = "vllm"  # the same, by vLLM's name
+    VLLM = "vllm"  # the same, under vLLM's name
     OPENAI_CHAT = "openai-chat"  # /v1/chat/completions
 
     @property
@@ -75,7 +75,7 @@ class RampUp(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeLoad:
-    """`baton bench serve`: the requests to send."""
+    """The options of `baton bench serve`: which requests are sent, when, and what is reported."""
 
     url: Url = DEFAULT_URL
     host: Annotated[
@@ -215,7 +215,7 @@ class ServeLoad:
     api_key: ApiKey = None
 
     def at(self, route: str) -> str:
-        """Return the URL of a route. The path of `url` is a prefix of all routes, with or without a last `/v1`."""
+        """Return the URL of a route. The path of `url` is a prefix of all routes; a trailing `/v1` is ignored."""
         return self.server.rstrip("/").removesuffix("/v1") + route
 
     @property
@@ -228,11 +228,11 @@ class ServeLoad:
 
     @property
     def route(self) -> str:
-        """The route that generates."""
+        """The route that requests are sent to."""
         return self.endpoint or self.backend.route
 
     def check(self) -> None:
-        """Raise `InvalidLoad` for options that do not go together, and for values that are none."""
+        """Raise `InvalidLoad` for options that contradict each other, and for invalid values."""
         _ = self.percentiles, self.percentile_figures, self.goals_ms, self.extra_headers, self.facts
         _ = self.extra_fields, self.template_variables
         self._check_server()
@@ -273,7 +273,7 @@ class ServeLoad:
             raise InvalidLoad(f"--endpoint {self.endpoint} needs --backend {backends[asks_chats]}")
 
     def levels(self) -> list[ServeLoad]:
-        """Return the runs of a sweep, which is this one alone where nothing is swept. Raises `InvalidLoad`."""
+        """Return the runs of a sweep; this one alone if nothing is swept. Raises `InvalidLoad`."""
         if self.sweep_concurrency is not None:
             levels = map(int, _numbers("--sweep-concurrency", self.sweep_concurrency, least=1, whole=True))
             return [dataclasses.replace(self, max_concurrency=level, sweep_concurrency=None) for level in levels]
@@ -284,7 +284,7 @@ class ServeLoad:
 
     @property
     def sweeps(self) -> str | None:
-        """The figure that changes from run to run of a sweep."""
+        """The option that changes from run to run of a sweep; None without a sweep."""
         if self.sweep_concurrency is not None:
             return "max_concurrency"
         return None if self.sweep_rate is None else "request_rate"
@@ -300,7 +300,7 @@ class ServeLoad:
 
     @property
     def percentile_figures(self) -> list[str]:
-        """The figures whose percentiles are reported."""
+        """The metrics whose percentiles are reported."""
         names = [name.strip() for name in self.percentile_metrics.split(",") if name.strip()]
         if unknown := [name for name in names if name not in METRICS]:
             raise InvalidLoad(f"--percentile-metrics {unknown[0]}: give {', '.join(METRICS)}, or some of them")
@@ -313,7 +313,7 @@ class ServeLoad:
 
     @property
     def goals_ms(self) -> dict[str, float]:
-        """Goals of each request by metric."""
+        """The goals of each request in ms, by metric."""
         goals = {}
         for given in self.goodput or ():
             name, _, value = given.partition(":")
@@ -344,11 +344,11 @@ class ServeLoad:
 
 
 def as_options(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words of vLLM's command line with an option for each value of `--goodput ttft:500 tpot:50`.
+    """Yield the words of vLLM's command line, with `--goodput ttft:500 tpot:50` split into one option for each value.
 
-    Raises `InvalidLoad` at an option that cannot work, and at a list without a value.
+    Raises `InvalidLoad` for an option that cannot work, and for a list option without a value.
     """
-    of_list = ""  # the option whose further values may follow
+    of_list = ""  # the list option to which the next words may belong
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         name, has_value, _ = word.partition("=")
         if name in REFUSED:
@@ -364,7 +364,7 @@ def as_options(words: Sequence[str]) -> Iterator[str]:
 
 
 def _numbers(option: str, given: str, *, least: float, most: float = math.inf, whole: bool = False) -> list[float]:
-    """Return the numbers of `1,2,4`. Raises `InvalidLoad`."""
+    """Parse a list of numbers such as `1,2,4`. Raises `InvalidLoad`."""
     try:
         numbers = [float(each) for each in given.split(",")]
         if not all(least <= each <= most and (each.is_integer() or not whole) for each in numbers):

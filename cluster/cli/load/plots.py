@@ -1,6 +1,6 @@
-"""Plots as inline SVG: lines, histograms and points. Colours are classes `s0` to `s5` of the page's style sheet.
+"""Plots as inline SVG: lines, histograms and points. Colours are the classes `s0` to `s5` of the page's style sheet.
 
-data ──Scale──> places in a frame of WIDTH x HEIGHT units, with ticks at round numbers
+data ──Scale──> positions in a frame of WIDTH x HEIGHT units, with ticks at round numbers
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 520, 280  # about what a plot is wide on a screen, so that texts keep their size
-LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 52  # margins of the frame, with room for the larger texts of a telephone
+WIDTH, HEIGHT = 520, 280  # about the width of a plot on a screen, so that text keeps its size
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 52  # margins of the frame, with room for the larger text on a phone
 TICKS = 6
-MARGIN = 0.04  # of a scale's length, beyond its data
+MARGIN = 0.04  # by which a scale extends beyond its data, as a share of its length
 NUM_COLORS = 6
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one run. `notes` are shown beside points, `hints` when a pointer rests on them."""
+    """Points of one run. `notes` are drawn beside the points, `hints` appear under the pointer."""
 
     name: str
     xs: Sequence[float]
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values from `low` to `high` to 0 to 1."""
+    """Maps values between `low` and `high` to positions between 0 and 1."""
 
     low: float
     high: float
@@ -40,7 +40,7 @@ class Scale:
 
     @classmethod
     def of(cls, values: Iterable[float], *, is_log: bool = False, from_zero: bool = False) -> Scale:
-        """Return a scale that holds all values, with a margin. A logarithmic one leaves out what is not above 0."""
+        """Return a scale of all values, with a margin. A logarithmic one leaves out values that are not positive."""
         shown = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
         if not shown:
             return cls(1.0, 10.0, is_log) if is_log else cls(0.0, 1.0)
@@ -90,19 +90,19 @@ def number(value: float) -> str:
 class Frame:
     """The axes of a plot."""
 
-    title: str  # for readers that do not see it
+    title: str  # for screen readers
     x: Scale
     y: Scale
     x_label: str
     y_label: str
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Return the place of a point in the SVG's units."""
+        """Return the position of a point in the SVG's units."""
         across, up = self.x.place(x), min(max(self.y.place(y), -0.02), 1.02)
         return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - up) * (HEIGHT - TOP - BOTTOM)
 
     def draw(self, marks: Iterable[str]) -> str:
-        """Return the SVG of the axes with marks in them."""
+        """Return the SVG of the axes with the given marks inside."""
         bottom = HEIGHT - BOTTOM
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title, quote=True)}">',
@@ -137,7 +137,7 @@ def line(frame: Frame, series: Series) -> str:
 
 
 def dots(frame: Frame, series: Series, *, filled: Sequence[bool] = ()) -> str:
-    """Return the points of a series, with their notes and hints. Those that are not `filled` are hollow."""
+    """Return the points of a series, with their notes and hints. Points whose `filled` is False are hollow."""
     parts = []
     for index, (x, y) in enumerate(zip(series.xs, series.ys, strict=True)):
         across, down = frame.at(x, y)
@@ -168,7 +168,7 @@ def bars(frame: Frame, series: Series, edges: Sequence[float]) -> str:
 
 
 def histogram(title: str, label: str, runs: Sequence[Series], *, num_bins: int = 36) -> str:
-    """Return the distributions of `xs`, one outline a run, on a logarithmic scale. Heights are shares in percent."""
+    """Return the distributions of `xs` on a logarithmic scale, one outline for each run. Heights are percentages."""
     scale = Scale.of([value for run in runs for value in run.xs], is_log=True)
     steps = [scale.low * (scale.high / scale.low) ** (index / num_bins) for index in range(num_bins + 1)]
     outlines = []
@@ -184,7 +184,7 @@ def histogram(title: str, label: str, runs: Sequence[Series], *, num_bins: int =
 
 
 def cumulative(title: str, label: str, runs: Sequence[Series]) -> str:
-    """Return the shares of values up to each value; `xs` are quantiles at even steps, in order."""
+    """Return cumulative distributions; `xs` are quantiles at even steps, in ascending order."""
     lines = [
         Series(run.name, run.xs, [100 * index / max(1, len(run.xs) - 1) for index in range(len(run.xs))], run.color)
         for run in runs
@@ -195,7 +195,7 @@ def cumulative(title: str, label: str, runs: Sequence[Series]) -> str:
 
 
 def over_time(title: str, label: str, runs: Sequence[Series]) -> str:
-    """Return `ys` by the seconds `xs`."""
+    """Return a plot of `ys` over time; `xs` are seconds."""
     x = Scale.of([value for run in runs for value in run.xs], from_zero=True)
     y = Scale.of([value for run in runs for value in run.ys], from_zero=True)
     frame = Frame(title, x, y, "seconds", label)
@@ -203,7 +203,7 @@ def over_time(title: str, label: str, runs: Sequence[Series]) -> str:
 
 
 def points(title: str, labels: tuple[str, str], runs: Sequence[Series], *, is_log: bool = False) -> str:
-    """Return points that are joined by lines, in the order given, from 0 up; `is_log` is that of the x axis."""
+    """Return points joined by lines, in the given order; the y axis starts at 0. `is_log` is about the x axis."""
     x = Scale.of([value for run in runs for value in run.xs], is_log=is_log, from_zero=not is_log)
     y = Scale.of([value for run in runs for value in run.ys], from_zero=True)
     frame = Frame(title, x, y, *labels)
@@ -211,7 +211,7 @@ def points(title: str, labels: tuple[str, str], runs: Sequence[Series], *, is_lo
 
 
 def pareto(title: str, labels: tuple[str, str], runs: Sequence[Series]) -> str:
-    """Return points of which more is better in both directions, and a line through those that no other one beats."""
+    """Return points of which both values should be high, and a line through the Pareto front."""
     x = Scale.of([value for run in runs for value in run.xs], from_zero=True)
     y = Scale.of([value for run in runs for value in run.ys], from_zero=True)
     frame = Frame(title, x, y, *labels)
@@ -225,6 +225,6 @@ def pareto(title: str, labels: tuple[str, str], runs: Sequence[Series]) -> str:
 
 
 def front(xs: Sequence[float], ys: Sequence[float]) -> list[bool]:
-    """Return which points are on the Pareto front: no other one is at least as good in both, and better in one."""
+    """Return for each point whether no other is at least as good in both values and better in one (Pareto front)."""
     pairs = list(zip(xs, ys, strict=True))
     return [not any(a >= x and b >= y and (a, b) != (x, y) for a, b in pairs) for x, y in pairs]

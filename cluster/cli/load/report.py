@@ -1,4 +1,4 @@
-"""The report of `baton bench serve`: one HTML file with plots, which loads nothing and runs nothing.
+"""The report of `baton bench serve`: one HTML file with plots, which loads no other file and runs no script.
 
 results (one or more runs, or sweeps) ──> tables and SVG ──report.html──> page
 """
@@ -19,7 +19,7 @@ from .figures import PLOTS
 from .plots import Series, number
 
 PAGE = Path(__file__).with_name("report.html")
-FACTS = (  # of a run: name, key
+FACTS = (  # about a run: name, key
     ("model", "model_id"),
     ("data set", "dataset_name"),
     ("requests a second", "request_rate"),
@@ -41,16 +41,16 @@ FIGURES = (  # name, key, unit, whether more is better
     ("whole answer, median", "median_e2el_ms", "ms", False),
     ("drafts accepted", "spec_decode_acceptance_rate", "%", True),
 )
-SAME = 0.02  # a smaller difference between two runs is not coloured
+SAME = 0.02  # a relative difference between two runs below this is not coloured
 
 
 class NoResult(ValueError):
-    """A file is no result of `baton bench serve`."""
+    """A file that is no result of `baton bench serve`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, alone or of a sweep."""
+    """One run: of a single measurement, or of a sweep."""
 
     name: str
     color: int
@@ -62,14 +62,14 @@ class Run:
 
     @property
     def times(self) -> list[float]:
-        """The middle of each bucket, in seconds."""
+        """The middle of each time bucket, in seconds."""
         bucket_s = self.figures[PLOTS]["bucket_s"]
         return [(index + 0.5) * bucket_s for index in range(len(self.points("output_tokens_per_s")))]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one command: one run, or those of a sweep, which share a colour where results are compared."""
+    """The result of one command: one run, or the runs of a sweep. When results are compared, each has one colour."""
 
     name: str
     runs: list[Run]
@@ -91,7 +91,7 @@ def read_results(file: Path) -> list[dict[str, Any]]:
 
 
 def _of_lines(text: str) -> list[dict[str, Any]]:
-    """Return the results of a text that has one a line; none where it is written otherwise."""
+    """Return the results of a text that has one a line; empty if the text has another format."""
     try:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError:
@@ -99,7 +99,7 @@ def _of_lines(text: str) -> list[dict[str, Any]]:
 
 
 def report(measured: Sequence[dict[str, Any]]) -> str:
-    """Return the page of one result, or of several side by side, each with a `label`."""
+    """Return the HTML page of one result, or of several side by side, each with a `label`."""
     results = [_result(each, index, len(measured)) for index, each in enumerate(measured)]
     runs = [run for result in results for run in result.runs]
     names = [(run.name, run.color) for run in runs] if len(results) == 1 else _names(results)
@@ -144,13 +144,13 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of all runs. `change` is that of the second run against the first, in percent, and what it means."""
+    """A figure of all runs. `change` compares the second run with the first, in percent; `meaning` rates it."""
 
     name: str
     unit: str
     cells: list[str]
     change: str
-    meaning: str  # better, worse, same
+    meaning: str  # "better", "worse" or "same"
 
 
 def _rows(runs: Sequence[Run]) -> list[Row]:
@@ -173,7 +173,7 @@ def _rows(runs: Sequence[Run]) -> list[Row]:
 class Section:
     title: str
     about: str
-    names: list[tuple[str, int]]  # and their colours
+    names: list[tuple[str, int]]  # of the runs, with their colours
     figures: list[tuple[str, str]]  # caption and SVG
 
 
@@ -207,7 +207,7 @@ def _over_time(runs: Sequence[Run], names: list[tuple[str, int]]) -> list[Sectio
 
 
 def _sweeps(results: Sequence[Result]) -> list[Section]:
-    """Return a section for each figure that results sweep over."""
+    """Return a section for each figure that the results sweep over."""
     figures = dict.fromkeys(result.sweep for result in results if result.sweep is not None)
     return [_sweep(figure, [result for result in results if result.sweep == figure]) for figure in figures]
 
@@ -218,7 +218,7 @@ def _sweep(sweep: str, results: Sequence[Result]) -> Section:
         color = result.runs[0].color
         runs = [run.figures for run in result.runs if run.figures["completed"]]
         levels = [_level(run[sweep]) for run in runs]
-        # By what a token takes of its answer: times between events are near 0 where several come at once.
+        # Speed by a user's tpot: the gaps between events (itl) are near 0 if several events arrive at once.
         users = [1000 / run["median_tpot_ms"] if run["median_tpot_ms"] else 0.0 for run in runs]
         tokens = [run["output_throughput"] for run in runs]
         hints = [

@@ -1,10 +1,10 @@
 """Requests of a data set, and the times at which they are sent.
 
-random        tokens at random, of the lengths that options say
-prefix_repetition  prefixes at random, each repeated before other tokens
-sharegpt      conversations: the first turn is the prompt, the second one says how long the answer is
-custom        JSON lines: {"prompt": "...", "output_tokens": 32}, for chats with "prediction": "..." if wanted
-timed_trace   JSON lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, sent at their times
+random        random tokens, of the lengths given by options
+prefix_repetition  random prefixes, each repeated before different random tokens
+sharegpt      conversations: the first turn is the prompt, the length of the second is the length of the answer
+custom        JSON lines: {"prompt": "...", "output_tokens": 32}, for chats with an optional "prediction": "..."
+timed_trace   JSON lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, sent at these times
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .options import (
 )
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789"
-# Conversations that are left out, as vLLM leaves them out: too short to be measured, or longer than most contexts.
+# Conversations outside these limits are left out, as in vLLM: too short to be measured, or longer than most contexts.
 LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048
 
 
@@ -41,12 +41,12 @@ LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048
 class LoadRequest:
     prompt: str | list[int]  # a text, or token ids
     output_tokens: int
-    at_s: float | None = None  # after the first request's; None: the load's pace says when
+    at_s: float | None = None  # after the first request; None: the load's pace decides
     prediction: str | None = None  # the answer that a chat expects
 
 
 class TextTokens(Protocol):
-    """The model's tokenizer, here or at the server."""
+    """The model's tokenizer: a local one, or the server's routes."""
 
     async def encode(self, text: str) -> list[int]: ...
 
@@ -54,7 +54,7 @@ class TextTokens(Protocol):
 
 
 async def load_requests(load: ServeLoad, tokens: TextTokens) -> list[LoadRequest]:
-    """Return a run's requests, warm-ups first. Raises `InvalidLoad` for a file that cannot be read as its data set."""
+    """Return a run's requests, warm-ups first. Raises `InvalidLoad` for a file that does not fit its data set."""
     rng = random.Random(load.seed)
     num_requests = load.num_prompts
     match load.dataset_name:
@@ -78,7 +78,7 @@ async def load_requests(load: ServeLoad, tokens: TextTokens) -> list[LoadRequest
 
 
 async def _as_sent(load: ServeLoad, requests: list[LoadRequest], tokens: TextTokens) -> list[LoadRequest]:
-    """Return requests whose prompts are token ids as the load's backend takes them: chats are texts."""
+    """Return requests with prompts in the form that the load's backend accepts: for chats, token ids become text."""
     if load.backend is not LoadBackend.OPENAI_CHAT:
         return requests
     texts = [await tokens.decode(each.prompt) for each in requests if isinstance(each.prompt, list)]
@@ -100,7 +100,7 @@ def _random(load: ServeLoad, rng: random.Random, plain: Sequence[int]) -> list[L
 
 
 def _repeated_prefixes(load: ServeLoad, rng: random.Random, plain: Sequence[int]) -> list[LoadRequest]:
-    """Return requests whose prefixes occur equally often, in random order."""
+    """Return requests in random order, in which all prefixes occur equally often."""
     num_requests = load.num_warmups + load.num_prompts
     prefixes = [
         rng.choices(plain, k=load.prefix_repetition_prefix_len) for _ in range(load.prefix_repetition_num_prefixes)
@@ -118,7 +118,7 @@ def _repeated_prefixes(load: ServeLoad, rng: random.Random, plain: Sequence[int]
 
 
 async def _sharegpt(load: ServeLoad, rng: random.Random, tokens: TextTokens) -> list[LoadRequest]:
-    """Read conversations until there are enough that are neither too short nor too long."""
+    """Read conversations until there are enough, leaving out those that are too short or too long."""
     turns = list(_first_turns(_file(load)))
     if not load.disable_shuffle:
         rng.shuffle(turns)
@@ -176,7 +176,7 @@ def _custom(load: ServeLoad) -> list[LoadRequest]:
 
 
 def _traced(load: ServeLoad, plain: Sequence[int]) -> list[LoadRequest]:
-    """Return a trace's requests: tokens that stand for its hash ids, so that equal prefixes stay equal."""
+    """Return a trace's requests: each hash id becomes its own random tokens, so that equal prefixes stay equal."""
     try:
         arrivals = trace(_file(load))
     except InvalidTrace as error:
@@ -198,7 +198,7 @@ def _file(load: ServeLoad) -> Path:
 
 
 def delays_s(load: ServeLoad, num_requests: int) -> Iterator[float]:
-    """Yield the seconds between each request and the next: gamma-distributed, which is Poisson at burstiness 1."""
+    """Yield the seconds between requests: gamma-distributed, which is a Poisson process at burstiness 1."""
     rng = random.Random(load.seed + 1)
     for index in range(num_requests):
         rate = _rate_at(load, index / max(1, num_requests - 1))
@@ -211,7 +211,7 @@ def delays_s(load: ServeLoad, num_requests: int) -> Iterator[float]:
 
 
 def _rate_at(load: ServeLoad, progress: float) -> float | None:
-    """Return the rate when a share of the requests has been sent; None sends all at once."""
+    """Return the rate after a share `progress` of the requests has been sent; None sends all at once."""
     start, end = load.ramp_up_start_rps, load.ramp_up_end_rps
     if load.ramp_up_strategy is None or start is None or end is None:
         return load.rate
@@ -226,7 +226,7 @@ async def paced(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
 ) -> AsyncIterator[LoadRequest]:
-    """Yield each request when it is due. One that was late does not delay those behind it."""
+    """Yield each request when it is due. A late request does not delay the ones behind it."""
     began_s = due_s = clock()
     for request, delay_s in zip(requests, delays_s(load, len(requests)), strict=True):
         if request.at_s is not None:

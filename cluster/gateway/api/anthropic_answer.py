@@ -1,9 +1,9 @@
-"""Answers of `/v1/messages`: a chat with one choice, sent as content blocks and events.
+"""Answers of `/v1/messages`: a chat answer with one choice, sent as content blocks and events.
 
     message_start ──> for each block: content_block_start, content_block_delta ..., content_block_stop
                   ──> message_delta, message_stop
 
-A stream that fails late ends with the event `error`. Streamed and whole answers have the same blocks.
+An error in the middle of a stream is the event `error`. Streamed and whole answers have the same blocks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ThinkingTokens(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Token usage. The prompt's tokens are those that were computed and those that were read from the cache."""
+    """Token usage. The prompt's tokens are the sum of computed tokens and tokens read from the cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens
-    cache_creation_input_tokens: int = 0  # of marked prefixes; what is computed is cached without a mark
+    cache_creation_input_tokens: int = 0  # for prefixes with a cache mark, which Baton does not need
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -48,7 +48,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     thinking: str = ""
-    # Clients drop thoughts without one. A checksum, which this server does not check; of omitted thoughts: their text.
+    # Clients drop thoughts without a signature. Baton's is a checksum that is not checked, or holds omitted thoughts.
     signature: str = ""
 
 
@@ -134,13 +134,13 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 class Content:
-    """The blocks of one answer as they grow. Each method returns the events of the change that it makes."""
+    """The blocks of one answer as they grow. Each method returns the events of its change."""
 
     def __init__(self, omits_thoughts: bool = False) -> None:
         self._omits_thoughts = omits_thoughts
         self.blocks: list[Block] = []
-        self._is_open = False  # True while the last block grows
-        self._pieces: list[str] = []  # of its text or input
+        self._is_open = False  # True if the last block still grows
+        self._pieces: list[str] = []  # of the open block's text or input
 
     def add_thinking(self, text: str) -> list[Event]:
         opened = self._open(ThinkingBlock())
@@ -156,11 +156,11 @@ class Content:
         return [*self.close(), *self._open(ToolUseBlock(call_id, name))]
 
     def add_input(self, text: str) -> list[Event]:
-        """Extend the input of the newest call."""
+        """Add text to the input of the newest call."""
         return [self._grow(text, InputJsonDelta(text))]
 
     def close(self) -> list[Event]:
-        """Close the open block, if there is one."""
+        """Close the open block, if any."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -192,12 +192,12 @@ class Content:
 
 
 def readable_input(arguments: str) -> msgspec.Raw:
-    """Return the input of a call as a JSON object: of a call that was cut off, the values that came whole."""
+    """Return the input of a call as a JSON object; if the call was cut off, with the values that are complete."""
     try:
         if isinstance(json.loads(arguments, parse_constant=_refuse), dict):
             return msgspec.Raw(arguments.encode())
     except (ValueError, RecursionError):
-        pass  # not whole
+        pass  # incomplete
     try:
         value = pydantic_core.from_json(arguments, allow_inf_nan=False, allow_partial=True)
     except ValueError:
@@ -223,7 +223,7 @@ class MessagesRenderer:
         self._content = Content(job.omits_thoughts)
         self._stop = StopDelta("end_turn", None)
         self._has_begun = False
-        self._length = 0  # of the text so far
+        self._length = 0  # of the text up to now
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         events = self._read(delta)
@@ -297,7 +297,7 @@ class MessagesRenderer:
         return events
 
     def _stop_reason(self, finish_reason: str, sequence: str | None) -> str:
-        """Return `tool_use` only if all calls are complete, since it asks the client to run them."""
+        """Return the stop reason; `tool_use` only if all calls are complete, since it tells the client to run them."""
         if finish_reason == "length":
             return "max_tokens"
         if self._reader.num_calls > 0 and not self._reader.is_in_call:

@@ -3,9 +3,9 @@
 system                                       ──> a system message
 text of the user                             ──> a message of the user
 tool_result                                  ──> a tool message
-thinking, text, tool_use of the assistant    ──> one assistant message, which the answer continues if it is the last one
+thinking, text, tool_use of the assistant    ──> one assistant message; if it is the last, the answer continues it
 
-Messages of the user or the assistant that follow each other are one message.
+Consecutive messages of the same role become one message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .protocol import ChatRequest, EngineFields, JsonSchemaFormat, ResponseForma
 from .reasoning import THINKS
 
 _CHOICES: dict[str, ChatToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
-_ERROR = "Error: "  # before the text of a result with `is_error`
+_ERROR = "Error: "  # put before the text of a result with `is_error`
 
 
 class MessagesChat(ChatRequest):
@@ -46,7 +46,7 @@ class MessagesChat(ChatRequest):
 
 
 def parse_messages(data: dict[str, Any]) -> MessagesChat:
-    """Validate a body. Raises `ApiError` (400) that names the wrong field."""
+    """Validate a body. Raises `ApiError` (400) that names the invalid field."""
     asked = FIELDS.parse(MessagesRequest, data)
     shared = {name: getattr(asked, name) for name in EngineFields.model_fields}
     wanted = asked.output_config.format
@@ -66,7 +66,7 @@ def parse_messages(data: dict[str, Any]) -> MessagesChat:
 
 
 async def prepare_messages(preparer: Preparer, request: MessagesChat, key_salt: str) -> PreparedRequest:
-    """Prepare the generation. Raises `ApiError` (400) that names the wrong field."""
+    """Prepare the generation. Raises `ApiError` (400) that names the invalid field."""
     _check_choice(request.asked)
     prepared = await preparer.converted_chat(request, FIELDS, key_salt)
     thinking = request.asked.thinking
@@ -75,7 +75,7 @@ async def prepare_messages(preparer: Preparer, request: MessagesChat, key_salt: 
 
 
 async def count_tokens(preparer: Preparer, data: dict[str, Any]) -> TokenCount:
-    """Answer `/v1/messages/count_tokens`. Raises `ApiError` (400) that names the wrong field."""
+    """Answer `/v1/messages/count_tokens`. Raises `ApiError` (400) that names the invalid field."""
     asked = FIELDS.parse(CountTokensRequest, data)
     _check_choice(asked)
     chat = ChatRequest.model_construct(model=asked.model, **_chat_input(asked))
@@ -84,7 +84,7 @@ async def count_tokens(preparer: Preparer, data: dict[str, Any]) -> TokenCount:
 
 
 def _chat_input(asked: MessagesInput) -> dict[str, Any]:
-    """Return the fields that determine a chat's prompt, and which tools may be called."""
+    """Return the fields that determine the chat's prompt and the tools that may be called."""
     continues = asked.messages[-1].role == "assistant"
     chosen, thinking = asked.tool_choice, asked.thinking
     variables = asked.chat_template_kwargs or {}
@@ -104,7 +104,7 @@ def _chat_input(asked: MessagesInput) -> dict[str, Any]:
 
 
 def _check_choice(asked: MessagesInput) -> None:
-    """Refuse a choice of a tool that is not there. The chat would refuse it in its own words."""
+    """Raise `ApiError` if the chosen tool does not exist, in this API's terms: the chat's check would use its own."""
     chosen = asked.tool_choice
     if chosen is None:
         return
@@ -134,7 +134,7 @@ def _messages(asked: MessagesInput) -> list[ChatMessage]:
 
 
 def _turns(message: Message) -> Iterator[ChatMessage]:
-    """Yield a message as a chat has it: each result of a tool is one of its own."""
+    """Yield the messages of a chat that stand for one message: each tool result becomes a message of its own."""
     if message.role == "assistant":
         yield _assistant_message(message)
         return
@@ -168,7 +168,7 @@ def _call(block: ToolUseBlockParam) -> ToolCall:
 
 
 def _joined(turns: list[ChatMessage]) -> ChatMessage:
-    """Join messages of one role."""
+    """Join messages of one role into one."""
     if len(turns) == 1:
         return turns[0]
     return ChatMessage.model_construct(
@@ -182,7 +182,7 @@ def _joined(turns: list[ChatMessage]) -> ChatMessage:
 def _message(
     role: Literal["system", "user", "assistant", "tool"], texts: list[TextBlockParam], **fields: Any
 ) -> ChatMessage:
-    """Return a message of validated parts. A message of this API may have any number of calls."""
+    """Return a message without validation: its parts are valid, and this API does not limit the number of calls."""
     return ChatMessage.model_construct(role=role, content=[_part(block.text) for block in texts], **fields)
 
 

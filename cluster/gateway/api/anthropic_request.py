@@ -2,9 +2,9 @@
 
     system, messages: text | thinking | tool_use | tool_result blocks ──> `anthropic_input.py` ──> a chat
 
-Marks of prompt caching (`cache_control`) have no effect: all prefixes are cached as long as there is room. Blocks and
-tools of other types, and fields of the API that this server lacks (`REFUSED`), are refused by name, with an
-alternative.
+Marks of prompt caching (`cache_control`) have no effect: all prefixes are cached while there is room. Unknown types of
+blocks and tools, and fields of the API that Baton does not support (`REFUSED`), are refused with an error that names
+them and an alternative.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .validators import (
 
 CLIENTS_ALONE = "This server runs no tools: clients run them"
 
-# Field -> values without effect, and advice against other values.
+# Field -> values that have no effect and are accepted, and advice for other values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "container": ((None,), f"{CLIENTS_ALONE}, so leave it out."),
     "context_management": ((None,), "Nothing is cut from 'messages': leave it out."),
@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "user_profile_id": ((None,), "Send 'metadata.user_id'."),
 }
 
-# Names of fields: a chat's, and older ones of this API -> this API's.
+# Names of fields: of a chat request, or obsolete ones of this API -> this API's.
 RENAMED = {
     "functions": "tools",
     "max_completion_tokens": "max_tokens",
@@ -55,7 +55,7 @@ RENAMED = {
     "stop": "stop_sequences",
 }
 
-# Names of fields: a chat's -> this API's.
+# Names of fields: of a chat request -> this API's.
 NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -65,7 +65,7 @@ NAMES = {
 
 FIELDS = ApiFields(REFUSED, RENAMED, NAMES, {"parameters": "input_schema"})
 
-BLOCKS = {  # types of a message's blocks, by its role
+BLOCKS = {  # types of blocks that a message may have, by its role
     "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -96,11 +96,11 @@ class TextBlockParam(ReplayedModel):
     text: str
     cache_control: CacheControl = None
     citations: list[Any] = Field([], max_length=0)
-    parsed_output: Any = None  # added by the official client, which parses `text`
+    parsed_output: Any = None  # added by the official client when it parses `text`
 
 
 class ThinkingBlockParam(ReplayedModel):
-    """Thoughts before an earlier answer: plain text, or in the signature where this server omitted them."""
+    """Thoughts before an earlier answer: in plain text, or in the signature if this server omitted the text."""
 
     type: Literal["thinking"]
     thinking: str
@@ -108,13 +108,13 @@ class ThinkingBlockParam(ReplayedModel):
 
     @property
     def text(self) -> str:
-        """The thoughts: those of a signature that holds some; `thinking` beside it has no meaning."""
+        """The thoughts: those in the signature, if it holds any, or else `thinking`."""
         found = opened_thoughts(self.signature)
         return self.thinking if found is None else found
 
 
 class RedactedThinkingBlockParam(ReplayedModel):
-    """Thoughts that another server has encrypted. The model is not shown them."""
+    """Thoughts that another server has encrypted. They are not shown to the model."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -142,7 +142,7 @@ Texts = Annotated[
 
 
 class ToolResultBlockParam(ReplayedModel):
-    """The result of a tool call, from the client."""
+    """The client's result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -163,7 +163,7 @@ Block = Annotated[
 
 
 class Message(ReplayedModel):
-    """A message. The server's own content can be sent back as it is, or as the official client keeps it."""
+    """A message. Messages of this server can be sent back unchanged, also as the official client stores them."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -182,7 +182,7 @@ class Message(ReplayedModel):
 
 
 def _check_results(messages: list[Message]) -> list[Message]:
-    """Check that each result is of an earlier call, and that the last message has no call: its result would follow."""
+    """Check that each result has an earlier call, and that the last message has no call: its result would follow."""
     made: set[str] = set()
     for index, message in enumerate(messages):
         for at, block in enumerate(message.content):
@@ -198,7 +198,7 @@ def _check_results(messages: list[Message]) -> list[Message]:
 
 
 class ClientTool(RequestModel):
-    """A tool that the client runs."""
+    """A tool that the client executes."""
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -208,7 +208,7 @@ class ClientTool(RequestModel):
     cache_control: CacheControl = None
     defer_loading: Literal[False] = False
     allowed_callers: list[Literal["direct"]] = []
-    eager_input_streaming: bool | None = None  # inputs are streamed as they are written in any case
+    eager_input_streaming: bool | None = None  # no effect: inputs are always streamed as they are generated
     input_examples: list[Any] = Field([], max_length=0)
 
     def for_chat(self) -> Tool:
@@ -240,11 +240,11 @@ class ToolChoice(RequestModel):
 
 
 class Thinking(RequestModel):
-    """Switch of thoughts before the answer. A budget has no effect: `max_tokens` limits thoughts and answer."""
+    """Switches thoughts before the answer. A budget has no effect: `max_tokens` limits thoughts and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None  # `summarized` and None: thoughts are shown in full
+    display: Literal["summarized", "omitted"] | None = None  # None and `summarized` show the thoughts in full
 
     @model_validator(mode="after")
     def _has_a_budget_if_it_is_enabled(self) -> Self:
@@ -270,11 +270,11 @@ class Metadata(RequestModel):
 
 
 class MessageStreamOptions(RequestModel):
-    resumable: bool = False  # Baton's own: see `resume.py`
+    resumable: bool = False  # Baton's extension: see `resume.py`
 
 
 class MessagesInput(RequestModel):
-    """Fields that both routes have."""
+    """The fields that both routes have."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), AfterValidator(_check_results)]
     system: Texts = []
@@ -287,7 +287,7 @@ class MessagesInput(RequestModel):
     thinking: Annotated[Thinking, object_of_type(("enabled", "disabled", "adaptive"))] | None = None
     output_config: Annotated[OutputConfig, BeforeValidator(without_nulls)] = OutputConfig()
     cache_control: CacheControl = None
-    chat_template_kwargs: dict[str, Any] | None = None  # Baton's own, as in other chats
+    chat_template_kwargs: dict[str, Any] | None = None  # Baton's extension, as in other chats
 
 
 class MessagesRequest(MessagesInput, EngineFields):

@@ -1,7 +1,7 @@
-"""Main module of a body process: it reads large bodies one at a time, within limits of time and memory.
+"""Main module of a body process, which reads large request bodies one at a time, limited in time and memory.
 
-Bodies that make a parser, a template or a tokenizer hang or grow do so here. Timers and the memory limit end this
-process, and the gateway starts another one.
+A body that makes a parser, a template or a tokenizer hang or take too much memory does so here. Timers and the memory
+limit end this process, and the gateway starts another one.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ..model import ServedModel
 from ..settings import GatewaySettings
 from .body_reader import BodyReader, RequestKind
 
-WAITING = 6  # limit of elapsed time, as a multiple of the CPU time
-NICENESS = 5  # the gateway on the same cores comes first
+WAITING = 6  # limit of elapsed time, as a multiple of the limit of CPU time
+NICENESS = 5  # the gateway, which shares the cores, has priority
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def _reader(setup: ReaderSetup, file: int) -> BodyReader:
 
 
 def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
-    """Carry out orders until the gateway closes the socket."""
+    """Read bodies as ordered until the gateway closes the socket."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     with asyncio.Runner() as runner:
         while True:
@@ -92,19 +92,19 @@ def serve(channel: socket.socket, reader: BodyReader, timeout_s: int) -> None:
             text = b""
             gc.collect()  # an error's traceback and its task form a reference cycle that holds the parsed body
             if trim is not None:
-                trim(0)  # before the reply: with it, the gateway counts the body's memory as free
+                trim(0)  # before the reply, upon which the gateway counts the body's memory as free
             send(channel, reply, result)
             os.close(result)
 
 
 def _limit_time(timeout_s: int) -> None:
-    """End this process after `timeout_s` of CPU time, so that a busy machine costs no body its turn. 0: never."""
+    """End this process after `timeout_s` of CPU time: on a busy machine, a body may take longer. 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, timeout_s)
     signal.alarm(timeout_s * WAITING)
 
 
 async def _carry_out(reader: BodyReader, order: ReadOrder, text: bytes, file: int) -> AnswerReply | PreparedReply:
-    """Read a body, and write the result into the file."""
+    """Read a body, and write the result to `file`."""
     kind = RequestKind(order.kind)
     if not kind.generates:
         return AnswerReply(_write(file, await reader.answer(kind, text)))

@@ -1,4 +1,4 @@
-"""Turns request bodies into prepared requests: small ones in the event loop, large ones in a process of their own."""
+"""Turns the bodies of requests into prepared requests, in the event loop or in a body process."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class RequestKind(enum.StrEnum):
 
 
 class BodyReader:
-    """Reads bodies of requests to one model. Its methods raise `ApiError` that names the field."""
+    """Reads bodies of requests to one model. Its methods raise `ApiError` that names the invalid field."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
-        """`in_event_loop`: methods raise `TooLargeForEventLoop` for requests that would block it."""
+        """`in_event_loop`: methods raise `TooLargeForEventLoop` for bodies that would block the event loop too long."""
         preparer = self._preparer = Preparer(model, settings, in_event_loop=in_event_loop)
         self._model = model
         self._parsers: dict[RequestKind, Callable[[dict[str, Any]], Any]] = {
@@ -75,17 +75,17 @@ class BodyReader:
         }
 
     def reconfigure(self, settings: GatewaySettings) -> None:
-        """Take other settings from the next body on."""
+        """Use other settings from the next body on."""
         self._preparer.settings = settings
 
     async def prepare(self, kind: RequestKind, text: bytes, key_salt: str) -> PreparedRequest:
-        """Prepare a generation. `key_salt` separates the cached prefixes of different API keys; "" shares them."""
+        """Prepare a generation. `key_salt` separates the cached prefixes of API keys; "" shares them."""
         data = parse_object(text)
         check_sizes(data, self._model.max_model_len)
         return await self._preparers[kind](self._parsers[kind](data), key_salt)
 
     async def answer(self, kind: RequestKind, text: bytes) -> bytes:
-        """Return the whole JSON response to a request that generates nothing."""
+        """Return the complete JSON response to a request that generates nothing."""
         data = parse_object(text)
         check_sizes(data, self._model.max_model_len)
         asked = data.get("model")
@@ -111,13 +111,13 @@ class BodyReader:
         return DetokenizeAnswer(await self._preparer.detokenize(request.tokens))
 
 
-MAX_FIELDS = 256  # of one request
-MAX_METADATA = 16  # OpenAI's limits
+MAX_FIELDS = 256  # of one body
+MAX_METADATA = 16  # this and the next two are OpenAI's limits
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_VARIABLES_CHARS = 2**17  # of `chat_template_kwargs`, as JSON
 MAX_TOOLS_CHARS = 2**20  # of `tools`, as JSON
-MAX_CALL_CONTAINERS = 2**14  # lists and objects in all `arguments`
+MAX_CALL_CONTAINERS = 2**14  # lists and objects in all `arguments` together
 MAX_CALL_COMMAS = 2**17
 
 TURNS = ("messages", "input")
@@ -134,7 +134,7 @@ def check_sizes(data: dict[str, Any], max_model_len: int) -> None:
         turns = data.get(field)
         if not isinstance(turns, list):
             continue
-        if len(turns) > max_model_len:  # each is a token at least
+        if len(turns) > max_model_len:  # each message is one token at least
             raise prompt_too_long(field, max_model_len, len(turns))
         _check_arguments(field, turns)
 
@@ -160,7 +160,7 @@ def _check_chars(data: dict[str, Any], field: str, most: int) -> None:
 
 
 def _check_arguments(field: str, turns: list[Any]) -> None:
-    """Limit the arguments of all tool calls together: each is parsed, and most templates write each as JSON."""
+    """Limit the arguments of all tool calls together: each is parsed, and most templates write each out as JSON."""
     scan = StructureScan()
     for place, arguments in _arguments(field, turns):
         scan.feed(arguments.encode(errors="replace"))

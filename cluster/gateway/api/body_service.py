@@ -1,4 +1,4 @@
-"""Reads a gateway's bodies: small ones in the event loop, the others in the process pool."""
+"""Reads a gateway's request bodies: small ones in the event loop, others in the pool of body processes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .job import PreparedRequest
 from .prepare import TooLargeForEventLoop
 
 PROCESS_MODULE = "baton.cluster.gateway.api.body_process"
-TOKENS_AT_ONCE = 64 << 10  # unpacked before other tasks run
+TOKENS_AT_ONCE = 64 << 10  # that are unpacked before other tasks of the loop run
 _decode = msgspec.msgpack.Decoder(PreparedRequest).decode
 
 
 class BodyService:
-    """Reads bodies for endpoints, within the memory budget. All methods raise `ApiError`."""
+    """Reads bodies for the endpoints, within the memory budget. All methods raise `ApiError`."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self.budget = MemoryBudget(settings.request_memory_bytes)
@@ -46,20 +46,20 @@ class BodyService:
         metrics.watch_memory(lambda: self.budget.held_bytes)
 
     def reconfigure(self, settings: GatewaySettings) -> None:
-        """Take other settings from the next body on; what is held goes on, also if it is more than now allowed."""
+        """Use other settings from the next body on. Memory in use is kept, even if it exceeds a smaller budget."""
         self._settings = settings
         self.budget.limit_bytes = settings.request_memory_bytes
         self._reader.reconfigure(settings)
 
     async def prepare(self, kind: RequestKind, body: Body, key_salt: str, held: Reservation) -> PreparedRequest:
-        """Prepare a generation, and hold its prompts in place of the body. `key_salt`: see `Preparer`."""
+        """Prepare a generation. `held` then counts the prompts in place of the body. `key_salt`: see `BodyReader`."""
         prepared = await self._prepare(kind, body, key_salt)
         body.close()
         held.hold_prompts(prepared.num_held_tokens)
         return prepared
 
     async def answer(self, kind: RequestKind, body: Body, held: Reservation) -> TextAnswer:
-        """Return the whole response to a request that generates nothing, and hold it in place of the body."""
+        """Return the whole response to a request that generates nothing; `held` then counts it in place of the body."""
         text = body.small_text()
         if text is not None:
             with contextlib.suppress(TooLargeForEventLoop):
@@ -94,7 +94,7 @@ class BodyService:
 
 
 class TextAnswer:
-    """A JSON response in this process or in a memory file. A context manager, which drops it at its end."""
+    """A JSON response, in this process or in a memory file. As a context manager, it frees the response at the end."""
 
     def __init__(self, text: bytes = b"", *, size: int = 0, file: int | None = None) -> None:
         self._text, self._file = text, file
@@ -121,7 +121,7 @@ class TextAnswer:
 
 
 async def _read_prepared(reply: PreparedReply, file: int) -> PreparedRequest:
-    """Read a prepared request in pieces, since a million tokens take tens of milliseconds to unpack."""
+    """Read a prepared request in pieces: unpacking a million tokens at once would block the loop for tens of ms."""
     prepared = _decode(read_file(file, reply.num_bytes))
     at = reply.num_bytes
     lengths = unpack_tokens(read_file(file, reply.num_texts * PACKED_TOKEN_BYTES, at))

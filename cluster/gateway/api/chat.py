@@ -188,7 +188,7 @@ class ChatRenderer:
         return ChatChunk(self._id, self._job.created, self._model_id, choices, usage)
 
     def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:
-        """Return what a delta adds to a choice, in order."""
+        """Return what a delta adds to a choice, as chat deltas in order."""
         return [self._as_delta(index, part) for part in self._read(index, delta)]
 
     def _read(self, index: int, delta: ChoiceDelta) -> list[OutputPart]:
@@ -223,7 +223,7 @@ class ChatRenderer:
         return message
 
     def _finish_reason(self, index: int, delta: ChoiceDelta) -> str | None:
-        """Return `tool_calls` only if all calls are complete, since it asks the client to run them."""
+        """Return the finish reason: `tool_calls` only if all calls are complete, since clients then run them."""
         reader = self._readers[index]
         asks = reader.num_calls > 0 and not reader.is_in_call
         return "tool_calls" if asks and delta.finish_reason == "stop" else delta.finish_reason

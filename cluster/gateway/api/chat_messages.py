@@ -81,7 +81,7 @@ TextContent = Annotated[
 
 
 class ChatMessage(ReplayedModel):
-    """A message. The server's own messages can be sent back as they are, or as the official client keeps them."""
+    """A message. Messages of this server can be sent back unchanged, also as the official client stores them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextContent = []
@@ -89,8 +89,8 @@ class ChatMessage(ReplayedModel):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     function_call: None = None
-    reasoning_content: str | None = None  # the model's template decides what becomes of it
-    reasoning: str | None = None  # another name of `reasoning_content`; the server's messages have both
+    reasoning_content: str | None = None  # the chat template decides whether the prompt has it
+    reasoning: str | None = None  # another name of `reasoning_content`; this server's messages have both
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
@@ -147,7 +147,7 @@ class Function(RequestModel):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments match the schema; those of a required call do in any case
+    strict: bool | None = None  # arguments must match the schema; those of a required call always do
 
 
 class Tool(RequestModel):

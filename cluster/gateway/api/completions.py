@@ -85,7 +85,7 @@ class CompletionRenderer:
         return Completion(f"cmpl-{self._job.request_id}", self._job.created, self._model_id, choices, usage, timelines)
 
     def _count(self, index: int, delta: ChoiceDelta) -> ChoiceDelta:
-        if self._job.scores_only:  # the engine had to generate one token, which nobody asked for
+        if self._job.scores_only:  # the engine had to generate one token; it was not asked for
             delta = ChoiceDelta(
                 num_cached_tokens=delta.num_cached_tokens,
                 prompt_logprobs=delta.prompt_logprobs,
@@ -96,7 +96,7 @@ class CompletionRenderer:
         return delta
 
     def _choice(self, index: int, delta: ChoiceDelta) -> tuple[CompletionChoice, list[Pieces]]:
-        """Return a choice, and the parts that fill its holes."""
+        """Return a choice, and the parts that fill the holes in its JSON."""
         job, opens = self._job, not self._begun[index]
         self._begun[index] = True
         prompt = index // job.sampling.n

@@ -1,12 +1,12 @@
 """Deadlines of a request: for its whole response, and for the first token.
 
-The operator's settings are upper limits; a client may ask for less:
+The operator's settings are upper limits; a client may ask for less with headers:
 
     request-timeout-ms: 20000           the whole response
     first-token-timeout-ms: 1500        its first token
 
-Clients have timeouts of their own that the server does not know: the header that some SDKs send
-(`x-stainless-read-timeout`) says how long a stream may be silent, not when the client gives up.
+Clients also have timeouts of their own, which the server does not know: the header that some SDKs send
+(`x-stainless-read-timeout`) limits the silence within a stream, not the whole response.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_MS = 10**9 - 1
 
 
 class RequestDeadlines:
-    """Deadlines of one request, which count from construction. Raises `ApiError` (400) for a malformed header."""
+    """Deadlines of one request, counted from construction. Raises `ApiError` (400) for a malformed header."""
 
     def __init__(self, settings: GatewaySettings, headers: Mapping[str, str]) -> None:
         asked_s = _seconds(headers, WHOLE_HEADER)
@@ -35,8 +35,8 @@ class RequestDeadlines:
         self._began_s = asyncio.get_running_loop().time()
         self._timeout: asyncio.Timeout | None = None
         self._has_token = False
-        self._error: ApiError | None = None  # that ended the request before its time
-        self.is_clients = asked_s < settings.request_timeout_s  # then a timeout says nothing about the engines
+        self._error: ApiError | None = None  # error that ended the request before its deadline
+        self.is_clients = asked_s < settings.request_timeout_s  # then a timeout is no sign of slow engines
 
     @property
     def deadline_s(self) -> float:
@@ -53,13 +53,13 @@ class RequestDeadlines:
             raise self._error or self._over() from None
 
     def end(self, error: ApiError) -> None:
-        """End the request with an error, as if its time were over."""
+        """End the request with an error at once, as if its deadline had passed."""
         if self._timeout is not None and not self._timeout.expired():
             self._error = error
             self._timeout.reschedule(self._began_s)
 
     def first_token(self) -> None:
-        """Note the first token, which ends its deadline. Later calls change nothing."""
+        """Note the first token, which removes its deadline. Later calls have no effect."""
         is_over = self._timeout is None or self._timeout.expired() or self._error is not None
         if not self._has_token and not is_over and self._timeout is not None:
             self._has_token = True

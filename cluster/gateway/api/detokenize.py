@@ -1,4 +1,4 @@
-"""Detokenizes an engine's outputs: whole characters only, cut at stop strings, with their log probabilities."""
+"""Detokenizes an engine's outputs: whole characters only, cut at stop strings, with log probabilities."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from ..serving.timeline import TimelineReport
 
 
 class ChoicePosition(msgspec.Struct, frozen=True, array_like=True):
-    """The number of tokens sent of a choice, with their checksum."""
+    """The number of tokens that were sent of a choice, and their checksum."""
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     checksum: Annotated[int, msgspec.Meta(ge=0)] = 0  # CRC-32 of the tokens' ids
     is_whole: bool = False
 
     def after(self, tokens: Sequence[int], *, is_whole: bool) -> ChoicePosition:
-        """Return the position behind further tokens."""
+        """Return the position after further tokens."""
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
         return ChoicePosition(self.num_tokens + len(tokens), zlib.crc32(packed, self.checksum), is_whole)
 
     def is_after(self, other: ChoicePosition) -> bool:
-        """Return whether this position is further on than the other."""
+        """Return whether this position is later in the stream than the other one."""
         return (self.num_tokens, self.is_whole) > (other.num_tokens, other.is_whole)
 
 
 class LocatedToken(msgspec.Struct, frozen=True, gc=False):
     """A token's log probabilities, and its offset in the choice's text, in characters.
 
-    A whole answer keeps them all until its end: the garbage collector need not look at them.
+    A whole answer keeps one for each token until its end, so they are excluded from garbage collection (`gc=False`).
     """
 
     offset: int
-    logprobs: Logprobs  # one position
+    logprobs: Logprobs  # of one position
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """The addition to a choice that one engine output makes."""
+    """Everything that one engine output adds to a choice."""
 
     text: str = ""
-    tokens: list[LocatedToken] = []  # if log probabilities were asked for
-    token_ids: list[int] = []  # those that were generated, visible or not; if they were asked for
-    num_tokens: int = 0  # generated, visible or not
-    token_ends: Sequence[int] = ()  # without log probabilities: offsets in `text` where tokens but the last end
+    tokens: list[LocatedToken] = []  # if log probabilities were requested
+    token_ids: list[int] = []  # all generated ones, visible or not, if they were requested
+    num_tokens: int = 0  # generated ones, visible or not
+    token_ends: Sequence[int] = ()  # without log probabilities: the ends of tokens in `text`, except the last one's
     drafts: DraftCounts = NO_DRAFTS
-    num_cached_tokens: int = 0  # of the prompt; with the first output
-    prompt_logprobs: Logprobs | None = None  # with the first output
+    num_cached_tokens: int = 0  # of the prompt; in the first output's delta
+    prompt_logprobs: Logprobs | None = None  # in the first output's delta
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token; None for end-of-sequence
-    position: ChoicePosition | None = None  # the choice's position, if the stream is resumable
-    timeline: TimelineReport | None = None  # in the last delta, if it was asked for
+    position: ChoicePosition | None = None  # position after this delta, if the stream is resumable
+    timeline: TimelineReport | None = None  # in the last delta, if it was requested
 
     @property
     def num_logprobs(self) -> int:
-        """Number of values to be written, of tokens and prompt."""
+        """The number of log probabilities to be written, for tokens and prompt."""
         in_prompt = self.prompt_logprobs.num_values if self.prompt_logprobs is not None else 0
         return in_prompt + (len(self.tokens) * self.tokens[0].logprobs.width if self.tokens else 0)
 
@@ -77,7 +77,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 class SequenceDetokenizer:
     """Turns the outputs of one sequence into text deltas.
 
-    A token's log probabilities are sent with the first text behind the token's beginning, so that clients never get log
+    A token's log probabilities are sent only with the first text after the token's beginning: so clients never get log
     probabilities of text that a stop string removed.
     """
 
@@ -90,7 +90,7 @@ class SequenceDetokenizer:
         *,
         returns_token_ids: bool = False,
     ) -> None:
-        """`shown` are special tokens whose text is kept in any case."""
+        """`shown` are the special tokens whose text is always kept."""
         self._returns_token_ids = returns_token_ids
         self._params = params
         self._stream = TextStream(tokenizer, params, prompt_token_ids, shown)
@@ -98,7 +98,7 @@ class SequenceDetokenizer:
         self._emitted = 0  # characters
 
     def push(self, output: EngineOutput) -> ChoiceDelta:
-        """Return the delta that an output makes. No output may follow a delta with a finish reason."""
+        """Return the delta of an output. No output may follow a delta with a finish reason."""
         if self._params.logprobs is None:
             piece = self._stream.push(
                 output.token_ids, finished=output.finish_reason is not None, stop_token_id=output.stop_token_id

@@ -1,4 +1,4 @@
-"""ASGI endpoints that generate: read the body, prepare the request, serve its sequences, write the response.
+"""ASGI endpoints that generate: they read the body, prepare the request, run its sequences, and write the response.
 
 Nothing is sent before the first token has arrived, so any failure until then has an HTTP status, and the headers can
 name the engines. A later failure becomes an error event in the stream.
@@ -62,14 +62,14 @@ MAX_SESSION_ID_CHARS = 256
 
 
 class GeneratingRequests:
-    """Generating requests of this gateway by their ids, which several may share: clients choose them."""
+    """This gateway's running generating requests by their ids. Clients choose the ids, so several may share one."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, list[RequestDeadlines]] = {}
 
     @contextmanager
     def listed(self, request_id: str, deadlines: RequestDeadlines) -> Iterator[None]:
-        """List a request while it runs."""
+        """List a request while the block runs."""
         self._by_id.setdefault(request_id, []).append(deadlines)
         try:
             yield
@@ -80,7 +80,7 @@ class GeneratingRequests:
                 del self._by_id[request_id]
 
     def end(self, request_id: str) -> int:
-        """End the requests with this id, and return how many there were."""
+        """End the requests with this id, and return their number."""
         found = self._by_id.get(request_id, [])
         for deadlines in found:
             deadlines.end(ended_by_operator())
@@ -103,22 +103,22 @@ class GatewayServices:
 
     @property
     def settings(self) -> GatewaySettings:
-        """Return the settings that hold now."""
+        """Return the settings in force, which may change."""
         return self.serving.settings
 
 
 @dataclass(frozen=True)
 class _RequestContext:
-    """A request's headers, deadlines and caller: everything beside its body."""
+    """Headers, deadlines and caller of a request: everything except its body."""
 
     request_id: str
-    rank: int | None  # rank of the engine that the client asks for
+    rank: int | None  # of the engine that the client asks for
     session_id: str | None
     started_s: float  # by `time.monotonic`
     deadlines: RequestDeadlines
     last_event_id: str | None
     key_salt: str  # separates cached prefixes of API keys; "": shared with everyone
-    min_priority: int  # the lowest that this client may ask for
+    min_priority: int  # lowest `priority` value that this client may ask for
 
 
 class GenerationEndpoint:
@@ -155,7 +155,7 @@ class GenerationEndpoint:
                     await run_until_disconnect(receive, self._generate(context, body, held, writer))
         except ApiError as error:
             await self._fail(scope, writer, error)
-        except asyncio.CancelledError:  # the server ends, and its drain time is over
+        except asyncio.CancelledError:  # the server is shutting down, and its drain time is over
             await self._fail(scope, writer, draining())
         except (ClientDisconnected, ClientDisconnect):
             if REFUSED not in scope:
@@ -205,7 +205,7 @@ class GenerationEndpoint:
             gateway.spans.record(http.scope["path"], http.headers, what, started_s, ended_s, timelines)
 
     async def _fail(self, scope: Scope, writer: ResponseWriter, error: ApiError) -> None:
-        """Send an error. If the client may retry, the error says whether GPU time was spent."""
+        """Send an error. If the same request may succeed later, the error says whether GPU time was spent."""
         scope[FAILURE] = error
         if writer.has_begun:
             self._gateway.metrics.stream_errors.labels(error.status).inc()
@@ -236,13 +236,13 @@ class GenerationEndpoint:
                 else:
                     await writer.write_whole(renderer, steps, held)
         except ApiError as error:
-            error.rename(prepared.client_field_names)  # engines name fields as the wire does
+            error.rename(prepared.client_field_names)  # engines use the field names of their own messages
             raise
 
     def _job(
         self, prepared: PreparedRequest, context: _RequestContext, resumed_from: StreamPosition | None
     ) -> GenerationJob:
-        """Return the job; for a resumed stream, the same one as before."""
+        """Return the job; for a resumed stream, with the same ids and seed as before."""
         tokenizer = self._gateway.model.tokenizer
         if resumed_from is None:
             return GenerationJob.of(prepared, context.request_id, tokenizer)
@@ -306,7 +306,7 @@ class GenerationEndpoint:
 
 
 class _TokenTimes:
-    """Observes the latency of a choice's tokens."""
+    """Measures the latencies of a choice's tokens."""
 
     def __init__(self, metrics: GatewayMetrics, context: _RequestContext, timeline: Timeline) -> None:
         self.num_tokens = 0
@@ -323,7 +323,7 @@ class _TokenTimes:
             if (queued_s := self._timeline.until_s(Stamp.PREFILL_STARTED)) is not None:
                 self._metrics.queue_s.observe(queued_s)
         elif delta.num_tokens:
-            self._metrics.inter_token_s.observe(now_s - self._last_s)  # tokens of one step come together
+            self._metrics.inter_token_s.observe(now_s - self._last_s)  # once for all tokens of a step
         if delta.drafts is not NO_DRAFTS:
             self._timeline.note_drafts(delta.drafts)
         if delta.finish_reason is not None:
@@ -343,7 +343,7 @@ def session_id_of(header: str | None) -> str | None:
 
 
 class TokenEndpoint:
-    """The routes that count or convert tokens. An ASGI app, so that it writes a long response in pieces as fast as its
+    """The routes that count or convert tokens. An ASGI app, so that it writes a long response in pieces, as fast as its
     client reads.
     """
 

@@ -1,8 +1,8 @@
-"""A prepared request, and the generation job that is made of it.
+"""A prepared request, and the generation job that is made from it.
 
     body ──Preparer──> PreparedRequest ──with a name and a seed──> GenerationJob: one sequence for each choice
 
-`PreparedRequest` is plain data, so that it can be made in this process or another one.
+`PreparedRequest` is plain data, since a body process may make it instead of this process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ResponseEcho(msgspec.Struct, frozen=True):
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
-    """Serializable part of a `ParserConfig`: without the model's tool-call format, which every process knows."""
+    """The serializable part of a `ParserConfig`: all except the model's tool-call format, which each process has."""
 
     has_form: bool = False
     functions: dict[str, Any] = {}
@@ -67,33 +67,33 @@ class PreparedRequest(msgspec.Struct, kw_only=True):
     """A request that is validated and tokenized."""
 
     prompts: list[list[int]]
-    block_names: list[bytes]  # packed names of each prompt's full blocks, by which engines find them in their caches
-    limits: list[int]  # how many tokens may follow each prompt
-    sampling: SamplingParams  # as the client sent them, with `n`, `stop` and `seed`
+    block_names: list[bytes]  # of each prompt: packed names of its full blocks, as engines report cached blocks
+    limits: list[int]  # most tokens that may follow each prompt
+    sampling: SamplingParams  # as sent by the client, with `n`, `stop` and `seed`
     priority: int
     cache_salt: str
     streams: bool
     usage: UsageOptions
     is_resumable: bool
     tells_timeline: bool
-    prediction: list[int] | None = None  # the answer that the client expects, where it says so
+    prediction: list[int] | None = None  # tokens of the answer that the client expects, if it gave one
     echoes: list[str] | None = None  # with `echo`: each prompt's text
     shows_prompt_logprobs: bool = False  # in the field `prompt_logprobs`; `echo` may need them as well
-    scores_only: bool = False  # `max_tokens: 0` with `echo`: the prompt's log probabilities, and no new token
+    scores_only: bool = False  # `max_tokens: 0` with `echo`: only log probabilities of the prompt are wanted
     returns_token_ids: bool = False
-    omits_thoughts: bool = False  # of `/v1/messages`: thoughts are sent back and forth without being shown
+    omits_thoughts: bool = False  # `/v1/messages` only: thoughts are sent in a signature, not as text
     parser_options: ParserOptions = ParserOptions()
     response_echo: ResponseEcho | None = None  # of `/v1/responses`
-    client_field_names: dict[str, str] = {}  # an engine's field name -> the client's
+    client_field_names: dict[str, str] = {}  # field name in the engine -> field name of the client
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all prompts."""
+        """The number of tokens of all prompts together."""
         return sum(map(len, self.prompts))
 
     @property
     def num_held_tokens(self) -> int:
-        """Number of tokens that are kept until the request ends."""
+        """The number of tokens that are held in memory until the request ends."""
         return self.num_tokens + len(self.prediction or ())
 
 
@@ -105,14 +105,14 @@ class GenerationJob:
     created: int  # Unix time
     prompts: list[list[int]]
     sequences: list[EngineRequest]
-    sampling: SamplingParams  # as the client sent them, with `n` and `stop`
+    sampling: SamplingParams  # as sent by the client, with `n` and `stop`
     block_names: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
     echoes: list[str] | None = None
     shows_prompt_logprobs: bool = False
     scores_only: bool = False
     returns_token_ids: bool = False
-    has_prediction: bool = False  # usage says how much of it was right
-    parser_config: ParserConfig = field(default_factory=ParserConfig)  # of the answers
+    has_prediction: bool = False  # if so, usage counts the accepted and rejected tokens
+    parser_config: ParserConfig = field(default_factory=ParserConfig)  # how answers are parsed
     shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
     response_echo: ResponseEcho | None = None
     omits_thoughts: bool = False
@@ -144,7 +144,7 @@ def _sequences(prepared: PreparedRequest, request_id: str, now_s: float) -> list
     sampling = prepared.sampling
     seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
     unique = f"{request_id}-{random.getrandbits(48):012x}"  # clients may reuse request ids
-    wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # the part that engines act on
+    wire = msgspec.structs.replace(sampling, n=1, stop=[], bad_words=[], seed=None)  # without the gateway's own part
     sequences: list[EngineRequest] = []
     for tokens, limit in zip(prepared.prompts, prepared.limits, strict=True):
         for choice in range(sampling.n):

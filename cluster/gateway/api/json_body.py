@@ -1,8 +1,8 @@
 r"""Parses JSON strictly, and refuses values that later steps could not process:
 
-"\ud800"        half a surrogate pair, which no encoding and no tokenizer accepts
-1e999           an infinity; also an integer beyond all doubles, which breaks sums and messages
-[[[[ ... ]]]]   so deeply nested that another recursion, higher on the stack, would fail
+"\ud800"        half of a surrogate pair, which no encoding and no tokenizer accepts
+1e999           infinity; likewise an integer beyond the range of doubles, which breaks sums and messages
+[[[[ ... ]]]]   nested so deeply that a later recursion, further down the stack, would fail
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from ..errors import bad_request, field_name
 MAX_KEYS = 8192  # of one object
 MAX_KEY_CHARS = 4096
 MAX_DEPTH = 128
-MAX_DIGITS = 308  # of an integer, so that it is less than the largest double
+MAX_DIGITS = 308  # of an integer: it is then less than the largest double
 
-_SUSPECT = re.compile(
-    rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1)
-)  # a text without a match can only be too deep
+# In a text without a match, nesting is the only possible fault.
+_SUSPECT = re.compile(rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1))
 
 JsonPath = tuple[str | int, ...]  # keys and indices from the top
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object; refuse duplicate keys and whatever `first_json_fault` finds.
+    """Parse a JSON object; refuse duplicate keys and everything that `first_json_fault` finds.
 
     Raises `ApiError` (400) that names the field.
     """
@@ -71,11 +70,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 class JsonFault(NamedTuple):
     place: JsonPath
-    message: str  # without a full stop; it follows the name of the path
+    message: str  # without a full stop; it is written after the name of the path
 
     @property
     def name(self) -> str | None:
-        """The path as error messages write it; None for the whole body."""
+        """The path as it is written in error messages; None for the whole body."""
         return field_name(self.place)
 
 
@@ -118,5 +117,5 @@ def _is_text(value: str) -> bool:
 
 
 def _are_tokens(values: list[Any]) -> bool:
-    """Return whether all values are token ids. There may be millions: no Python step is spent on each."""
+    """Return whether all values are token ids. There may be millions, so no Python code runs for each of them."""
     return set(map(type, values)) == {int} and max(values) < 2**63 and min(values) >= 0

@@ -1,7 +1,7 @@
 """Log probabilities in the three formats of the API: legacy completions, chat, and vLLM's for prompts.
 
-They are written as pieces of JSON: each piece unpacks a few positions, and frees them again. A whole answer of them as
-objects would hold the event loop while it is encoded, freed, or looked through by the garbage collector.
+They are written as pieces of JSON: for each piece, a few positions are unpacked and freed again. If a whole answer were
+held as objects, encoding, freeing or garbage-collecting them would block the event loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .detokenize import LocatedToken
 from .renderer import HOLE, VALUES_AT_ONCE, Pieces, encode, fill
 
 LOWEST = -9999.0  # JSON has no minus infinity; this is what other servers write
-POSITION_COST = 4  # in values: what a position costs beside its values
+POSITION_COST = 4  # of a position beside its values, expressed in values
 
 
 class Position(NamedTuple):
-    """A token, where it begins, and its log probabilities: None of a prompt's first, which nothing precedes."""
+    """A token, its offset in the text, and its log probabilities; None for a prompt's first token."""
 
     offset: int
     token_id: int
@@ -63,7 +63,7 @@ class StreamedTop(msgspec.Struct):
 
 
 class StreamedLogprob(msgspec.Struct):
-    """A token's log probability in an event of a response, which lacks the bytes that the content part has."""
+    """A token's log probability in a streamed event of a response; it lacks the `bytes` that whole responses have."""
 
     token: str
     logprob: float
@@ -77,12 +77,12 @@ class PromptLogprob(msgspec.Struct):
 
 
 def num_logprobs(tokens: Sequence[LocatedToken]) -> int:
-    """Return the number of values; tokens of one answer have equally many."""
+    """Return the number of log probabilities; all tokens of one answer have equally many."""
     return len(tokens) * tokens[0].logprobs.width if tokens else 0
 
 
 def completion_logprobs(tokenizer: Tokenizer, groups: Iterable[list[Position]]) -> Pieces:
-    """Write the format of completions. Its lists follow one another, and are computed together."""
+    """Write the format of completions. Its four lists follow one another, so they are all computed before."""
     columns: list[list[bytes]] = [[], [], [], []]
     for group in groups:
         for column, items in zip(columns, _completion_columns(tokenizer, group), strict=True):
@@ -121,7 +121,7 @@ def streamed_tokens(tokenizer: Tokenizer, tokens: Sequence[LocatedToken]) -> Pie
 
 
 def prompt_logprobs(tokenizer: Tokenizer, logprobs: Logprobs) -> Pieces:
-    """Write vLLM's format: for each prompt token but the first, its own and the likeliest ones by token id."""
+    """Write vLLM's format: for each prompt token after the first, its own entry and the likeliest ones by token id."""
     groups = ([_by_token(tokenizer, entry) for entry in group] for group in _groups_of(logprobs))
     first: list[list[Any]] = [[None]]
     return _bracketed(encode(group)[1:-1] for group in chain(first, groups))
@@ -145,7 +145,7 @@ def prompt_positions(
 
     def position(token_id: int, entry: TokenLogprobs | None) -> Position:
         offset = detokenizer.length
-        is_framing = token_id in tokenizer.special_token_ids  # the tokenizer adds it around the text
+        is_framing = token_id in tokenizer.special_token_ids  # added around the text by the tokenizer
         if not is_framing or text.startswith(tokenizer.token_text(token_id), offset):
             detokenizer.push([token_id])
         return Position(offset, token_id, entry)
@@ -168,7 +168,7 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _completion_columns(tokenizer: Tokenizer, group: list[Position]) -> tuple[list[Any], ...]:
-    """Return the parts of the four lists that a group makes."""
+    """Return a group's part of each of the four lists."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []

@@ -1,10 +1,10 @@
-"""Validates a body as a request, or refuses the first wrong field with a 400.
+"""Validates a body as a request, or refuses it with a 400 that names the first invalid field.
 
-Fields that OpenAI or vLLM have and this server lacks are in `NOT_SUPPORTED` and refused as such; all others are refused
-as unknown.
+Fields of OpenAI's or vLLM's API that Baton does not support are listed in `NOT_SUPPORTED`, and refused as such; all
+other unknown fields are refused as unknown.
 
-Pydantic's paths have levels that the body lacks: members of unions, and fields that a validator has renamed. A field's
-name in an error consists of those parts of the path that the body has.
+Pydantic's error paths contain levels that the body lacks: members of unions, and fields that a validator has renamed.
+An error names only those parts of the path that the body has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import ApiError, bad_request, excerpt, field_name, shorten
 from .protocol import ChatRequest, GenerationRequest
 from .validators import FieldError, RequestModel, json_type_name
 
-# Field -> values without effect, which are accepted from clients that send defaults.
+# Field -> values that have no effect, and are accepted because some clients send defaults.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None,),
@@ -73,7 +73,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
-# Names in older versions of vLLM.
+# Field names of older versions of vLLM -> today's.
 RENAMED = {
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
@@ -91,13 +91,13 @@ _TYPES = {  # pydantic's error -> the required type
     **dict.fromkeys(("list_type",), "a list"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
 }
-_LENGTHS = {  # pydantic's error -> the unit that is too few or too many
+_LENGTHS = {  # pydantic's error -> the unit of which there are too few or too many
     "too_short": "item",
     "too_long": "item",
     "string_too_short": "character",
     "string_too_long": "character",
 }
-_BOUNDS = {  # pydantic's error -> the message behind the field's name
+_BOUNDS = {  # pydantic's error -> the message, which is written after the field's name
     "string_pattern_mismatch": "must match the pattern {pattern}",
     "greater_than": "must be more than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -108,7 +108,7 @@ RequestT = TypeVar("RequestT", bound=RequestModel)
 
 
 def parse_request(kind: type[RequestT], data: dict[str, Any]) -> RequestT:
-    """Validate a body as a request. Raises `ApiError` (400) that names the first wrong field."""
+    """Validate a body as a request. Raises `ApiError` (400) that names the first invalid field."""
     asked = {key: value for key, value in data.items() if not _asks_for_nothing(kind, key, value, data)}
     try:
         return kind.model_validate(asked)
@@ -130,7 +130,7 @@ def _asks_for_nothing(kind: type[BaseModel], key: str, value: Any, data: dict[st
 
 
 def equals_any(value: Any, others: Sequence[Any]) -> bool:
-    """Compare as JSON does: `true` is not 1."""
+    """Return whether a value equals one of the others as in JSON, where `true` is not 1."""
     return any(value == other and type(value) is type(other) for other in others)
 
 
@@ -203,18 +203,15 @@ _CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.(\w+))?")
 
 @dataclass(frozen=True)
 class ApiFields:
-    """Fields of an API whose requests are converted to chats."""
+    """The fields of an API whose requests are converted to chat requests."""
 
-    refused: Mapping[str, tuple[tuple[Any, ...], str]]  # field -> values without effect, and advice against others
-    renamed: Mapping[str, str]  # fields of other APIs, which are refused -> this API's
-    names: Mapping[str, str]  # names in errors: a chat's -> this API's
-    tool_names: Mapping[str, str] = field(default_factory=dict)  # the same for fields of a tool's function
+    refused: Mapping[str, tuple[tuple[Any, ...], str]]  # field -> values that have no effect, and advice for others
+    renamed: Mapping[str, str]  # refused field of another API -> name in this API
+    names: Mapping[str, str]  # field of a chat request -> name in this API, for errors
+    tool_names: Mapping[str, str] = field(default_factory=dict)  # the same for the fields of a tool's function
 
     def parse(self, kind: type[RequestT], data: dict[str, Any]) -> RequestT:
-        """Validate a body. Null stands for a field that is not there.
-
-        Raises `ApiError` (400) that names the first wrong field.
-        """
+        """Validate a body; null fields count as absent. Raises `ApiError` (400) that names the first invalid field."""
         for theirs, ours in self.renamed.items():
             if data.get(theirs) is not None:
                 raise bad_request(theirs, f"{theirs!r} is called {ours!r} here.", "unknown_parameter")
@@ -230,7 +227,7 @@ class ApiFields:
         raise bad_request(key, f"{key!r} is not supported by this server. {advice}", "unsupported_parameter")
 
     def name(self, chats: str) -> str:
-        """Return the name in this API of a chat's field."""
+        """Return this API's name for a field of a chat request."""
         return self.names.get(chats) or _CHATS_TOOL.sub(self._tool_field, chats)
 
     def _tool_field(self, found: re.Match[str]) -> str:
@@ -239,7 +236,7 @@ class ApiFields:
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Rename a chat's fields in errors that are raised within."""
+        """Give fields of a chat request this API's names in errors that are raised in the block."""
         try:
             yield
         except ApiError as error:
@@ -255,7 +252,7 @@ TAG = f"{GRAMMAR}.structural_tag"
 def client_names(
     request: GenerationRequest, constraint: StructuredOutputsParams | None, names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the client's names of fields where they differ; `names` holds those of its endpoint."""
+    """Return the client's name for each engine field that it names differently; `names` holds its endpoint's names."""
     result = {"bad_words_token_ids": "bad_words", **names}
     if constraint is not None:
         asked_by = _asked_by(request)
@@ -277,7 +274,7 @@ def _asked_by(request: GenerationRequest) -> str:
 
 
 def _names_within(request: GenerationRequest, tag: str) -> dict[str, str]:
-    """Return names for those parts of a structural tag that the client sent."""
+    """Return names for the parts of a structural tag that the client sent."""
     sources = list(_sources(request))
     result = {}
     for place, part in parts_of(tag):

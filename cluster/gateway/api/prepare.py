@@ -1,4 +1,4 @@
-"""Prepares a validated request for the engines: renders, tokenizes, fills in defaults, and checks limits."""
+"""Prepares a validated request for engines: renders and tokenizes it, fills in defaults, and checks limits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .tools import parser_config, tool_call_rules
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-INLINE_MESSAGES = 64  # longer chats are rendered in another process: some templates are quadratic in messages
-CHARS_A_TOKEN = 8  # more than in most texts
-CUT_TOKENS = 64  # bound on the extra tokens that cutting a text may cause
-MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: a response of them takes some 20 MB
-MAX_RETURNED_PROMPT_TOKENS = 2**20  # of all choices together: ids of some 6 MB
+INLINE_MESSAGES = 64  # longer chats are rendered in a body process: some templates take quadratic time
+CHARS_A_TOKEN = 8  # more than most texts have
+CUT_TOKENS = 64  # most tokens that cutting a text can add to its beginning
+MAX_PROMPT_LOGPROBS = 2**18  # of all choices together: such a response takes about 20 MB
+MAX_RETURNED_PROMPT_TOKENS = 2**20  # of all choices together: such ids take about 6 MB
 COPIED = [  # fields that `SamplingParams` has under the same name
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -46,11 +46,11 @@ RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "conti
 
 
 class TooLargeForEventLoop(Exception):
-    """The request would block the event loop, so another process has to prepare it."""
+    """Preparing the request would block the event loop, so a body process has to do it."""
 
 
 class Preparer:
-    """Prepares requests: in the event loop, with a thread for longer texts; or all of it in a process of its own."""
+    """Prepares requests: in the event loop, where a thread tokenizes longer texts, or entirely in a body process."""
 
     def __init__(self, model: ServedModel, settings: GatewaySettings, *, in_event_loop: bool = True) -> None:
         self._model = model
@@ -128,7 +128,7 @@ class Preparer:
         return prepared
 
     async def converted_chat(self, request: ChatRequest, fields: ApiFields, key_salt: str = "") -> PreparedRequest:
-        """Prepare a request of another API. Raises `ApiError` that names the field as that API does."""
+        """Prepare a converted request of another API. Raises `ApiError` that uses that API's field names."""
         with fields.in_errors():
             prepared = await self.chat(request, key_salt)
         ours = {name: fields.name(theirs) for name, theirs in prepared.client_field_names.items()}
@@ -142,7 +142,7 @@ class Preparer:
     async def _chat_prompt(self, request: ChatInput, *, keeps_all: bool = True) -> ChatPrompt:
         if self._in_event_loop and len(request.messages) > INLINE_MESSAGES:
             raise TooLargeForEventLoop
-        self._check_length("messages", len(request.messages))  # each is a token at least
+        self._check_length("messages", len(request.messages))  # each message is one token at least
         messages = [message.for_template() for message in request.messages]
         variables = request.chat_template_kwargs or {}
         efforts = effort_variables(request.reasoning_effort, self._model.tokenizer.template_variables)
@@ -179,7 +179,7 @@ class Preparer:
         add_special_tokens: bool,
         too_long: Callable[[str, int, int], ApiError] = prompt_too_long,
     ) -> None:
-        """Refuse a text much longer than the context if its beginning alone shows that it does not fit."""
+        """Refuse a text much longer than the context if its beginning alone is already longer than the context."""
         head = text[: CHARS_A_TOKEN * self._model.max_model_len]
         if len(text) > 2 * len(head):
             num_tokens = len(await self.tokenize(head, add_special_tokens))
@@ -187,7 +187,7 @@ class Preparer:
                 raise too_long(field, self._model.max_model_len, num_tokens - CUT_TOKENS)
 
     async def _prediction(self, prediction: Prediction) -> list[int]:
-        """Return the tokens of a prediction. It is no part of the prompt, but no longer than an answer can be."""
+        """Return the tokens of a prediction, which may have as many as an answer can. It is no part of the prompt."""
         field, text, limit = "prediction.content", prediction.text, self._model.max_model_len
         num_tokens = self._model.tokenizer.least_tokens(text)
         if num_tokens <= limit:
@@ -203,7 +203,7 @@ class Preparer:
         return await self._compute(len(text), encode)
 
     async def _compute(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Run work on a text of `num_chars`, in a thread if the text is long."""
+        """Run `work` on a text of `num_chars`; in a thread if the text is long."""
         if not self._in_event_loop or num_chars <= self.settings.inline_tokenize_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -236,7 +236,7 @@ class Preparer:
         return [self._last_tokens(request, tokens, room) for tokens in prompts]
 
     def _last_tokens(self, request: GenerationRequest, tokens: list[int], num_answer_tokens: int) -> list[int]:
-        """Return the end of a prompt that `truncate_prompt_tokens` keeps: with -1, what leaves room for the answer."""
+        """Return the end of a prompt that `truncate_prompt_tokens` keeps; -1 leaves just enough room for the answer."""
         kept, limit = request.truncate_prompt_tokens, self._model.max_model_len
         if kept is None:
             return tokens
@@ -254,7 +254,7 @@ class Preparer:
             raise bad_request("n" if n > prompts else "prompt", message)
 
     def _check_length(self, field: str, least_tokens: int) -> None:
-        """Refuse a text that cannot fit, before seconds are spent on tokenizing it."""
+        """Refuse a text that cannot fit, before seconds are spent tokenizing it."""
         if least_tokens > self._model.max_model_len:
             raise prompt_too_long(field, self._model.max_model_len, least_tokens)
 
@@ -271,9 +271,9 @@ class Preparer:
         names: Mapping[str, str],
         **computed: int | None,
     ) -> SamplingParams:
-        """Return the checkpoint's defaults, overridden by the client's fields.
+        """Return the checkpoint's default parameters, overridden by the client's fields.
 
-        `constraint` is what the answer must match; `names` maps our field names to the client's where they differ.
+        The answer must match `constraint`; `names` maps Baton's field names to the client's where they differ.
         """
         if request.stream and request.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs", "'prompt_logprobs' cannot be streamed. Set 'stream' to false.")
@@ -297,7 +297,7 @@ class Preparer:
         return sampling
 
     def _max_tokens(self, asked: int | None, tokens: Sequence[int], default: int, prompt: str, field: str) -> int:
-        """Return how many tokens may follow this prompt."""
+        """Return how many tokens may follow this prompt, at most."""
         limit, room = self._model.max_model_len, self._model.max_model_len - len(tokens)
         if room < 1:
             raise context_length_exceeded(prompt, limit, len(tokens), None)
@@ -340,7 +340,7 @@ class Preparer:
 
 
 def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Limit the log probabilities of prompts: a response is held until it is sent, with those of all choices."""
+    """Limit the prompt log probabilities of all choices together, since a response is held until it is sent."""
     if sampling.prompt_logprobs is None:
         return
     count = sum(map(len, prompts)) * sampling.n * (sampling.prompt_logprobs + 1)
@@ -353,7 +353,7 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[
 
 
 def _check_returned_tokens(sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Limit the token ids of prompts, which come with every choice."""
+    """Limit the token ids of prompts, which are repeated in every choice."""
     if (count := sum(map(len, prompts)) * sampling.n) > MAX_RETURNED_PROMPT_TOKENS:
         message = (
             f"The prompts of all choices have {count} token ids to return, more than {MAX_RETURNED_PROMPT_TOKENS}. "

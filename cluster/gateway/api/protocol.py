@@ -1,10 +1,10 @@
 """Requests of OpenAI's completions and chat endpoints, with vLLM's extensions. Every supported field is here.
 
-Other fields are refused (parsing.py). Types are strict: `"1"` and `true` are not numbers; 16.0 is an integer, as it is
-in JSON. `SamplingParams` checks ranges.
+Other fields are refused (`parsing.py`). Types are strict: `"1"` and `true` are not numbers; 16.0 is an integer, as in
+JSON. `SamplingParams` checks ranges.
 
-Accepted without effect, because no answer depends on them: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`,
-`service_tier` (`auto`, `default`), `store` (`false`).
+These are accepted without effect, because no answer depends on them: `user`, `metadata`, `safety_identifier`,
+`prompt_cache_key`, `service_tier` (`auto`, `default`), `store` (`false`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .chat_messages import ChatMessage, TextContent, Tool, ToolChoice, Tools, ch
 from .reasoning import Effort
 from .validators import FieldError, Integer, RequestModel, json_type_name
 
-# Limits of one request, so that it delays neither the gateway nor an engine's step for others.
+# Limits of one request, so that it delays neither the gateway nor the engine's steps for other requests.
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
@@ -35,7 +35,10 @@ Prompt = str | list[str] | Tokens | list[Tokens]
 
 
 def _check_prompt(value: Any) -> Any:
-    """Check each item once: a union of lists would try every member on every token, and name none in its errors."""
+    """Check each item once.
+
+    A union of list types would try every member on every token, and name none in its errors.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -58,7 +61,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 def _object_or_text(value: Any) -> Any:
-    """Accept an object or a string. A union would name its members in errors."""
+    """Accept an object or a string. The errors of a union would name its members."""
     if not isinstance(value, str | dict):
         raise ValueError(f"must be an object, or one as a string, not {json_type_name(value)}")
     return value
@@ -86,14 +89,14 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None  # padding against traffic analysis is TLS's task
-    resumable: bool = False  # Baton's own: see `resume.py`
+    resumable: bool = False  # Baton's extension: see `resume.py`
 
 
 class JsonSchemaFormat(RequestModel):
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # answers match in any case
+    strict: bool | None = None  # no effect: answers always match the schema
 
 
 class ResponseFormat(RequestModel):
@@ -110,7 +113,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """vLLM's field for constrained answers. `StructuredOutputsParams` checks which parts go together."""
+    """vLLM's field for constrained answers. `StructuredOutputsParams` checks the combination of its parts."""
 
     json_: (
         Annotated[str | dict[str, Any], PlainValidator(_object_or_text, json_schema_input_type=str | dict[str, Any])]
@@ -150,7 +153,7 @@ class EngineFields(RequestModel):
     stream: bool | None = None
     priority: Integer = Field(0, ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)  # lower is served sooner; see `KeyRights`
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    baton_timeline: bool = False  # Baton's own: see `timeline.py`
+    baton_timeline: bool = False  # Baton's extension: see `timeline.py`
 
 
 class SamplingFields(EngineFields):
@@ -195,7 +198,7 @@ class ChatInput(RequestModel):
     tools: Tools = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # templates write them themselves
+    add_special_tokens: bool = False  # because templates write special tokens themselves
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -206,7 +209,7 @@ class ChatInput(RequestModel):
 
 
 class Prediction(RequestModel):
-    """The answer that the client expects. It changes the time of the answer, and nothing else about it."""
+    """The answer that the client expects. It can make the answer faster, and does not change it."""
 
     type: Literal["content"]
     content: TextContent

@@ -1,6 +1,6 @@
-"""Reasoning: its effort, as the chat template understands it, and the tokens that a model spent on it.
+"""Reasoning: its effort, as chat templates understand it, and the number of tokens that a model spent on it.
 
-A parser reports the parts of an answer later than their tokens arrived, and without the marks around them:
+A parser reports the parts of an answer later than their tokens arrive, and without the marks around them:
 
     tokens          <think>  a  fox  </think>  \\n\\n  the  dog  <tool_call>  ...
     parts                    ReasoningPart             ContentPart  ToolCallStart
@@ -21,11 +21,11 @@ from baton.engine.text import ContentPart, OutputPart, ReasoningPart
 from ..errors import bad_request
 from .detokenize import ChoiceDelta, LocatedToken
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's values
 
 EFFORT = "reasoning_effort"
-SEAL = "baton1."  # begins signatures of thoughts that were not shown
-THINKS = ("enable_thinking", "thinking")  # variables of templates that switch reasoning on and off
+SEAL = "baton1."  # prefix of signatures that hold thoughts
+THINKS = ("enable_thinking", "thinking")  # template variables that switch reasoning on and off
 
 
 def effort_variables(effort: Effort | None, known: Collection[str]) -> dict[str, Any]:
@@ -46,15 +46,15 @@ def effort_variables(effort: Effort | None, known: Collection[str]) -> dict[str,
 
 
 def sealed_thoughts(text: str) -> str:
-    """Return a signature that holds thoughts which are not shown, so that the client can send them back.
+    """Return a signature that holds thoughts whose text is omitted, so that the client can send them back.
 
-    It keeps them from being displayed, not secret. Clients must not read it: its form may change.
+    The encoding hides thoughts from display, not from the client. Clients must not decode it: its form may change.
     """
     return SEAL + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def opened_thoughts(signature: str) -> str | None:
-    """Return the thoughts that a signature holds; None for one of another kind. Raises `ValueError` if damaged."""
+    """Return the thoughts in a signature; None if it holds none. Raises `ValueError` if it is damaged."""
     if not signature.startswith(SEAL):
         return None
     return base64.b64decode(signature.removeprefix(SEAL), altchars=b"-_", validate=True).decode()
@@ -62,7 +62,7 @@ def opened_thoughts(signature: str) -> str | None:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Text that arrived together, and its tokens: one whose log probabilities are known, or all those of a delta."""
+    """Text that arrived together, and its tokens: one with known log probabilities, or all tokens of a delta."""
 
     text: str
     num_tokens: int
@@ -70,16 +70,16 @@ class TokenRun:
 
 
 def token_runs(delta: ChoiceDelta, start: int, *, known: bool) -> Iterator[TokenRun]:
-    """Yield the text of a delta, cut where its tokens begin. `start` is its offset in the answer, in characters.
+    """Yield the text of a delta, cut at the beginnings of its tokens. `start` is its offset in the answer.
 
-    `known`: the log probabilities of tokens are known, and with them where the tokens begin.
+    `known`: the log probabilities of the tokens are known, and so are their offsets.
     """
     if not known:
         cuts = [0, *delta.token_ends, len(delta.text)]
         yield from (TokenRun(delta.text[begin:end], min(1, delta.num_tokens)) for begin, end in pairwise(cuts))
         return
     begins = [token.offset - start for token in delta.tokens]
-    rest = delta.text[: begins[0]] if begins else delta.text  # of a token in an earlier delta
+    rest = delta.text[: begins[0]] if begins else delta.text  # the end of a token of an earlier delta
     if rest:
         yield TokenRun(rest, 0)
     for token, (begin, end) in zip(delta.tokens, pairwise([*begins, len(delta.text)]), strict=True):
@@ -91,9 +91,9 @@ class TokenAttribution:
 
     def __init__(self) -> None:
         self.num_reasoning_tokens = 0
-        self._text = ""  # text that is not yet attributed
-        self._begin = 0  # its offset in the answer
-        self._runs: deque[tuple[int, TokenRun]] = deque()  # runs of that text, with their offsets
+        self._text = ""  # text that is not attributed yet
+        self._begin = 0  # offset of that text in the answer
+        self._runs: deque[tuple[int, TokenRun]] = deque()  # runs of that text, each with its offset
         self._thinks = False
 
     def push(self, run: TokenRun) -> None:
@@ -101,17 +101,17 @@ class TokenAttribution:
         self._text += run.text
 
     def take(self, parts: Sequence[OutputPart]) -> list[list[LocatedToken]]:
-        """Return for each reported part the tokens with log probabilities that wrote it: only content has any."""
+        """Return for each reported part its tokens with log probabilities; only parts of the content have any."""
         return [self._take(part, is_last=number == len(parts)) for number, part in enumerate(parts, 1)]
 
     def _take(self, part: OutputPart, *, is_last: bool) -> list[LocatedToken]:
         if not isinstance(part, ReasoningPart | ContentPart):
             self._thinks = False
-            if is_last:  # the text of a call is not reported
+            if is_last:  # the parser does not report the text of a call
                 self._advance(len(self._text))
                 self._pop(self._begin)
             return []
-        # Parts are reported as soon as possible, so an equal text before the last part is a mark.
+        # Parts are reported as early as possible, so an equal text before the last occurrence can only be a mark.
         at = self._text.rfind(part.text) if is_last else self._text.find(part.text)
         self._advance(at if at >= 0 else len(self._text))
         before = self._pop(self._begin, whole=True)

@@ -1,6 +1,6 @@
-"""Parts that all responses share: token usage, server-sent events, and joining a choice's deltas.
+"""Parts that all responses share: token usage, server-sent events, and the joining of a choice's deltas.
 
-A text is bytes, or an iterator of pieces where it is long: each of them is little work, done as it is taken.
+A short text is bytes; a long one is an iterator of pieces, each of which takes little work when it is requested.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .job import GenerationJob, UsageOptions
 
 DONE = b"data: [DONE]\n\n"
 
-VALUES_AT_ONCE = 512  # log probabilities that are written before other tasks run: about a millisecond
-HOLE = msgspec.Raw(b"\xff")  # stands for pieces of JSON, which never have this byte
+VALUES_AT_ONCE = 512  # log probabilities to be written before other tasks run: takes about a millisecond
+HOLE = msgspec.Raw(b"\xff")  # placeholder for pieces of JSON, which never contain this byte
 
 Pieces = Iterator[bytes]
 Text = bytes | Pieces
@@ -35,7 +35,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Drafts out of the request's `prediction`."""
+    """Counts of draft tokens that came from the request's `prediction`."""
 
     accepted_prediction_tokens: int  # in the answer
     rejected_prediction_tokens: int  # not in the answer, and not in `completion_tokens`
@@ -58,9 +58,9 @@ class Renderer(Protocol):
         ...
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
-        """Return server-sent events for a choice's delta; empty if it adds nothing that clients see.
+        """Return the server-sent events of a choice's delta; empty if clients see no change.
 
-        The last event has the id, if one is given.
+        The last event carries `event_id`, if there is one.
         """
         ...
 
@@ -74,7 +74,7 @@ class Renderer(Protocol):
 
 
 class UsageCounter:
-    """Counts a response's tokens. A prompt counts once, however many choices it has."""
+    """Counts a response's tokens. A prompt with several choices counts once."""
 
     def __init__(self, job: GenerationJob) -> None:
         self._n = job.sampling.n
@@ -108,17 +108,17 @@ class UsageCounter:
         return usage
 
     def timelines(self) -> list[TimelineReport] | UnsetType:
-        """Return the timelines that were asked for, in the order of the choices."""
+        """Return the requested timelines, in the order of the choices."""
         return [self._timelines[index] for index in sorted(self._timelines)] or UNSET
 
     def in_chunk(self, options: UsageOptions) -> Usage | UnsetType | None:
-        """Return the `usage` of a chunk: null if it comes at the end of the stream, and unset if nobody asked."""
+        """Return a chunk's `usage`: null if usage comes at the end of the stream, unset if it was not requested."""
         if options.in_each_chunk:
             return self.usage()
         return None if options.at_end else UNSET
 
     def at_end(self, options: UsageOptions) -> tuple[Usage | UnsetType, list[TimelineReport] | UnsetType] | None:
-        """Return usage and timelines of a stream's last chunk, which has no choices; None if nobody asked for one."""
+        """Return usage and timelines for an additional last chunk without choices; None if neither was requested."""
         timelines = self.timelines()
         if not options.at_end and timelines is UNSET:
             return None
@@ -131,7 +131,7 @@ def sse(chunk: msgspec.Struct, event_id: bytes = b"") -> bytes:
 
 
 def sse_filled(chunk: msgspec.Struct, event_id: bytes, parts: Sequence[Iterable[bytes]], num_values: int) -> Text:
-    """Return an event with log probabilities in the holes of its chunk."""
+    """Return an event whose holes are filled with log probabilities."""
     name = b"id: " + event_id + b"\n" if event_id else b""
     return at_once(chain([name + b"data: "], fill(chunk, parts), [b"\n\n"]), num_values)
 
@@ -143,7 +143,7 @@ def fill(skeleton: object, parts: Sequence[Iterable[bytes]]) -> Pieces:
 
 
 def at_once(pieces: Pieces, num_values: int) -> Text:
-    """Write pieces with few log probabilities at once."""
+    """Join the pieces now if they have few log probabilities."""
     return b"".join(pieces) if num_values <= VALUES_AT_ONCE else pieces
 
 

@@ -1,6 +1,6 @@
-"""Writes one HTTP response: whole or as a stream of events, or an error at any point.
+"""Writes one HTTP response: whole, as a stream of events, or as an error, at any point.
 
-Long texts, such as those with many log probabilities, are written in pieces between the turns of other tasks.
+Long texts, such as those with many log probabilities, are written in pieces; other tasks run in between.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from .resume import ResumableStream
 Step = list[tuple[int, ChoiceDelta]]
 Steps = AsyncGenerator[Step, None]
 
-JOINED_AT_ONCE = 64  # deltas of a whole response that become one
-# Of a whole response until it is sent:
-DELTA_BYTES = 300  # that is not joined with others
-LOGPROB_TOKEN_BYTES = 300  # with log probabilities, beside these
-LOGPROB_BYTES = 100  # packed, and the text that is made of it at the end
+JOINED_AT_ONCE = 64  # deltas of a whole response that are joined into one
+# Estimated memory of a whole response until it is sent:
+DELTA_BYTES = 300  # for each delta that is not joined with others
+LOGPROB_TOKEN_BYTES = 300  # for each token with log probabilities, beside those
+LOGPROB_BYTES = 100  # for each log probability: packed, and the text that is made from it at the end
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # otherwise nginx buffers tokens
+    "x-accel-buffering": "no",  # otherwise nginx holds tokens back
 }
 
 
 class WritingTurns:
-    """Lets the long texts of a gateway be written one piece in each turn of the event loop.
+    """Writes the long texts of a gateway so that there is only one piece of one text in each turn of the event loop.
 
-    However many there are, other tasks wait for one piece.
+    However many long texts there are, other tasks wait for one piece only.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def write(self, text: Text) -> list[bytes]:
-        """Write a text, and return it in blocks for sending."""
+        """Write a text, and return it as blocks to be sent."""
         if isinstance(text, bytes):
             return [text] if text else []
         blocks: list[bytes] = []
@@ -63,7 +63,7 @@ class WritingTurns:
     async def _take(self, text: Pieces) -> bytes | None:
         async with self._lock:
             piece = next(text, None)
-            await asyncio.sleep(0)  # within the lock: whosever the next piece is, it belongs to another turn
+            await asyncio.sleep(0)  # inside the lock: the next piece, of whichever text, belongs to another turn
             return piece
 
 
@@ -71,13 +71,13 @@ class ResponseWriter:
     """The HTTP response of one request."""
 
     def __init__(self, send: Send, turns: WritingTurns, error_body: Callable[[ApiError], bytes]) -> None:
-        """`error_body` writes an error as the route's API has it."""
+        """`error_body` encodes an error as the route's API requires."""
         self._send = send
         self._error_body = error_body
         self._turns = turns
-        self.status = 0  # 0: not begun
+        self.status = 0  # 0: the response has not begun
         self.sequences: Sequence[ServedSequence] = ()  # one for each choice
-        self._streaming: Renderer | None = None  # set once events are streamed
+        self._streaming: Renderer | None = None  # set once a stream has begun
         self._is_within_text = False
 
     @property
@@ -97,16 +97,16 @@ class ResponseWriter:
         event = renderer.event if resumable is None else partial(resumable.event, renderer)
         async for step in steps:
             events = await self._turns.write(_events(event, step))
-            if not self.has_begun and (events or resumable is None):  # until then it may still become a 409
+            if not self.has_begun and (events or resumable is None):  # a replay without events may still become a 409
                 await self.begin(STREAM_HEADERS | _path_header([self.sequences[step[0][0]]]))
             if events:
                 await self._write_blocks(events)
-        if not self.has_begun:  # the client has all events but the end
+        if not self.has_begun:  # a resumed stream whose client already has all events but the last
             await self.begin(STREAM_HEADERS | _path_header(self.sequences))
         await self._write_blocks(await self._turns.write(renderer.end()), more=False)
 
     async def write_whole(self, renderer: Renderer, steps: Steps, held: Reservation) -> None:
-        """Send the response when it is whole, and hold its bytes until then. Raises `ApiError` if they are too many."""
+        """Send the response when it is complete; hold its bytes until then. Raises `ApiError` if they are too many."""
         choices = [_CollectedChoice(joins=not renderer.needs_each_delta) for _ in self.sequences]
         async for step in steps:
             for index, delta in step:
@@ -121,15 +121,16 @@ class ResponseWriter:
         for block in before:
             self._is_within_text = True
             await self.write(block)
-            await asyncio.sleep(0)  # a client that takes all at once makes no one wait
+            await asyncio.sleep(0)  # sending to a fast client never waits, so let other tasks run
         await self.write(last, more=more)
         self._is_within_text = False
 
     async def fail(self, error: ApiError) -> None:
-        """End the response with an error: as its status if nothing is sent yet, else as a last event without `[DONE]`.
+        """End the response with an error: with its status if nothing has been sent, else as a last event without
+        `[DONE]`.
 
-        A whole response that breaks off stays shorter than its `content-length`, and a stream that breaks off within an
-        event has no end: the server closes the connection.
+        A whole response that breaks off stays shorter than its `content-length`, and a stream that breaks off inside an
+        event lacks its end. In both cases the server closes the connection.
         """
         if self.has_begun:
             if self._streaming is not None and not self._is_within_text:
@@ -142,10 +143,10 @@ class ResponseWriter:
 
 
 class _CollectedChoice:
-    """The deltas of a choice, joined as they come: there is one a token.
+    """The deltas of a choice, which are joined as they come, since there may be one for each token.
 
-    With `joins` false only those with log probabilities are: without them the offsets of tokens are not known, and what
-    reasoning took is estimated for each delta.
+    If `joins` is false, only deltas with log probabilities are joined: without these, the offsets of tokens are not
+    known, and the tokens of the reasoning are estimated from each delta.
     """
 
     def __init__(self, *, joins: bool) -> None:
@@ -154,7 +155,7 @@ class _CollectedChoice:
         self._newest: list[ChoiceDelta] = []
 
     def add(self, delta: ChoiceDelta) -> int:
-        """Add a delta. Returns about how many bytes it takes until the response is sent."""
+        """Add a delta. Return about how many bytes it takes until the response is sent."""
         self._newest.append(delta)
         joins = self._joins or bool(delta.tokens)
         if len(self._newest) == JOINED_AT_ONCE:
@@ -170,7 +171,7 @@ class _CollectedChoice:
 
 
 def _events(event: Callable[[int, ChoiceDelta], Text], step: Step) -> Text:
-    """Return the events of a step; at once, as usual, where they are little work."""
+    """Return the events of a step: as bytes, or in pieces if they take much work."""
     if sum(delta.num_logprobs for _, delta in step) > VALUES_AT_ONCE:
         return _in_pieces(event, step)
     texts = [event(*item) for item in step]
@@ -181,7 +182,7 @@ def _events(event: Callable[[int, ChoiceDelta], Text], step: Step) -> Text:
 
 
 def _in_pieces(event: Callable[[int, ChoiceDelta], Text], step: Iterable[tuple[int, ChoiceDelta]]) -> Pieces:
-    """Write events as the pieces are taken: long ones in their pieces, short ones together."""
+    """Write events as their pieces are requested: long ones piece by piece, short ones joined."""
     short: list[bytes] = []
     num_values = 0
     for index, delta in step:

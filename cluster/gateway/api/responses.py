@@ -1,4 +1,4 @@
-"""Responses of `/v1/responses`: a chat with one choice, sent as items and events.
+"""Responses of `/v1/responses`: a chat answer with one choice, sent as items and events.
 
     response.created, response.in_progress ──> events of its items ──> response.completed | .incomplete | .failed
 
@@ -33,7 +33,7 @@ from .tools import call_id
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
-    cache_write_tokens: int  # computed, and cached from now on
+    cache_write_tokens: int  # computed for this request, and cached from then on
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -53,13 +53,13 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    code: str  # one of OpenAI's few codes; `type` is as in other errors
+    code: str  # one of the few codes that OpenAI has; `type` is as in other errors
     message: str
     type: str
 
 
 class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
-    """The response: the request's fields with defaults filled in, and the output."""
+    """The response: the fields of the request, with defaults filled in, and the output."""
 
     id: str
     created_at: int
@@ -123,12 +123,12 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
 
 
 def parse_response(data: dict[str, Any]) -> ResponseChat:
-    """Validate a body. Raises `ApiError` (400) that names the wrong field."""
+    """Validate a body. Raises `ApiError` (400) that names the invalid field."""
     return as_chat(FIELDS.parse(ResponsesRequest, data))
 
 
 async def prepare_response(preparer: Preparer, request: ResponseChat, key_salt: str) -> PreparedRequest:
-    """Prepare the generation. Raises `ApiError` (400) that names the wrong field."""
+    """Prepare the generation. Raises `ApiError` (400) that names the invalid field."""
     prepared = await preparer.converted_chat(request, FIELDS, key_salt)
     prepared.response_echo = request.asked.echo()
     return prepared
@@ -141,14 +141,14 @@ class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens
 
 
 async def count_input_tokens(preparer: Preparer, data: dict[str, Any]) -> InputTokens:
-    """Answer `/v1/responses/input_tokens`. Raises `ApiError` (400) that names the wrong field."""
+    """Answer `/v1/responses/input_tokens`. Raises `ApiError` (400) that names the invalid field."""
     chat = as_chat(FIELDS.parse(InputTokensRequest, data))
     with FIELDS.in_errors():
         return InputTokens(len(await preparer.chat_tokens(chat)))
 
 
 class ResponseEvent(msgspec.Struct):
-    """An event of a stream. Its other fields depend on its type, as OpenAI documents them."""
+    """An event of a stream. Its other fields depend on `type`, as OpenAI documents them."""
 
     type: str  # `response.created`, `response.output_text.delta`, ...
     sequence_number: int
@@ -167,7 +167,7 @@ class ResponsesRenderer:
         self._reader = job.parser_config.new_parser()
         self._attribution = TokenAttribution()
         self._output = Output(self._response.id)
-        self._length = 0  # of the text so far
+        self._length = 0  # of the text up to now
         self._num_events = 0
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:

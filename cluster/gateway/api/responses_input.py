@@ -2,7 +2,7 @@
 
 instructions                                  ──> a system message
 message of a user, the system, a developer    ──> a message
-reasoning, message of the assistant, calls    ──> one assistant message, while they follow each other
+reasoning, message of the assistant, calls    ──> one assistant message, if they are consecutive
 function_call_output                          ──> a tool message
 """
 
@@ -43,7 +43,7 @@ class ResponseChat(ChatRequest):
 
 
 def as_chat(asked: ResponsesRequest) -> ResponseChat:
-    """Convert a validated request. Raises `ApiError` (400) for items that do not go together."""
+    """Convert a validated request. Raises `ApiError` (400) for an impossible sequence of items."""
     shared = {name: getattr(asked, name) for name in SamplingFields.model_fields}
     return ResponseChat.model_construct(
         **shared,
@@ -125,8 +125,8 @@ class _AssistantTurn:
         self._calls: list[ToolCall] = []
 
     def ends_before(self, item: Item) -> bool:
-        """Return whether an item begins a new turn. Calls and the items around them are one turn, until an output
-        follows.
+        """Return whether an item begins a new turn. A turn consists of calls and the items around them, up to the first
+        output of a call.
         """
         match item:
             case InputFunctionCall():
@@ -146,7 +146,7 @@ class _AssistantTurn:
                 self._calls.append(ToolCall(id=item.call_id, function=function))
 
     def messages(self) -> list[ChatMessage]:
-        """Return the turn as a message, if it has any items; reasoning alone is an answer that was cut off.
+        """Return the turn as one message, or nothing if it has no items; reasoning alone is an answer that was cut off.
 
         Raises `ApiError` (400) for more calls than a message may have.
         """

@@ -1,11 +1,11 @@
-"""Output items of a response as they grow, and the events that report them.
+"""The growing output items of a response, and the events that report them.
 
              reasoning            content            a call begins
 NOTHING ──> reasoning ────────> message ──────────> function_call ──┐     each closes the item before it
               ^───────────────────^──────────────────────^──────────┘
 
-An item's events: output_item.added, content_part.added, ..delta, ..delta, ..done, content_part.done, output_item.done;
-a call has no parts. Streamed and whole responses take their items from here.
+The events of an item: output_item.added, content_part.added, ..delta, ..delta, ..done, content_part.done,
+output_item.done; a call has no parts. Streamed and whole responses both get their items from here.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ NO_LOGPROBS = msgspec.Raw(b"[]")
 
 
 class LogprobList(NamedTuple):
-    """A list of log probabilities that fills a hole."""
+    """Log probabilities that are written into a hole of the JSON."""
 
     write: Callable[[Tokenizer, Sequence[LocatedToken]], Pieces]
     tokens: Sequence[LocatedToken]
 
 
 class OutputEvent(NamedTuple):
-    kind: str  # without `response.`
-    fields: dict[str, Any]  # beside type and number
-    lists: Sequence[LogprobList] = ()  # that fill the holes of its fields
+    kind: str  # the event's type, without the prefix `response.`
+    fields: dict[str, Any]  # without `type` and `sequence_number`
+    lists: Sequence[LogprobList] = ()  # one for each hole in `fields`
 
 
 class OutputTextPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -76,15 +76,15 @@ Item = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class Output:
-    """The output of one response. Each method returns the events of the change that it makes."""
+    """The output of one response. Each method returns the events of its change."""
 
     def __init__(self, response_id: str) -> None:
         self.items: list[Item] = []
         self._response_id = response_id
-        self._is_open = False  # True while the last item grows
-        self._pieces: list[str] = []  # of its text or arguments
-        self._tokens: list[LocatedToken] = []  # of the open item, where log probabilities were asked for
-        self.lists: list[LogprobList] = []  # that fill the holes of `items`
+        self._is_open = False  # True if the last item still grows
+        self._pieces: list[str] = []  # of the open item's text or arguments
+        self._tokens: list[LocatedToken] = []  # of the open item, if log probabilities were requested
+        self.lists: list[LogprobList] = []  # one for each hole in `items`
 
     def add_reasoning(self, text: str) -> list[OutputEvent]:
         opened = (
@@ -104,12 +104,12 @@ class Output:
         return self._open(FunctionCallItem(self._item_id("fc"), call_id, name), None)
 
     def add_arguments(self, text: str) -> list[OutputEvent]:
-        """Extend the arguments of the newest call."""
+        """Add text to the arguments of the newest call."""
         self._pieces.append(text)
         return [self._event("function_call_arguments.delta", delta=text)]
 
     def close(self, status: Status = "completed", *, is_in_call: bool = False) -> list[OutputEvent]:
-        """Close the open item, if there is one. A call ignores `status`: it is incomplete if `is_in_call`."""
+        """Close the open item, if any. For a call, `is_in_call` (it is incomplete) counts instead of `status`."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -138,7 +138,7 @@ class Output:
         ]
 
     def finish(self, status: Status, *, is_in_call: bool) -> list[OutputEvent]:
-        """Close the output. A completed one without a message or call gets a message with an empty text."""
+        """Close the output. A completed one without a message or a call gets a message with empty text."""
         is_answered = any(isinstance(item, MessageItem | FunctionCallItem) for item in self.items)
         opened = (
             []
@@ -164,7 +164,7 @@ class Output:
         return OutputEvent(kind, {"item_id": self.items[-1].id, "output_index": len(self.items) - 1, **fields})
 
     def _item_id(self, prefix: str) -> str:
-        """Return an id that is the same at every gateway, for streams that are resumed."""
+        """Return an id that every gateway would give the item, so that a stream can be resumed."""
         return f"{prefix}_{digest(self._response_id, len(self.items))}"
 
 

@@ -1,9 +1,9 @@
-"""Request of `POST /v1/responses`, as far as a server without stored state can serve it.
+"""The request of `POST /v1/responses`, as far as a server without stored state can serve it.
 
     instructions, input: messages | reasoning | function_call | function_call_output ──> `responses_input.py` ──> a chat
 
-Sampling fields are those of the other endpoints. Fields that ask for nothing are dropped before validation (`REFUSED`);
-fields of the API that this server lacks are refused by name, with an alternative.
+Sampling fields are those of the other endpoints. Fields with a value that has no effect are dropped before validation
+(`REFUSED`); fields of the API that Baton does not support are refused by name, with an alternative.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .validators import (
 LOGPROBS = "message.output_text.logprobs"
 KEEPS_NOTHING = "This server keeps no answers"
 
-# Field -> values without effect, and advice against other values.
+# Field -> values that have no effect and are accepted, and advice for other values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((None, False), f"{KEEPS_NOTHING}: leave it out, or set it to false."),
     "previous_response_id": ((None,), f"{KEEPS_NOTHING}: send the earlier items in 'input'."),
@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": ((None,), "Prefixes are cached as long as there is room: leave it out."),
 }
 
-# Names of fields: a chat's, which are refused -> this API's.
+# Refused names of fields of a chat request -> this API's names.
 RENAMED = {
     "functions": "tools",
     "logprobs": f"include: [{LOGPROBS!r}]",
@@ -61,7 +61,7 @@ RENAMED = {
     "response_format": "text.format",
 }
 
-# Names of fields: a chat's -> this API's.
+# Names of fields of a chat request -> this API's names.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -72,11 +72,11 @@ NAMES = {
 
 FIELDS = ApiFields(REFUSED, RENAMED, NAMES)
 
-Status = Literal["in_progress", "completed", "incomplete"]  # of an item of an earlier response
+Status = Literal["in_progress", "completed", "incomplete"]  # of an item in an earlier response
 
 
 def _item_kind(value: Any) -> Any:
-    """Return an item's type, which a message may omit."""
+    """Return an item's type; for messages it may be omitted."""
     return "message" if kind(value) is None and isinstance(value, dict) and "role" in value else kind(value)
 
 
@@ -121,7 +121,7 @@ Parts = Annotated[list[Part], BeforeValidator(_text_part, json_schema_input_type
 
 
 class InputMessage(RequestModel):
-    """A message of any role. The server's own messages can be sent back as they are."""
+    """A message of any role. Messages of this server can be sent back unchanged."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -152,7 +152,7 @@ class InputFunctionCall(CalledFunction):
 
 
 class InputFunctionOutput(RequestModel):
-    """The result of a function call, from the client."""
+    """The client's result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=128)
@@ -177,14 +177,14 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that the client runs."""
+    """A function that the client executes."""
 
     type: Literal["function"]
     defer_loading: Literal[False] = False
     allowed_callers: list[Literal["direct"]] = []
 
     def echo(self) -> dict[str, Any]:
-        """Return the tool as a response repeats it."""
+        """Return the tool as the response repeats it."""
         return {"type": "function", **self._function(), "strict": bool(self.strict)}
 
     def for_chat(self) -> Tool:
@@ -245,7 +245,7 @@ class ReasoningConfig(RequestModel):
 
 class ResponseStreamOptions(RequestModel):
     include_obfuscation: Literal[False] | None = None
-    resumable: bool = False  # Baton's own: see `resume.py`
+    resumable: bool = False  # Baton's extension: see `resume.py`
 
 
 class ResponsesRequest(SamplingFields):
@@ -274,7 +274,7 @@ class ResponsesRequest(SamplingFields):
     reasoning: Annotated[ReasoningConfig, BeforeValidator(without_nulls)] = ReasoningConfig()
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     max_output_tokens: Integer | None = None
-    max_tool_calls: Integer | None = Field(None, gt=0)  # concerns tools that a server runs, which Baton has none of
+    max_tool_calls: Integer | None = Field(None, gt=0)  # no effect: it limits tools that a server runs; Baton has none
     top_logprobs: Integer | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -304,6 +304,6 @@ class ResponsesRequest(SamplingFields):
 
 
 class InputTokensRequest(ResponsesRequest):
-    """`POST /v1/responses/input_tokens`: the body of a response, whose model may be left out: there is one only."""
+    """`POST /v1/responses/input_tokens`: the body of a response, in which `model` may be omitted."""
 
     model: str = ""

@@ -1,12 +1,12 @@
-"""Resumes a stream whose gateway died at another gateway, which has no state of it.
+"""Resumes a stream whose gateway died at another gateway, which has no state about it.
 
-    POST {..., "stream": true, "stream_options": {"resumable": true}}    ──> each event says `id: POSITION`
+    POST {..., "stream": true, "stream_options": {"resumable": true}}    ──> each event has an `id: POSITION`
     the connection breaks
-    the same POST to any gateway, with `last-event-id: POSITION`         ──> the events behind that one
+    the same POST to any gateway, with `last-event-id: POSITION`         ──> the events after that one
 
-A position holds the seed, and the number of tokens that were sent of each choice, with a checksum. Random draws depend
-on seed and position only, so the tokens so far are generated again, and not sent again. If other tokens come, as from
-engines that round differently, the answer is a 409 before anything is sent, and the client has to start anew. No
+A position holds the seed and, for each choice, the number of tokens that were sent, with a checksum. Random draws
+depend only on seed and position, so the same tokens are generated again, but not sent again. If they differ, as on
+engines that round differently, the answer is a 409 before anything is sent, and the client has to start again. No
 gateway, engine or directory keeps state for streams that might break.
 """
 
@@ -33,16 +33,16 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
-    """A position in a stream: behind one of its events."""
+    """A position in a stream, between two events."""
 
-    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]  # chunks' ids derive from it
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]  # ids of chunks are made from it
     created: Count
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**SEED_BITS - 1)]
     choices: tuple[ChoicePosition, ...]
 
     @classmethod
     def from_event_id(cls, event_id: str | None, *, is_resumable: bool) -> Self | None:
-        """Decode the client's last event id; None without one. Raises `ApiError` (400) for a malformed id."""
+        """Decode the client's last event id; None if it sent none. Raises `ApiError` (400) for a malformed id."""
         if event_id is None:
             return None
         if not is_resumable:
@@ -61,10 +61,10 @@ class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResumableStream:
-    """The position of a stream, and the position that its client has already."""
+    """The position of a stream, and the position up to which its client has received it."""
 
     def __init__(self, job: GenerationJob, resumed_from: StreamPosition | None) -> None:
-        """Raise `ApiError` (400) for a position of another request."""
+        """Raise `ApiError` (400) if the position belongs to another request."""
         fresh = tuple(ChoicePosition() for _ in job.sequences)
         self._client_has = None if resumed_from is None else resumed_from.choices
         self._position = resumed_from or StreamPosition(job.request_id, job.created, job.sequences[0].seed, fresh)
@@ -77,10 +77,10 @@ class ResumableStream:
         return ReplayFilter(ChoicePosition() if self._client_has is None else self._client_has[index])
 
     def event(self, renderer: Renderer, index: int, delta: ChoiceDelta) -> Text:
-        """Return the renderer's events with the position behind them; empty if the client has them already."""
+        """Return the renderer's events with the position after them; empty if the client has them already."""
         assert delta.position is not None, "each delta of a resumable stream has a position"
         if self._client_has is not None and not delta.position.is_after(self._client_has[index]):
-            renderer.event(index, delta)  # the renderer counts tokens and tracks open items
+            renderer.event(index, delta)  # updates the renderer's token counts and open items
             return b""
         choices = list(self._position.choices)
         choices[index] = delta.position
@@ -89,22 +89,22 @@ class ResumableStream:
 
 
 class ReplayFilter:
-    """Splits the outputs of a choice into tokens, and checks those that the client has already."""
+    """Splits the outputs of a choice into tokens, and checks the tokens that the client already has."""
 
     def __init__(self, sent: ChoicePosition) -> None:
         self._client_has = sent
         self._position = ChoicePosition()
 
     def split(self, output: EngineOutput) -> list[EngineOutput]:
-        """Split an output into tokens, so that the events are the same however the tokens arrived."""
+        """Split an output into tokens, so that events do not depend on how the tokens were grouped."""
         if len(output.token_ids) <= 1:
             return [output]
         return [_part(output, at) for at in range(len(output.token_ids))]
 
     def with_position(self, delta: ChoiceDelta, output: EngineOutput) -> ChoiceDelta:
-        """Return a delta with the choice's position behind it.
+        """Return a delta with the choice's position after it.
 
-        Raises `ApiError` (409) if its tokens are not those that the client has already.
+        Raises `ApiError` (409) if its tokens differ from those that the client has.
         """
         position = self._position = self._position.after(output.token_ids, is_whole=delta.finish_reason is not None)
         sent = self._client_has
@@ -116,7 +116,7 @@ class ReplayFilter:
 
 
 def _part(output: EngineOutput, at: int) -> EngineOutput:
-    """Return one token of an output. Fields of a first or last output go with the first or last token."""
+    """Return one token of an output. Fields of a first or last output stay with its first or last token."""
     logprobs = None if output.logprobs is None else output.logprobs.part(at, at + 1)
     part = msgspec.structs.replace(output, token_ids=output.token_ids[at : at + 1], logprobs=logprobs)
     if output.drafts is not None:

@@ -17,10 +17,10 @@ class ClientDisconnected(Exception):
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[list[tuple[int, T]], None]:
-    """Yield items of all streams with their stream's index. All that are available come together, to be written at
+    """Yield items of all streams, each with its stream's index. All available items come together, to be written at
     once.
 
-    The first stream that raises ends all, and so does closing this generator.
+    The first stream that raises ends all of them, and so does closing this generator.
     """
     if len(streams) == 1:  # the usual case, without a task or a queue
         async with aclosing(streams[0]) as only:
@@ -40,7 +40,7 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGene
         for index, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(index, stream)))
             tasks[-1].add_done_callback(lambda _: queue.put_nowait(None))
-            await asyncio.sleep(0)  # its first step may send a long prompt: let other clients run in between
+            await asyncio.sleep(0)  # the stream's first step may send a long prompt: let other clients run in between
         while running:
             entries = [await queue.get()]
             while not queue.empty():
@@ -61,7 +61,7 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGene
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, and cancel it when the client leaves; then raise `ClientDisconnected`.
+    """Run `work`; if the client disconnects, cancel it and raise `ClientDisconnected`.
 
     The request's body must have been read before.
     """
@@ -77,7 +77,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
     watcher = asyncio.ensure_future(watch())
     try:
-        return await task  # cancelled from outside, this cancels `task` and waits for its end
+        return await task  # cancelling this call cancels `task`, too, and waits for its end
     except asyncio.CancelledError:
         if gone:
             raise ClientDisconnected from None

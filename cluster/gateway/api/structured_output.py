@@ -1,4 +1,4 @@
-"""Builds one grammar from all that a request demands of its answer: response format, structured outputs, tool calls."""
+"""Builds one grammar from everything that constrains an answer: response format, structured outputs, tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def requested_constraint(request: GenerationRequest) -> StructuredOutputsParams 
 
 
 def reasoning_before(asked: StructuredOutputsParams | None, reasoning: ReasoningStart) -> ReasoningStart:
-    """Return how reasoning begins before an answer under this constraint, if it else begins as `reasoning`."""
+    """Return how reasoning begins in an answer with this constraint; `reasoning` is how it begins without one."""
     says_all = asked is not None and (asked.structural_tag is not None or asked.disable_any_whitespace)
     return ReasoningStart.NONE if says_all else reasoning
 
@@ -43,7 +43,7 @@ def answer_constraint(
     calls: ToolCallRules | None,
     reasoning: ReasoningStart,
 ) -> StructuredOutputsParams | None:
-    """Return the constraint on the whole answer: content as `asked`, tool calls in the model's format, after reasoning.
+    """Return the constraint on the whole answer: reasoning, then content as `asked`, or calls in the model's format.
 
     Raises `ApiError` (400).
     """
@@ -66,7 +66,7 @@ def answer_constraint(
 
 @contextmanager
 def _said_by(request: GenerationRequest) -> Iterator[None]:
-    """Convert errors of sampling parameters to `ApiError` with the client's field names."""
+    """Convert errors of sampling parameters to `ApiError`, with the client's field names."""
     try:
         yield
     except InvalidSamplingParams as error:
@@ -81,7 +81,7 @@ def _said_by(request: GenerationRequest) -> Iterator[None]:
 
 
 def _as_grammar(asked: StructuredOutputsParams) -> GrammarSpec:
-    """Return a constraint as a part of a structural tag."""
+    """Return a constraint in the form of a part of a structural tag."""
     if asked.disable_any_whitespace:
         message = "cannot be kept beside 'tools', or by models that put marks around every answer; leave it out"
         raise InvalidSamplingParams("structured_outputs.disable_any_whitespace", message)

@@ -1,4 +1,4 @@
-"""Tool calling: the format of calls, which tools may be called, and whether one must be."""
+"""Tool calling: the format of calls, the functions that may be called, and whether a call is required."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ class ToolCallRules:
     """Rules for the tool calls of one answer."""
 
     form: ToolCallFormat
-    functions: tuple[Function, ...]  # that may be called
+    functions: tuple[Function, ...]  # those that may be called
     must_call: bool
     at_most_one: bool
-    tells_of_others: bool = False  # the prompt lists functions that may not be called
+    tells_of_others: bool = False  # the prompt also lists functions that may not be called
 
     def grammar(self, words: GrammarSpec | None) -> GrammarSpec | None:
         """Return the grammar of the answer, or None if the model is not constrained.
 
-        * A call is required: calls alone. * `words` constrains the content: calls, or such content. * Some function is
-        strict or not allowed: any text, with calls of allowed functions.
+        * If a call is required: only calls.
+        * If `words` constrains the content: calls, or such content.
+        * If some function is strict or not allowed: any text, and calls of allowed functions.
         """
         form = self.form
         if not isinstance(form, GrammarToolCallFormat):
@@ -65,9 +66,9 @@ def parser_config(form: ToolCallFormat | None, calls: ToolCallRules | None, reas
 
 
 def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_told: bool) -> ToolCallRules | None:
-    """Return the rules, or None if the answer can hold no calls. Raises `ApiError` (400).
+    """Return the rules, or None if the answer cannot contain calls. Raises `ApiError` (400).
 
-    `form` is the model's tool-call format; `is_told` says whether its prompts list the tools.
+    `form` is the model's tool-call format; `is_told` says whether the model's prompts list the tools.
     """
     _check_choice(request)
     if not request.usable_tools:
@@ -107,7 +108,7 @@ def _mode(chosen: ToolChoice | None) -> str | None:
 
 
 def _chosen_names(chosen: ToolChoice | None) -> list[str]:
-    """Return the functions that `tool_choice` names; none if all may be called."""
+    """Return the functions that `tool_choice` names; empty if all may be called."""
     match chosen:
         case NamedToolChoice():
             return [chosen.function.name]
@@ -126,7 +127,7 @@ def _check_choice(request: ChatRequest) -> None:
 
 
 def _check_free(request: ChatRequest, form: ToolCallFormat) -> None:
-    """Refuse constraints beside a tool-call format that has no grammar."""
+    """Raise `ApiError` for constraints on the answer if the model's tool-call format has no grammar."""
     wanted = request.response_format
     asked = {
         "tool_choice": request.tool_choice not in (None, "auto"),
@@ -146,7 +147,7 @@ def _check_free(request: ChatRequest, form: ToolCallFormat) -> None:
 
 
 def call_id(request_id: str, created: int, choice: int, index: int) -> str:
-    """Return an id that is the same at every gateway, for streams that are resumed."""
+    """Return an id that every gateway would give the call, so that a stream can be resumed."""
     return f"call_{digest(request_id, created, choice, index)}"
 
 

@@ -1,4 +1,4 @@
-"""Shared validators of request models: strict types, no unknown fields, and unions told apart by `type`."""
+"""Shared validators of request models: strict types, no unknown fields, and unions discriminated by `type`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic_core import CoreSchema
 from ..errors import excerpt
 from .json_body import JsonPath
 
-TEXT_ALONE = ". This server reads text only"  # advice to those who send images, sounds or files
+TEXT_ALONE = ". This server reads text only"  # advice in errors about images, audio or files
 
-# JSON's names of types; `bool` stands before `int`, of which it is a subclass.
+# Names of JSON's types; `bool` comes before `int`, of which it is a subclass.
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
 
 
 class FieldError(ValueError):
-    """An error in a field within the value that a validator checks. The message follows the field's name."""
+    """An error in a field inside the value that a validator checks. The message is written after the field's name."""
 
     def __init__(self, place: JsonPath, message: str) -> None:
         super().__init__(message)
@@ -27,17 +27,17 @@ class FieldError(ValueError):
 
 
 class RequestModel(BaseModel):
-    """A model that takes no strings or booleans as numbers, and no unknown fields."""
+    """A model that accepts no strings or booleans as numbers, and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class ReplayedModel(RequestModel):
-    """A part of a conversation that clients store and send again: its null fields are ignored, whatever their names."""
+    """A part of a conversation, which clients store and send again: null fields are ignored, even unknown ones."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe that null fields are ignored."""
+        """Add to the schema that null fields are ignored."""
         described = handler(schema)
         model = handler.resolve_ref_schema(described)
         null = {"type": "null"}
@@ -55,7 +55,7 @@ class ReplayedModel(RequestModel):
 
 
 def without_nulls(value: Any) -> Any:
-    """Return an object without its null fields; anything else as it is."""
+    """Return an object without its null fields; return anything else unchanged."""
     return {key: field for key, field in value.items() if field is not None} if isinstance(value, dict) else value
 
 
@@ -72,7 +72,7 @@ def json_type_name(value: Any) -> str:
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Write `'a', 'b' or 'c'`."""
+    """Return the names as `'a', 'b' or 'c'`."""
     *first, last = map(repr, names)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -83,7 +83,7 @@ def kind(value: Any) -> Any:
 
 
 def tag(name: str) -> Tag:
-    """Tag a member of a union. Errors leave the tag out, since clients know no such level."""
+    """Tag a member of a union. Error paths omit the tag, since clients know no such level."""
     return Tag(f"<{name}>")
 
 
@@ -93,10 +93,10 @@ def tag_of(value: Any) -> str:
 
 
 def object_of_type(kinds: Sequence[str], advice: str = "", type_of: Callable[[Any], Any] = kind) -> BeforeValidator:
-    """Return a validator that drops null fields and refuses objects of other types by name."""
+    """Return a validator that drops null fields, and refuses objects of other types by their `type`."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, BaseModel):  # made here, not read from a body
+        if isinstance(value, BaseModel):  # made by the gateway, not read from a body
             return value
         if not isinstance(value, dict):
             raise ValueError(f"must be an object, not {json_type_name(value)}")
@@ -111,6 +111,6 @@ def object_of_type(kinds: Sequence[str], advice: str = "", type_of: Callable[[An
 
 
 def string_or_object(kinds: Sequence[str]) -> BeforeValidator:
-    """Return the same validator for values that may also be a string, which another validator checks."""
+    """Return the same validator for values that may also be a string; strings are left to another validator."""
     check: Callable[[Any], Any] = object_of_type(kinds).func  # type: ignore[assignment]
     return BeforeValidator(lambda value: check(value) if isinstance(value, dict) else value)

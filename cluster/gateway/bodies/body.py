@@ -1,15 +1,15 @@
-"""One request's body as it arrives: small ones in this process, larger ones in a memory file (memfd).
+"""One request's body as it arrives: a small one in this process, a larger one in a memory file (memfd).
 
 A memory file does not fragment this process's heap, and another process can read it by its descriptor.
 
-The values of a body are counted in its bytes, before any object is made of it:
+The values in a body are counted from its bytes, before any object is made from it:
 
-    [  {      open a list or an object: each costs a parser, a validator and a template microseconds
-    ,         separates values: a million token ids have as many
-    "..."     hides them: a prompt may be source code
+    [  {      begin a list or an object: each costs a parser, a validator and a template microseconds
+    ,         separates values: a million token ids have as many commas
+    "..."     strings, inside which nothing counts: a prompt may be source code
 
-The count does not check that the text is JSON. It is right up to the first byte that is not, and a parser gets no
-further than that byte.
+The count does not check that the text is JSON. It is right up to the first byte that is not JSON, and a parser stops
+there.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ..errors import ApiError, bad_request
 from .budget import Reservation
 
 MAX_CONTAINERS = 2**15  # lists and objects in one body
-MAX_COMMAS = 2**20 + 2**15  # a million token ids, and some fields
-PIECE_BYTES = 64 << 10  # scanned at a time: well under a millisecond
+MAX_COMMAS = 2**20 + 2**15  # enough for a million token ids and some fields
+PIECE_BYTES = 64 << 10  # scanned at once, which takes well under a millisecond
 
 _OTHERS = bytes(set(range(256)) - set(b'"[{,'))
 JSON = "application/json"
-INLINE_BYTES = 32 << 10  # larger bodies are read in another process
-INLINE_CONTAINERS = 1024  # and so are those with more lists and objects: each costs up to 10 us,
-VALUES_OF_CONTAINER = 8  # as much as so many values, of which each costs up to 1 us
+INLINE_BYTES = 32 << 10  # larger bodies are read in a body process,
+INLINE_CONTAINERS = 1024  # as are bodies with more lists and objects, each of which costs up to 10 us,
+VALUES_OF_CONTAINER = 8  # as much as this number of values, each of which costs up to 1 us
 
 
 def most_containers(text: bytes) -> int:
-    """Return an upper bound: brackets within strings count as well."""
+    """Return an upper bound for the number of lists and objects: brackets inside strings count, too."""
     return text.count(b"[") + text.count(b"{")
 
 
 def most_commas(text: bytes) -> int:
-    """Return an upper bound: commas within strings count as well."""
+    """Return an upper bound for the number of commas: those inside strings count, too."""
     return text.count(b",")
 
 
@@ -54,7 +54,7 @@ class StructureScan:
         self.containers = 0
         self.commas = 0
         self._in_string = 0
-        self._carried = b""  # a backslash at a piece's end escapes the next piece's first byte
+        self._carried = b""  # a backslash at the end of a piece, which escapes the first byte of the next one
 
     def feed(self, piece: bytes) -> None:
         """Count the next piece of the text."""
@@ -72,12 +72,12 @@ class StructureScan:
         self.commas += most_commas(outside)
 
     def end(self) -> None:
-        """End the text; the next piece begins another one."""
+        """End the text; the next piece begins another text."""
         self._in_string, self._carried = 0, b""
 
 
 def too_many_values() -> ApiError:
-    """Refuse a body with more values than are allowed."""
+    """Return the refusal of a body with more values than are allowed."""
     message = (
         f"The body holds more than {MAX_CONTAINERS} lists and objects, or more than {MAX_COMMAS} values. "
         "Send less in one request."
@@ -86,7 +86,7 @@ def too_many_values() -> ApiError:
 
 
 class Body:
-    """The bytes that have arrived. A context manager, which drops them at its end."""
+    """The bytes that have arrived. As a context manager, it frees them at the end."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -101,7 +101,7 @@ class Body:
         self.close()
 
     async def add(self, chunk: bytes) -> None:
-        """Append a chunk. Raises `ApiError` (400) as soon as the body holds too many values."""
+        """Append a chunk. Raises `ApiError` (400) as soon as the body has too many values."""
         self.size += len(chunk)
         if self.size <= INLINE_BYTES:
             self._chunks.append(chunk)
@@ -119,7 +119,7 @@ class Body:
                 await asyncio.sleep(0)  # let other clients run
 
     def small_text(self) -> bytes | None:
-        """Return the whole body if it may be read in the event loop, else None."""
+        """Return the whole body if the event loop may read it, else None."""
         if self._file is not None:
             return None
         text = b"".join(self._chunks)
@@ -131,7 +131,7 @@ class Body:
         return text
 
     def file(self) -> int:
-        """Return a descriptor of a file that holds the body; it lasts until `close`."""
+        """Return the descriptor of a file that holds the body, valid until `close`."""
         if self._file is None:
             self._file = os.memfd_create("body")
             _write(self._file, b"".join(self._chunks))
@@ -146,10 +146,10 @@ class Body:
 
 
 async def read_body(request: Request, limit_bytes: int, held: Reservation) -> Body:
-    """Return the whole body.
+    """Read and return the whole body.
 
     Raises `ApiError`: 415 for a media type or encoding other than plain JSON; 413 for a declared size above the limit,
-    or as soon as a chunked body exceeds it; 400 for too many values; 503 if there is no memory for it.
+    or as soon as a chunked body exceeds it; 400 for too many values; 503 if there is no memory left.
     """
     _check_media(request.headers)
     declared = request.headers.get("content-length", "")
@@ -179,7 +179,7 @@ def _pieces(chunk: bytes) -> Iterator[bytes]:
 
 
 def _write(file: int, piece: bytes) -> None:
-    """Write a piece to a memory file, which takes all of it, or raise `OSError` if there is no memory."""
+    """Write a piece to a memory file. Raises `OSError` if there is no memory for all of it."""
     if os.write(file, piece) < len(piece):
         raise OSError("a file in memory took a part of a write")
 

@@ -1,10 +1,10 @@
 """Memory budget of one gateway's requests: bodies while they are read, prompts while they are served, and answers that
-are sent when they are whole.
+are sent only when complete.
 
     a body arrives ──hold_body──> it is read ──hold_prompts──> tokens come ──add_answer──> the answer ends ──release──>
 
-All requests together have `limit_bytes`. Large bodies and answers have a quarter of it, so that clients with large ones
-leave memory for all others.
+All requests together may hold `limit_bytes`, large bodies and answers a quarter of it, so that clients with large
+requests leave memory for all others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 
 from ..errors import answer_too_large, memory_full
 
-SMALL_BYTES = 64 << 10  # of a body
+SMALL_BYTES = 64 << 10  # a larger body counts as large
 SMALL_ANSWER_BYTES = 1 << 20
 LARGE_SHARE = 4  # large bodies and answers may hold 1 / LARGE_SHARE of the budget
 TOKEN_ID_BYTES = 40  # a Python integer, and a pointer to it
@@ -39,7 +39,7 @@ class MemoryBudget:
 
 
 class Reservation:
-    """The bytes that one request holds. A context manager, which releases them at its end."""
+    """The bytes that one request holds. As a context manager, it releases them at the end."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
@@ -58,21 +58,21 @@ class Reservation:
         self._set(0, 0)
 
     def hold_body(self, num_bytes: int) -> None:
-        """Hold the bytes of the body that have arrived. Raises `ApiError` (503) if the budget is exhausted."""
+        """Hold the bytes of the body that have arrived so far. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_bytes, num_bytes if num_bytes > SMALL_BYTES else 0)
 
     def hold_prompts(self, num_tokens: int) -> None:
-        """Hold prompts in place of the body. Raises `ApiError` (503) if the budget is exhausted."""
+        """Hold the prompts instead of the body. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_tokens * TOKEN_ID_BYTES, 0)
 
     def hold_answer(self, num_bytes: int) -> None:
-        """Hold an answer in place of the body. Raises `ApiError` (503) if the budget is exhausted."""
+        """Hold an answer instead of the body. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_bytes, 0)
 
     def add_answer(self, num_bytes: int) -> None:
-        """Hold more of an answer that is sent when it is whole, beside the prompts.
+        """Hold more bytes of an answer that is sent only when complete, in addition to the prompts.
 
-        Raises `ApiError`: 400 if the answer alone is more than large ones may be, 503 if the budget is exhausted.
+        Raises `ApiError`: 400 if this answer alone exceeds the share of large ones, 503 if the budget is exhausted.
         """
         self._answer_bytes += num_bytes
         if self._answer_bytes > self._budget.limit_of_large_bytes:

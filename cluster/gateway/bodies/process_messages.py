@@ -1,4 +1,4 @@
-"""Messages between a gateway and a body process: one packet each, with a memory file beside it.
+"""Messages between a gateway and a body process: one packet each, and a memory file with it.
 
 ReaderSetup (file: the tokenizer) ──> ReadyReply
 ReadOrder (file: the body) ──> RefusalReply | AnswerReply (file: JSON) | PreparedReply (file: `PreparedRequest`, tokens)
@@ -22,14 +22,14 @@ PACKED_TOKEN_BYTES = 4
 
 
 class ReaderSetup(msgspec.Struct, frozen=True):
-    """The model and the limits of the process, beside the tokenizer."""
+    """The model and the limits of a body process; the file holds the tokenizer."""
 
     model_id: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
     generation_defaults: dict[str, float]
-    memory_bytes: int  # beyond what the process takes before its first body
+    memory_bytes: int  # beyond what the process uses before its first body
     timeout_s: int  # CPU time for one body
 
 
@@ -46,12 +46,12 @@ class ReadOrder(msgspec.Struct, frozen=True):
     special_tokens_in_messages: bool
 
     def settings(self) -> GatewaySettings:
-        """Return the settings that reading this body depends on."""
+        """Return settings in which those that affect the reading of this body are set."""
         return GatewaySettings(max_choices=self.max_choices, special_tokens_in_messages=self.special_tokens_in_messages)
 
 
 class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """An `ApiError` as a message."""
+    """An `ApiError`, as a message."""
 
     status: int
     message: str
@@ -78,15 +78,15 @@ class RefusalReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
 
 
 class AnswerReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """A finished response, which is in the file."""
+    """A finished response, in the file."""
 
     num_bytes: int
 
 
 class PreparedReply(msgspec.Struct, frozen=True, tag_field="reply", tag=True):
-    """A prepared request: the file holds it without its texts, then the length of each text, then all tokens.
+    """A prepared request. The file holds it without its token lists, then the length of each list, then all tokens.
 
-    Its texts are the prompts, and the prediction behind them where there is one.
+    The lists are those of the prompts, and the prediction's at the end if there is one.
     """
 
     num_bytes: int  # of the `PreparedRequest`
@@ -98,7 +98,7 @@ T = TypeVar("T")
 
 
 class PeerClosed(Exception):
-    """The process at the other end has ended."""
+    """The process at the other end of the socket has ended."""
 
 
 def send(channel: socket.socket, message: msgspec.Struct, file: int | None = None) -> None:
@@ -107,7 +107,7 @@ def send(channel: socket.socket, message: msgspec.Struct, file: int | None = Non
 
 
 def receive(channel: socket.socket, kind: Any) -> tuple[Any, int]:
-    """Return a message and the file beside it, or -1; the caller closes the file. Raises `PeerClosed`."""
+    """Return a message and its file, or -1; the caller closes the file. Raises `PeerClosed`."""
     packet, files, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not packet:
         raise PeerClosed
@@ -115,7 +115,7 @@ def receive(channel: socket.socket, kind: Any) -> tuple[Any, int]:
 
 
 def read_file(file: int, num_bytes: int, start: int = 0) -> bytes:
-    """Read a part of a memory file, which returns it in one piece."""
+    """Read a part of a memory file; a single read always returns all of it."""
     return os.pread(file, num_bytes, start)
 
 

@@ -1,11 +1,11 @@
-"""Pool of body processes: started ahead, restarted after a failure, given bodies by size.
+"""Pool of body processes: started in advance, restarted after a failure, and assigned to bodies by size.
 
 IDLE ──order──> BUSY ──reply──> IDLE
-                  └── too slow, too large, broken: the process has ended, and another one starts ──> IDLE
+                  └── too slow, too large, crashed: the process has ended, and a new one starts ──> IDLE
 
-No body waits for a process that starts while another one is idle: to start takes it 1 to 2 s.
+A process takes 1 to 2 s to start. No body waits for that while another process is idle.
 
-The smallest waiting body is read next, so that no client waits for all large bodies of another. Bodies above
+The smallest waiting body is read next, so that no client waits for all large bodies of another one. Bodies above
 `HEAVY_BYTES` leave one process to the others, if there are several.
 """
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TIMEOUT_S = 10  # CPU time for one body: the largest that can be served take 1 to 2 s
-MEMORY_BYTES = 1 << 30  # beyond what a process takes before its first body
-MAX_WAITING = 256  # orders, for each process
+TIMEOUT_S = 10  # CPU time for one body; the largest that can be served take 1 to 2 s
+MEMORY_BYTES = 1 << 30  # beyond what a process uses before its first body
+MAX_WAITING = 256  # waiting bodies for each process
 RETRY_S = 2.0
 HEAVY_BYTES = 1 << 20
 
@@ -57,10 +57,10 @@ class OutcomeCounter(Protocol):
 
 
 class BodyProcessPool:
-    """Reads bodies in other processes. Start it on the loop that uses it; `close` ends the processes."""
+    """Reads bodies in other processes. Start it on the loop that uses it; `close` kills the processes."""
 
     def __init__(self, module: str, model: ServedModel, num_processes: int, counters: OutcomeCounter) -> None:
-        """Take the main module of the processes, by its full name."""
+        """`module` is the full name of the processes' main module."""
         self._model, self._counters = model, counters
         self._most_waiting = MAX_WAITING * num_processes
         self._processes = [_BodyProcess(module, self._setup, self._tokenizer) for _ in range(num_processes)]
@@ -71,16 +71,16 @@ class BodyProcessPool:
 
     @property
     def num_waiting(self) -> int:
-        """The number of bodies that no process reads yet."""
+        """The number of bodies that wait for a process."""
         return self._queue.num_waiting
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes that are there now."""
+        """The ids of the processes that exist now."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Start all processes, and return when one is ready for the first large body.
+        """Start all processes, and return when the first one is ready.
 
         Raises `ProcessCannotStart`.
         """
@@ -94,13 +94,13 @@ class BodyProcessPool:
     async def read(self, order: ReadOrder, body: int) -> tuple[AnswerReply | PreparedReply, int]:
         """Return the reply to an order, and its file, which the caller closes.
 
-        Raises `ApiError`: that of the body; 400 if it takes too much time or memory; 503 if too many others wait.
+        Raises `ApiError`: the body's own; 400 if it takes too much time or memory; 503 if too many bodies wait.
         """
         if self.num_waiting >= self._most_waiting:
             raise readers_full(RETRY_S)
         size = os.fstat(body).st_size
         number = await self._queue.take(size)
-        # A client that disconnects ends its own wait, but the process finishes this body.
+        # If the client disconnects, only its own wait ends: the process finishes this body.
         exchange = self._run(self._exchange(number, order, os.dup(body), size))
         try:
             return await asyncio.shield(exchange)
@@ -109,7 +109,7 @@ class BodyProcessPool:
             raise
 
     def close(self) -> None:
-        """Kill the processes, also while they read."""
+        """Kill the processes, even while they read."""
         self._closed = True
         for process in self._processes:
             process.end()
@@ -132,10 +132,10 @@ class BodyProcessPool:
             outcome = "too_slow"
             raise too_expensive(f"takes longer than {TIMEOUT_S} s of a processor to be read") from None
         except ProcessBroken as error:
-            logger.error("reading a large body: %s", error)
+            logger.error("a large body could not be read: %s", error)
             raise too_expensive("breaks what reads it, or needs more memory than one request may have") from None
         except ProcessCannotStart as error:
-            logger.error("reading a large body: %s", error)
+            logger.error("a large body could not be read: %s", error)
             raise internal("The gateway cannot read large bodies.") from None
         finally:
             os.close(body)
@@ -146,7 +146,7 @@ class BodyProcessPool:
                 self._queue.put_back(number, size)
 
     async def _give_back(self, number: int, size: int) -> None:
-        """Start a process and return it to the queue; one that cannot start, too, so that its next order says so."""
+        """Start the process if it has ended, and return it to the queue. If it cannot start, its next order says so."""
         if not self._closed:
             with contextlib.suppress(ProcessCannotStart):
                 await self._processes[number].started()
@@ -171,7 +171,7 @@ class BodyProcessPool:
         )
 
     def _tokenizer(self) -> int:
-        """Return a memory file with the tokenizer."""
+        """Return a memory file that holds the tokenizer."""
         if self._tokenizer_file is None:
             self._tokenizer_file = os.memfd_create("tokenizer")
             with os.fdopen(os.dup(self._tokenizer_file), "wb") as file:
@@ -192,7 +192,7 @@ class ProcessCannotStart(Exception):
 
 
 class _BodyProcess:
-    """A body process, and its replacement after a failure."""
+    """A body process, which is replaced after a failure."""
 
     def __init__(self, module: str, setup: Callable[[], ReaderSetup], tokenizer: Callable[[], int]) -> None:
         self._module, self._make_setup, self._tokenizer = module, setup, tokenizer
@@ -249,14 +249,14 @@ class _BodyProcess:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # In a session of its own, since the gateway handles interrupts from the keyboard.
+            # In its own session, so that Ctrl-C reaches only the gateway, which handles it.
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, "RUST_BACKTRACE": "0"},  # shorten the report of a tokenizer that runs out of memory
+                env={**os.environ, "RUST_BACKTRACE": "0"},  # shortens the message when a tokenizer runs out of memory
             )
         self._channel = ours
         ours.setblocking(False)
@@ -269,10 +269,10 @@ class _BodyProcess:
         assert isinstance(reply, ReadyReply)
 
     async def _status(self) -> int:
-        """Close the socket, which ends a process that still runs, and return the exit status."""
+        """Close the socket, which ends a process that still runs, and return its exit status."""
         assert self._process is not None
         if self._channel is not None:
-            self._channel.close()  # which ends the process if it still runs
+            self._channel.close()
             self._channel = None
         return await asyncio.to_thread(self._process.wait)
 
@@ -295,13 +295,13 @@ async def _received(channel: socket.socket) -> tuple[Any, int]:
 
 
 def _drop(exchange: asyncio.Task[tuple[AnswerReply | PreparedReply, int]]) -> None:
-    """Close the file of a reply whose request has ended."""
+    """Close the file of a reply that nobody waits for any more."""
     if not exchange.cancelled() and exchange.exception() is None:
         os.close(exchange.result()[1])
 
 
 class SmallestFirstQueue:
-    """Assigns idle processes, by number, to waiting bodies. Process 0 is the last that a heavy body gets."""
+    """Assigns idle processes, by number, to waiting bodies. Process 0 is the last one that gets a heavy body."""
 
     def __init__(self, num_processes: int) -> None:
         self._idle = list(range(num_processes))
@@ -321,7 +321,7 @@ class SmallestFirstQueue:
         try:
             return await given
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled():  # assigned and cancelled in the same moment
+            if given.done() and not given.cancelled():  # a process was assigned at the moment of cancellation
                 self.put_back(given.result(), size)
             raise
 
@@ -330,7 +330,7 @@ class SmallestFirstQueue:
         self._idle.remove(number)
 
     def put_back(self, number: int, size: int) -> None:
-        """Return a process that has read a body of `size` bytes."""
+        """Return a process to the idle ones after it has read a body of `size` bytes."""
         self._idle.append(number)
         self._heavy_left += size > HEAVY_BYTES
         self._give()

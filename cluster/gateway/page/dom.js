@@ -1,4 +1,4 @@
-// Making and updating elements.
+// Creating and updating elements.
 
 /** Return an element. Properties that begin with "on" are listeners; `class`, `data-*` and others are attributes. */
 export function el(tag, properties = {}, ...children) {
@@ -11,12 +11,12 @@ export function el(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Set a text if it differs: so screen readers and selections are left alone. */
+/** Set a text only if it differs, so that screen readers and selections are not disturbed. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Make the children of `parent` those of `items`, keeping elements of the same key, and `patch` each with its item. */
+/** Make the children of `parent` match `items`: keep elements with the same key, and `patch` each with its item. */
 export function sync(parent, items, key, create, patch) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   items.forEach((item, index) => {

@@ -1,10 +1,10 @@
-// The state of the fleet, from the answers of /v1/cluster/ranks and /metrics: plain data, nothing of the page.
+// The state of the fleet, from the answers of /v1/cluster/ranks and /metrics: plain data, without any HTML.
 
 import { amount, count, percent, plural, scaled, seconds, tokensPerS } from "./format.js";
 
 export const MINUTE_S = 60;
-export const NOW_S = 10; // over which rates of the engines' statistics are shown
-export const LATELY_S = 20; // and those of /metrics, whose answers are shared and so differ in age
+export const NOW_S = 10; // time over which rates of the engines' statistics are shown
+export const LATELY_S = 20; // the same for /metrics, whose answers are shared and so vary in age
 export const ROLES = ["prefill", "decode", "unified"];
 
 // The families of /metrics that the page reads.
@@ -19,7 +19,7 @@ export const FAMILIES = [
 const ENGINE_COUNTERS = ["prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"];
 const DRAFT_COUNTERS = ["num_draft_tokens", "num_accepted_tokens"];
 const GENERATING = /^\/v1\/(completions|chat\/completions|responses|messages)$/;
-const PROBES = ["/health", "/ping"]; // a 503 of theirs says what the state at the top says
+const PROBES = ["/health", "/ping"]; // their 503 answers say the same as the state at the top
 const OVERLOAD = ["408", "429"];
 const CLIENT_LEFT = "499";
 
@@ -40,7 +40,7 @@ export function gauge(samples, name, fit = () => true) {
   return found.length ? found.reduce((sum, sample) => sum + sample.value, 0) : null;
 }
 
-/** Return whether this gateway should reach an engine: by its mode of load balancing it may reach some alone. */
+/** Return whether this gateway should reach an engine: its load balancing mode may limit it to some. */
 function isMeantFor(ranks, engine) {
   const own = ranks.gateways.find((gateway) => gateway.gateway === ranks.gateway);
   return !own || own.ranks.includes(engine.rank);
@@ -58,18 +58,18 @@ export function engineState(ranks, engine) {
   return { level: "good", text: "ready" };
 }
 
-/** Return how many requests engines work on, as far as this gateway reaches them. */
+/** Return the number of requests in the steps of those engines that this gateway reaches. */
 export function runningIn(engines) {
   return engines.reduce((sum, engine) => sum + (engine.num_running ?? 0), 0);
 }
 
-/** Return where a gateway listens: of all addresses of its node, the one that others reach it by. */
+/** Return a gateway's address; if it listens on all addresses, the one by which others reach its node. */
 export function addressOf({ host, node_ip: nodeIp, port }) {
   const name = ["", "0.0.0.0", "::"].includes(host) ? nodeIp : host;
   return `${name.includes(":") ? `[${name}]` : name}:${port}`;
 }
 
-/** Return what is wrong or about to change: a list of {level, text}, the worst first. */
+/** Return problems and coming changes: a list of {level, text}, the worst first. */
 export function problemsOf({ ranks, samples, metricsError }) {
   const found = [];
   const add = (level, text) => found.push({ level, text });
@@ -102,14 +102,14 @@ export function problemsOf({ ranks, samples, metricsError }) {
   return found.sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level));
 }
 
-/** Return the number of requests of the last minute that failed for want of capacity or by a fault. */
+/** Return how many requests of the last minute failed because of overload or a fault of the server. */
 export function failuresOf(increases) {
   const failed = ({ route, status }) => GENERATING.test(route) && (status >= "500" || OVERLOAD.includes(status));
   return increases.sum("baton_http_responses_total", MINUTE_S, failed)
     + increases.sum("baton_stream_errors_total", MINUTE_S);
 }
 
-/** Return the fleet's state in a word and a sentence: {level, title, text}. `health` is null, or what /health said. */
+/** Return the fleet's state as a word and a sentence: {level, title, text}. `health` is /health's message, or null. */
 export function verdictOf({ ranks, increases, health }) {
   const engines = ranks.data.filter((engine) => engine.reachable);
   const writers = engines.filter((engine) => engine.role !== "prefill" && !engine.draining);
@@ -142,8 +142,8 @@ export function verdictOf({ ranks, increases, health }) {
 }
 
 /**
- * Return the figures at the top: {name, title, value, of, note, trend}; `trend` is a number for the line, or null.
- * Latencies, prefix hits and failures are those of the last minute.
+ * Return the figures at the top: {name, title, value, of, note, trend}; `trend` is the value for the line, or null.
+ * Latencies, prefix hits and failures are of the last minute.
  */
 export function tilesOf({ ranks, samples, increases, stats }) {
   const all = (field) => ranks.data.reduce((sum, engine) => sum + (engine.stats?.[field] ?? 0), 0);
@@ -212,8 +212,8 @@ export function errorsOf(increases) {
 }
 
 /**
- * Return the lanes over which engines read each other's blocks: {from, to, transport, ratePerS, reads, isSlow}.
- * Slow ones come first, then those that were used most.
+ * Return the connections over which engines read each other's blocks: {from, to, transport, ratePerS, reads, isSlow}.
+ * Slow ones come first, then the most used ones.
  */
 export function lanesOf(ranks) {
   const lanes = ranks.data.flatMap((reader) => reader.reads_from.map((lane) => ({

@@ -5,18 +5,18 @@ import * as fleet from "./fleet.js";
 import { amount, count, NONE, percent, plural, scaled, tokensPerS } from "./format.js";
 import { mayOperate } from "./operate.js";
 
-const SLOTS = 60; // polls that a tile's line shows
+const SLOTS = 60; // polls shown by a tile's line
 const ROLE_TITLES = { prefill: "Prefill engines", decode: "Decode engines", unified: "Unified engines" };
-const MOST_LANES = 8; // that are shown: each engine may read from each other one
-const FULL = { warn: 0.85, bad: 0.97 }; // of the KV blocks
-const trends = new Map(); // name of a tile -> its newest values
+const MOST_LANES = 8; // shown ones: each engine may read from every other one
+const FULL = { warn: 0.85, bad: 0.97 }; // share of KV blocks in use
+const trends = new Map(); // name of a tile -> its latest values
 
 const byId = (id) => document.getElementById(id);
 const level = (name, text) => el("span", { class: "state", "data-level": name }, text);
 
 /**
- * Show everything. `state` is {ranks, samples, increases, stats, health, metricsError}:
- * the newest answers, what the counters of /metrics and of the engines' statistics rose by, and what went wrong.
+ * Show everything. `state` is {ranks, samples, increases, stats, health, metricsError}: the newest answers,
+ * the increases of counters in /metrics and in the engines' statistics, and errors.
  */
 export function showFleet(state) {
   showVerdict(fleet.verdictOf(state));
@@ -28,7 +28,7 @@ export function showFleet(state) {
   showGateways(state);
 }
 
-/** Show the fleet's state, or why there is none to show: {level, title, text}. */
+/** Show the fleet's state, or the reason why it is unknown: {level, title, text}. */
 export function showVerdict({ level, title, text }) {
   const box = byId("verdict");
   box.dataset.level = level;

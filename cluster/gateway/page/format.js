@@ -1,4 +1,4 @@
-// Numbers as people read them, each with its unit.
+// Numbers formatted for people, with their units.
 
 export const NONE = "–";
 
@@ -31,7 +31,7 @@ export function amount(value, unit) {
   return `${three(value / by)} ${prefix}${unit}`;
 }
 
-/** Return an amount with a scale behind it: "840", "15.2k"; a dash for null. */
+/** Return a number with a scale after it: "840", "15.2k"; a dash for null. */
 export function scaled(value) {
   return amount(value, "").replace(" ", "");
 }

@@ -1,4 +1,4 @@
-// The timeline of a request of any client, by its id.
+// Shows the timeline of any client's request, looked up by its id.
 
 import { el } from "./dom.js";
 import { plural, seconds } from "./format.js";
@@ -7,7 +7,7 @@ import { timelineOf } from "./timeline.js";
 
 const byId = (id) => document.getElementById(id);
 
-/** Begin to take ids. */
+/** Begin to accept ids in the form. */
 export function startLookup() {
   byId("lookup").addEventListener("submit", async (event) => {
     event.preventDefault();

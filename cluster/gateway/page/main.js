@@ -11,23 +11,23 @@ import { Increases, parseMetrics } from "./series.js";
 import { apiKey, ask, Refused } from "./server.js";
 
 const PERIOD_S = 2;
-const LONGEST_PERIOD_S = 15; // while nobody answers
-const KEEP_S = 130; // of counters: more than a minute, and browsers may slow down timers
+const LONGEST_PERIOD_S = 15; // between polls while the gateway does not answer
+const KEEP_S = 130; // for which counters are kept: over a minute, since browsers may slow timers down
 const UNAUTHORIZED = 401;
 const LOCKED = "locked";
 
-// For /metrics a gateway asks every process, so it is asked the more rarely the more there are. Pages share answers that
-// are not as old as a period: a page's own answer of before would say nothing new.
+// For /metrics a gateway asks every process, so the page asks the less often the more processes there are. Pages accept
+// each other's answers, but these must be younger than a period: otherwise a page would get its own last one again.
 const METRICS = `metrics?${FAMILIES.map((name) => `name[]=${name}`).join("&")}`;
 const METRICS_S = { perProcess: 1.2, least: 6, most: 15, shared: 0.8 };
 const upTo = (ageS) => ({ headers: { "cache-control": `max-age=${Math.round(ageS)}` } });
 
 const byId = (id) => document.getElementById(id);
-const increases = new Increases(KEEP_S); // of the counters of /metrics
-const stats = new Increases(KEEP_S); // of those of the engines' statistics
-const metrics = { samples: [], metricsError: null, dueS: 0, periodS: METRICS_S.least }; // the newest
+const increases = new Increases(KEEP_S); // of counters in /metrics
+const stats = new Increases(KEEP_S); // of counters in the engines' statistics
+const metrics = { samples: [], metricsError: null, dueS: 0, periodS: METRICS_S.least }; // newest answer, and times
 let timer = null;
-let numFailed = 0; // polls in a row
+let numFailed = 0; // failed polls in a row
 let answeredAt = null;
 let about = null; // the answer of /server_info
 
@@ -47,7 +47,7 @@ async function poll() {
     showFailure(error);
   }
   const periodS = Math.min(PERIOD_S * 2 ** Math.min(numFailed, 5), LONGEST_PERIOD_S);
-  clearTimeout(timer); // of another poll, which began meanwhile
+  clearTimeout(timer); // set by another poll that has begun meanwhile
   if (again && !document.hidden) timer = setTimeout(poll, 1000 * periodS);
 }
 
@@ -55,7 +55,7 @@ async function update() {
   const [ranks] = await Promise.all([json("v1/cluster/ranks", upTo(PERIOD_S)), updateMetrics()]);
   if (about === null) await introduce();
   showOperating(about.is_admin, ranks.data);
-  metrics.periodS = metricsPeriodS(ranks.data.length + ranks.gateways.length + 1); // the directory is one
+  metrics.periodS = metricsPeriodS(ranks.data.length + ranks.gateways.length + 1); // + 1 for the directory
   stats.add(performance.now() / 1000, engineSamples(ranks));
   const { samples, metricsError } = metrics;
   showFleet({ ranks, samples, increases, stats, metricsError, health: await healthOf(ranks) });
@@ -65,7 +65,7 @@ const metricsPeriodS = (processes) => (
   Math.min(METRICS_S.most, Math.max(METRICS_S.least, processes * METRICS_S.perProcess))
 );
 
-/** Read the metrics, if it is time. Without them the fleet is shown all the same. */
+/** Read /metrics if it is time. If that fails, the fleet is shown without them. */
 async function updateMetrics() {
   const nowS = performance.now() / 1000;
   if (nowS < metrics.dueS) return;
@@ -91,7 +91,7 @@ async function introduce() {
   setModel(about.model, about.max_model_len);
 }
 
-/** Return what /health says, where no engine that writes answers is there; else null. */
+/** Return the message of /health if no engine that writes answers is reachable, else null. */
 async function healthOf(ranks) {
   if (ranks.data.some((engine) => engine.reachable && engine.role !== "prefill" && !engine.draining)) return null;
   try {
@@ -126,7 +126,7 @@ function showLive(state, words) {
   byId("live").dataset.state = state;
   setText(byId("live"), words);
   document.body.dataset.stale = state === "bad";
-  document.body.dataset.locked = words === LOCKED; // there is nothing to show
+  document.body.dataset.locked = words === LOCKED; // hides the view, since there is nothing to show
 }
 
 // The API key
@@ -152,7 +152,7 @@ function useKey(key) {
   askAnew();
 }
 
-/** Ask for everything now, also for what the key may do. */
+/** Ask for everything now, including the rights of the API key. */
 function askAnew() {
   about = null;
   poll();
@@ -191,7 +191,7 @@ function showView(name) {
   }
 }
 
-document.querySelector(".skip").addEventListener("click", () => showView("playground")); // on a narrow screen one is shown
+document.querySelector(".skip").addEventListener("click", () => showView("playground")); // a narrow screen shows one view
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) showLive("wait", "paused");
   else poll();

@@ -1,6 +1,6 @@
-// What operators may do: drain a group of engines, and end a request. Each is confirmed first, and its outcome is told.
+// Actions of operators: drain a group of engines, and end a request. Each must be confirmed, and its outcome is shown.
 //
-// The buttons are shown while the gateway says that the key has the right `admin`. The gateway checks each call itself.
+// The buttons appear if the gateway says that the key has the right `admin`. The gateway checks each call itself.
 
 import { setText } from "./dom.js";
 import { runningIn } from "./fleet.js";
@@ -10,14 +10,14 @@ import { ask, Refused } from "./server.js";
 const ENDED_BY = "Its client gets an error (403), and keeps what has been written so far.";
 const byId = (id) => document.getElementById(id);
 
-let fleet = []; // the engines that are listed
-let decide = null; // takes the answer to the question that is open
+let fleet = []; // the listed engines
+let decide = null; // function that takes the answer to the open question
 let afterwards = () => {};
 
 /** True while the key may drain engines and end requests. */
 export const mayOperate = () => document.body.dataset.admin === "true";
 
-/** Begin to take orders. `refresh` is called when one has changed the fleet, or was refused. */
+/** Begin to accept orders. `refresh` is called after each order, done or refused. */
 export function startOperating(refresh) {
   afterwards = refresh;
   byId("engines").addEventListener("click", (event) => {
@@ -32,10 +32,10 @@ export function startOperating(refresh) {
     decide?.(true);
     byId("confirm").close();
   });
-  byId("confirm").addEventListener("close", () => decide?.(false)); // of Escape, too; nothing after a yes
+  byId("confirm").addEventListener("close", () => decide?.(false)); // also by Escape; has no effect after a yes
 }
 
-/** Show or hide what operators alone may do, for the newest list of engines. */
+/** Show or hide the operators' controls, and update them to the newest list of engines. */
 export function showOperating(isAdmin, engines) {
   fleet = engines;
   document.body.dataset.admin = isAdmin;
@@ -49,7 +49,7 @@ function confirmed(title, text, yes) {
   setText(byId("confirm-text"), text);
   setText(byId("confirm-yes"), yes);
   byId("confirm").showModal();
-  byId("confirm-no").focus(); // Enter alone does nothing
+  byId("confirm-no").focus(); // so that Enter alone confirms nothing
   return new Promise((resolve) => { decide = resolve; });
 }
 
@@ -88,7 +88,7 @@ async function order(path, body) {
   return (await ask(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
 
-/** Show what came of an order: the sentence that it returns, or the error. */
+/** Show the outcome of an order: the sentence that `run` returns, or its error. */
 async function told(place, run) {
   const box = byId(place);
   setText(box, "");

@@ -1,20 +1,20 @@
-// A chat with the model, and a list of its requests with the timelines that the server sent.
+// A chat with the model, and a list of its requests with their timelines from the server.
 
 import { el, setText, showTable } from "./dom.js";
 import { count, NONE, plural, seconds, tokensPerS } from "./format.js";
 import { ask, eventsOf, Refused } from "./server.js";
 import { enginesOf, timelineOf } from "./timeline.js";
 
-const KEPT = 20; // requests in the list
-const MOST_TOKENS = 512; // of an answer, unless the user says otherwise
+const KEPT = 20; // requests in the list, at most
+const MOST_TOKENS = 512; // of an answer, unless the user changes it
 const byId = (id) => document.getElementById(id);
 
 const requests = []; // the newest first
-let messages = []; // of the conversation that is sent
-let running = null; // the AbortController of the request under way
+let messages = []; // the conversation up to now
+let running = null; // the AbortController of the present request
 let model = "";
 
-/** Begin to take messages for a model. */
+/** Begin to accept messages from the form. */
 export function startPlayground() {
   byId("chat").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -36,7 +36,7 @@ export function startPlayground() {
   showRequests();
 }
 
-/** Set the model that messages are for, and suggest how long its answers may be. */
+/** Set the model to talk to, and suggest a limit for its answers. */
 export function setModel(id, maxModelLen) {
   model = id;
   if (!byId("max-tokens").value) byId("max-tokens").value = Math.min(MOST_TOKENS, Math.floor(maxModelLen / 2));
@@ -74,7 +74,7 @@ async function send() {
     request.status = stopped ? "stopped" : "failed";
     request.id = error instanceof Refused ? error.requestId : request.id;
     answer.fail(stopped ? "Stopped." : describe(error), stopped);
-    // What came until then stays in the conversation; a question without an answer does not.
+    // A partial answer stays in the conversation; a question without any answer is dropped from it.
     if (stopped && answer.text) messages = [...conversation, { role: "assistant", content: answer.text }];
   }
   request.wholeS = (performance.now() - began) / 1000;
@@ -131,7 +131,7 @@ function setBusy(busy) {
   byId("turns").setAttribute("aria-busy", busy);
 }
 
-/** The answer of the model as it grows. */
+/** The model's growing answer. */
 class Answer {
   constructor(body) {
     this.body = body;
@@ -142,7 +142,7 @@ class Answer {
     body.classList.add("writing");
   }
 
-  /** Add a piece of the answer. Returns true if there was text in it. */
+  /** Add a piece of the answer. Return true if it contained text. */
   add({ content, reasoning_content: thought, tool_calls: calls }) {
     if (thought) {
       if (!this.thoughts) {
@@ -159,7 +159,7 @@ class Answer {
     return Boolean(added || thought);
   }
 
-  /** Scroll along, unless the reader has scrolled up. */
+  /** Keep the end in view, unless the reader has scrolled up. */
   #follow() {
     const turns = byId("turns");
     if (turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120) turns.scrollTop = turns.scrollHeight;
@@ -169,7 +169,7 @@ class Answer {
     this.body.after(el("p", stopped ? { class: "note" } : { class: "failure", role: "alert" }, text));
   }
 
-  /** Show how it was served. */
+  /** Show how the request was served. */
   finish(request) {
     this.body.classList.remove("writing");
     const usage = request.usage;

@@ -1,4 +1,4 @@
-// Prometheus' text format, and what its counters rose by in the last seconds.
+// Prometheus' text format, and the increases of its counters in the last seconds.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
@@ -20,7 +20,7 @@ export function parseMetrics(text) {
   return samples;
 }
 
-/** Keeps what counters rose by between polls, as long ago as `keepS` seconds. */
+/** Keeps the increases of counters between polls for `keepS` seconds. */
 export class Increases {
   constructor(keepS) {
     this.keepS = keepS;
@@ -29,16 +29,16 @@ export class Increases {
     this.atS = null;
   }
 
-  /** Take the counters of a poll. After a silence of more than `keepS` it begins anew. */
+  /** Add the counters of a poll. After a silence of more than `keepS`, counting begins again. */
   add(atS, samples) {
     const first = this.atS === null || atS - this.atS > this.keepS;
     if (first) this.polls = [];
     const rises = [];
     for (const { key, name, labels, value } of samples) {
       const before = this.newest.get(key) ?? 0;
-      // A counter that fell is that of a new process, which began at 0.
+      // A counter that fell belongs to a new process, which started at 0.
       const by = value < before ? value : value - before;
-      // Of a histogram buckets that did not rise are bounds, too.
+      // A histogram's bucket without an increase still gives a bound.
       if ((by > 0 || name.endsWith("_bucket")) && !first) rises.push({ name, labels, by });
       this.newest.set(key, value);
     }
@@ -47,19 +47,19 @@ export class Increases {
     this.atS = atS;
   }
 
-  /** Return the seconds that the last `lastS` seconds of polls cover: 0 before the second poll. */
+  /** Return how many of the last `lastS` seconds the polls cover: 0 before the second poll. */
   coveredS(lastS) {
     return this.#last(lastS).reduce((sum, poll) => sum + poll.tookS, 0);
   }
 
-  /** Return by how much the counter `name` rose in all its series whose labels `fit`. */
+  /** Return by how much the counter `name` rose, summed over the series whose labels `fit`. */
   sum(name, lastS, fit = () => true) {
     let total = 0;
     for (const rise of this.#rises(name, lastS)) if (fit(rise.labels)) total += rise.by;
     return total;
   }
 
-  /** Return by how much it rose for each value of a label, or of a text that `label` makes of the labels. */
+  /** Return the increase by the value of a label, or by the text that a function `label` makes of the labels. */
   by(name, lastS, label) {
     const of = typeof label === "string" ? (labels) => labels[label] ?? "" : label;
     const sums = new Map();
@@ -67,13 +67,13 @@ export class Increases {
     return sums;
   }
 
-  /** Return its rise in a second; null before the second poll. */
+  /** Return the increase a second; null before the second poll. */
   rate(name, lastS, fit) {
     const covered = this.coveredS(lastS);
     return covered > 0 ? this.sum(name, lastS, fit) / covered : null;
   }
 
-  /** Return a quantile of a histogram over the last seconds; null if nothing was observed. */
+  /** Return a quantile of a histogram over the last seconds; null if it counted nothing. */
   quantile(name, share, lastS) {
     return quantile(this.by(`${name}_bucket`, lastS, "le"), share);
   }
@@ -87,7 +87,7 @@ export class Increases {
   }
 }
 
-/** Return a quantile from cumulative counts by upper bound, as PromQL's `histogram_quantile` does; null without any. */
+/** Compute a quantile from cumulative counts by upper bound, like PromQL's `histogram_quantile`; null if empty. */
 export function quantile(buckets, share) {
   const bounds = [...buckets].map(([le, count]) => [le === "+Inf" ? Infinity : Number(le), count]);
   bounds.sort((one, other) => one[0] - other[0]);

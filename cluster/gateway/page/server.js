@@ -1,13 +1,13 @@
 // Requests to the gateway that served the page, with the user's API key.
 
-const KEY = "baton.key"; // in the session's storage: gone with the tab
+const KEY = "baton.key"; // in the session storage, which ends with the tab
 
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
 };
 
-/** An answer that is an error: its status and the server's own words. */
+/** An error response: its status, and the server's own message. */
 export class Refused extends Error {
   constructor(status, message, requestId) {
     super(message);
@@ -16,7 +16,7 @@ export class Refused extends Error {
   }
 }
 
-/** Send a request to a path below the page's. Raises `Refused`, or `TypeError` where nobody answers. */
+/** Send a request to a path below the page's. Throws `Refused`, or `TypeError` if nobody answers. */
 export async function ask(path, options = {}) {
   const headers = { ...options.headers };
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
@@ -30,11 +30,11 @@ async function errorText(response) {
   try {
     return JSON.parse(text).error.message;
   } catch {
-    return text.slice(0, 300) || response.statusText || `status ${response.status}`; // of a balancer, not of the gateway
+    return text.slice(0, 300) || response.statusText || `status ${response.status}`; // no JSON: a balancer's answer
   }
 }
 
-/** Yield the data of a stream's server-sent events, without `[DONE]`. Raises `Error` if the stream broke off. */
+/** Yield the data of a stream's server-sent events, without `[DONE]`. Throws `Error` if the stream broke off. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -51,6 +51,6 @@ export async function* eventsOf(response) {
       }
     }
   } finally {
-    await reader.cancel().catch(() => {}); // of a stream that was stopped or has ended, there is nothing to cancel
+    await reader.cancel().catch(() => {}); // a stream that has ended already cannot be cancelled
   }
 }

@@ -1,9 +1,9 @@
-// Shows where the time of a request went: the stamps of `baton_timeline`, as docs/reference/http.md explains them.
+// Shows how a request's time was spent: the stamps of `baton_timeline`, which docs/reference/http.md explains.
 
 import { el } from "./dom.js";
 import { count, percent, seconds } from "./format.js";
 
-// Stamp -> the work that its part is.
+// Stamp -> the event that it stands for.
 const PARTS = {
   ingress: "the request's headers are here",
   admitted: "reading, the template, tokens",
@@ -23,7 +23,7 @@ const PARTS = {
   resumed: "computing the prompt and all tokens so far",
 };
 
-// Parts that are the gateway's work. Others without an engine's name are of the engine before them.
+// Parts that are the gateway's work. Any other part without an engine belongs to the engine of the part before.
 const GATEWAYS = ["admitted", "routed", "decode_routed"];
 
 /** Return the engines of a choice, in the order in which they worked. */
@@ -34,7 +34,7 @@ export function enginesOf(timeline) {
 /** Return a choice's timeline as rows with bars on a common scale. */
 export function timelineOf(timeline) {
   const whole = Math.max(timeline.latency_s, 1e-9);
-  let reached = 0; // parts follow each other and add up to the latency
+  let reached = 0; // time at which the part begins: parts follow each other and add up to the latency
   let engine = "";
   const rows = timeline.parts.slice(1).map((part) => {
     const bar = el("i", { "data-part": part.stamp });

@@ -1,13 +1,13 @@
-"""Circuit breakers: engines, and pairs of engines, that failed too often get no requests for a while.
+"""Circuit breakers: an engine, or a pair of engines, that failed too often gets no requests for a while.
 
     CLOSED ──too many failures──> OPEN ──open_s later──> HALF_OPEN ──the trial succeeds──> CLOSED
                                    ^                         │
                                    └───────the trial fails───┘
 
-There is one circuit for each engine's process, and one for each pair of a prefill process and a decode process that
-fetches from it. A circuit opens when enough attempts failed within a window and they were at least half of all. While
-it is half open it lets one request through, the trial; if that ends without a success or a failure, the next one is
-the trial. Requests that an open circuit holds back go to other engines, if there are any.
+There is one circuit for each engine process, and one for each pair of a prefill process and a decode process that
+fetches from it. A circuit opens when enough attempts have failed within a window and they were at least half of all. A
+half-open circuit lets one request through, the trial; if that ends without success or failure, the next request becomes
+the trial. Requests that an open circuit keeps away go to other engines, if there are any.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 CircuitKey = tuple[EngineKey, ...]  # one engine; or a prefill engine, and the decode engine that fetches from it
 SUCCESSES, FAILURES = 0, 1
-IDLE_PERIODS = 10  # of window and pause, after which a circuit without events is forgotten
+IDLE_PERIODS = 10  # a circuit without events for so many times window + pause is forgotten
 
 
 class BreakerSettings(StrictModel):
-    """Settings of circuit breakers, which keep requests from failing engines and pairs for a while. In seconds."""
+    """Settings of circuit breakers, which keep requests away from failing engines and pairs for a while. In seconds."""
 
-    failures: int = Field(5, gt=0)  # within the window, and at least half of all attempts
+    failures: int = Field(5, gt=0)  # this many within the window, and at least half of all attempts, open a circuit
     window_s: float = Field(30.0, gt=0)
-    open_s: float = Field(5.0, gt=0)  # until one request tries again
+    open_s: float = Field(5.0, gt=0)  # after which one request is let through
 
 
 class CircuitState(enum.StrEnum):
@@ -69,11 +69,11 @@ class Circuit:
         self._state = CircuitState.CLOSED
         self._window = SlidingWindow(limits.window_s, clock)
         self._opened_s = 0.0
-        self._trial: object | None = None  # the attempt that is let through while the circuit is half open
+        self._trial: object | None = None  # the attempt that a half-open circuit has let through
         self.newest_s = clock()
 
     def reconfigure(self, limits: BreakerSettings) -> None:
-        """Take other limits. Events are counted anew where the window is another one."""
+        """Apply other limits. If the window has another length, counting begins anew."""
         if limits.window_s != self._limits.window_s:
             self._window = SlidingWindow(limits.window_s, self._clock)
         self._limits = limits
@@ -96,11 +96,11 @@ class Circuit:
 
     @property
     def has_trial(self) -> bool:
-        """Return whether a half-open circuit waits for the outcome of an attempt."""
+        """Return whether the half-open circuit waits for the outcome of its trial."""
         return self._trial is not None
 
     def sent(self, attempt: object) -> None:
-        """Note an attempt. Call `left` with it in the end, after `succeeded` or `failed` if either is known."""
+        """Note an attempt. Call `left` with it at its end, after `succeeded` or `failed` if its outcome is known."""
         self.newest_s = self._clock()
         if self.state is CircuitState.HALF_OPEN and self._trial is None:
             self._trial = attempt
@@ -111,7 +111,7 @@ class Circuit:
             self._move(CircuitEvent.TRIAL_SUCCEEDED)
 
     def failed(self) -> bool:
-        """Count a failure. Return True if the circuit has opened by it."""
+        """Count a failure. Return True if it has opened the circuit."""
         self.newest_s = self._clock()
         self._window.add(FAILURES)
         if self.state is CircuitState.HALF_OPEN:
@@ -135,7 +135,7 @@ class Circuit:
 
 
 class Breakers:
-    """All circuits of one gateway. Engines and pairs that have not failed lately have none, and need none."""
+    """All circuits of one gateway. Engines and pairs without recent failures have none."""
 
     def __init__(
         self,
@@ -152,17 +152,17 @@ class Breakers:
 
     @property
     def num_trials(self) -> int:
-        """The number of circuits that wait for the outcome of a single attempt."""
+        """The number of circuits that wait for the outcome of a trial."""
         return sum(circuit.has_trial for circuit in self._circuits.values())
 
     def reconfigure(self, limits: BreakerSettings) -> None:
-        """Take other limits: open circuits, too, follow them."""
+        """Apply other limits, also to open circuits."""
         self._limits = limits
         for circuit in self._circuits.values():
             circuit.reconfigure(limits)
 
     def sent(self, keys: Iterable[CircuitKey], attempt: object) -> None:
-        """Note an attempt in each circuit. Call `left` with it in the end, in any case."""
+        """Note an attempt in each circuit. Always call `left` with it at its end."""
         for circuit in self._known(keys):
             circuit.sent(attempt)
 
@@ -179,11 +179,11 @@ class Breakers:
         circuit = self._circuits.get(key) or self._circuits.setdefault(key, Circuit(self._limits, self._clock))
         if circuit.failed():
             names = " and ".join(engine_id for engine_id, _ in key)
-            logger.warning("%s failed too often: asked no more for %g s", names, self._limits.open_s)
+            logger.warning("%s failed too often: gets no requests for %g s", names, self._limits.open_s)
             self._on_open(key)
 
     def closed_to(self, engines: Sequence[EngineView]) -> set[EngineKey]:
-        """Return the engines whose circuit is open, or whose circuits with all their possible readers are."""
+        """Return the engines whose own circuit is open, or whose circuits with all possible decode engines are open."""
         if not self._circuits:
             return set()
         closed = {key[0] for key in self._circuits if len(key) == 1 and self._keeps_away(key)}
@@ -197,7 +197,7 @@ class Breakers:
         return closed
 
     def closed_from(self, source: EngineRecord) -> set[EngineKey]:
-        """Return the decode engines that are not to fetch from this one."""
+        """Return the decode engines that must not fetch from this engine now."""
         holder = engine_key(source)
         return {key[1] for key in self._circuits if len(key) == 2 and key[0] == holder and self._keeps_away(key)}
 
@@ -213,7 +213,7 @@ class Breakers:
         return [circuit for key in keys if (circuit := self._circuits.get(key)) is not None]
 
     def _forget_old(self) -> None:
-        """Drop circuits without recent events: processes come and go."""
+        """Drop circuits without recent events, since processes come and go."""
         oldest_s = self._clock() - IDLE_PERIODS * (self._limits.window_s + self._limits.open_s)
         for key in [key for key, circuit in self._circuits.items() if circuit.newest_s < oldest_s]:
             del self._circuits[key]

@@ -5,19 +5,19 @@ prefill engine P, decode engine D
 unified engine, or decode engine that computes the prompt itself
     queue(E) + prefill(E) + restore(E) + stall(E) + decode(E)
 
-queue    the time to compute the tokens before it
-prefill  the time to compute its own uncached tokens
-restore  (1 + requests in E whose KV is on its way) x time to compute tokens that tiers have x what restoring a block
-         took there lately / what computing one did (`UNTRIED` where it is not known). Where that is no less than
-         to compute them, or the engine would not restore them, they are computed: then they count as uncached
-stall    prefill x requests in E x stall_weight: answers that are being written wait for the prompt's chunks
+queue    time to compute the tokens queued before the request
+prefill  time to compute the request's own uncached tokens
+restore  (1 + requests in E whose KV is on its way) x time to compute the tokens that tiers have x (time in which E
+         lately restored a block / time in which it computed one; `UNTRIED` if unknown). If restoring takes no less
+         time than computing, or the engine would not restore them, they count as uncached tokens instead
+stall    prefill x requests in E x stall_weight: running answers wait for the prompt's chunks
 release  share of P's blocks that wait for readers x block_release_s
-handoff  handoff_s + the time in which D reads from P the tokens that it lacks + the time in which it reads those of
-         requests before this one: requests in D whose KV is on its way, and those in P, as far as that takes longer
-         than P needs to compute the prompt
+handoff  handoff_s + time in which D reads from P the tokens that it lacks + time for the reads of earlier requests:
+         those in D whose KV is on its way, and those in P, as far as their reads take longer than P needs to compute
+         the prompt
 decode   (requests in D x the time by which one more delays the answers of D) + the time by which D alone is slower
 
-Times to compute, to read and to decode are measured (`rates.py`).
+The times to compute, to read and to decode are measured (`rates.py`).
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from baton.engine.core.tiers import Tier, TierStats
 
 from .rates import LearntRates
 
-UNTRIED = 0.5  # of the time to compute a block: an engine without a measurement restores it to get one
+UNTRIED = 0.5  # restoring / computing a block in an engine that has restored none yet: low, so that it tries
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of one engine, as one gateway knows it."""
+    """The load of one engine, as far as one gateway knows it."""
 
-    num_requests: int  # this gateway's, and those of others as of the engine's newest report
-    queued_tokens: int  # tokens of prompts to compute before the next one
+    num_requests: int  # this gateway's own, and those of other gateways as of the engine's newest report
+    queued_tokens: int  # prompt tokens to be computed before those of the next request
 
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """The work of an engine to compute a prompt."""
+    """The work that an engine would have with a prompt."""
 
     uncached: int  # tokens to compute
-    restore_s: float = 0.0  # to restore blocks from tiers first
+    restore_s: float = 0.0  # time to restore blocks from tiers before
 
 
 class Cost:
-    """Computes the terms of the formula above."""
+    """Computes the terms of the formula at the top of this file."""
 
     def __init__(self, rates: LearntRates) -> None:
         self._rates = rates
 
     def prefill_work(self, view: EngineView, num_tokens: int, found: FoundPrefix) -> PrefillWork:
-        """Return the work for a prompt of `num_tokens`, of which the engine has what was found."""
+        """Return the work for a prompt of `num_tokens`, of which the engine has the prefix `found`."""
         uncached = num_tokens - found.pool * BLOCK_SIZE
         stats, restorable = view.stats, found.in_tiers * BLOCK_SIZE
         if not restorable or stats is None or stats.tiers is None:
@@ -83,7 +83,7 @@ class Cost:
     def handoff_s(
         self, view: EngineView, source: EngineRecord, missing: int, *, before: int = 0, ready_s: float = 0.0
     ) -> float:
-        """Return handoff. `before` requests are in `source`, which needs `ready_s` to compute them and the prompt."""
+        """Return handoff. `before` requests are in `source`, which takes `ready_s` to compute these and the prompt."""
         read_s = self._rates.read_s(view, source)
         ahead = before + (0 if view.stats is None else view.stats.num_requests_waiting_for_kv)
         wait_s = max(0.0, ahead * missing * read_s.unit_s - ready_s)
@@ -100,7 +100,7 @@ class Cost:
 
 
 def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:
-    """Return the time to restore all found blocks over the time to compute them, by which the engine decides too."""
+    """Return time to restore all found blocks / time to compute them. The engine decides by the same ratio."""
     taken = found.host * _block_share(tiers, Tier.HOST) + found.disk * _block_share(tiers, Tier.DISK)
     return taken / found.in_tiers
 

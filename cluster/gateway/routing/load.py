@@ -1,4 +1,4 @@
-"""The load of engines: this gateway's requests as of now, and those of other gateways as engines reported them."""
+"""The load of engines: this gateway's own requests as of now, and those of other gateways as engines reported them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .prefix_index import EngineKey, PrefixIndex, engine_key
 
 @dataclass(frozen=True)
 class Placement:
-    """A request in an engine."""
+    """A request's place in an engine."""
 
     engine: EngineRecord
-    uncached: int  # tokens to prefill there
-    names: Sequence[BlockName] = ()  # of the prompt's blocks, if the engine computes them: they will be cached there
+    uncached: int  # tokens that the engine must prefill
+    names: Sequence[BlockName] = ()  # of the prompt's blocks, if the engine computes them and so will have them cached
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class _Report:
     """An engine's newest statistics."""
 
     stats: EngineStats
-    others: Load  # the part of other gateways
+    others: Load  # the share of other gateways' requests
 
 
 class LoadTracker:
-    """Counts this gateway's requests in engines, and the tokens of their prompts that are still to be computed.
+    """Counts this gateway's requests in engines, and their prompt tokens that are still to be computed.
 
-    SENT ──first token──> READ ──end──> forgotten; its prefix is expected for a while
+    SENT ──first token──> READ ──end──> forgotten; its prefix is expected in the cache for a while
     SENT ──given up─────> forgotten, with its prefix
     """
 
     def __init__(self, prefixes: PrefixIndex) -> None:
-        """`prefixes` learns which blocks the requests will leave in engines."""
+        """`prefixes` is told which blocks the requests will leave in the engines' caches."""
         self._prefixes = prefixes
         self._requests: Counter[EngineKey] = Counter()
         self._tokens: Counter[EngineKey] = Counter()
-        self._reports: dict[int, _Report] = {}  # by rank: the successor of an engine takes its entry
+        self._reports: dict[int, _Report] = {}  # by rank, so that an engine's successor replaces its entry
 
     @property
     def num_reports(self) -> int:
@@ -56,24 +56,24 @@ class LoadTracker:
         return Load(self._requests.total(), self._tokens.total())
 
     def sent(self, placement: Placement) -> None:
-        """Count a request. Call `read` and `ended`, or `given_up`, once for each call of this."""
+        """Count a request. After each call, call either `read` and `ended`, or `given_up`."""
         key = engine_key(placement.engine)
         self._requests[key] += 1
         self._tokens[key] += placement.uncached
         self._prefixes.expect(key, placement.names)
 
     def read(self, placement: Placement) -> None:
-        """Note that its first token is there."""
+        """Note that the request's first token has arrived."""
         _subtract(self._tokens, engine_key(placement.engine), placement.uncached)
 
     def ended(self, placement: Placement) -> None:
-        """Note that it has ended after its first token."""
+        """Note that the request has ended after its first token."""
         key = engine_key(placement.engine)
         _subtract(self._requests, key, 1)
         self._prefixes.ended(key, placement.names)
 
     def given_up(self, placement: Placement) -> None:
-        """Note that it has ended before its first token: it is not known which of its blocks are cached."""
+        """Note that the request has ended before its first token: which of its blocks are cached is unknown."""
         self.read(placement)
         key = engine_key(placement.engine)
         _subtract(self._requests, key, 1)
@@ -94,7 +94,7 @@ class LoadTracker:
 
 
 def _others(stats: EngineStats, own_requests: int, own_tokens: int) -> Load:
-    """Return the part of other gateways in statistics that have just come: all but what this gateway has there now."""
+    """Return other gateways' share of newly reported statistics: all but what this gateway has in the engine now."""
     return Load(max(0, stats.num_requests - own_requests), max(0, stats.num_waiting_tokens - own_tokens))
 
 

@@ -1,4 +1,4 @@
-"""The prefixes that engines have cached: as they reported, and as this gateway's own requests will leave them."""
+"""The prefixes that engines have cached: as they reported, and as this gateway's own requests will leave them there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
 
 EngineKey = tuple[str, int]  # engine id, epoch
-REPORT_DELAY_S = 1.0  # after the end of a request its engine has reported what is left of it in the cache
+REPORT_DELAY_S = 1.0  # after a request's end; by then its engine has reported which of its blocks are cached
 
 
 def engine_key(record: EngineRecord) -> EngineKey:
@@ -23,8 +23,8 @@ def engine_key(record: EngineRecord) -> EngineKey:
 def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str) -> bytes:
     """Return the packed names of the prompt's full blocks that an engine may find in its cache.
 
-    There are none if every position has to run, as with `prompt_logprobs`. It takes about a microsecond a block, so it
-    is done once for a prompt, however many choices the prompt has.
+    There are none if every position has to be computed, as with `prompt_logprobs`. Hashing takes about a microsecond
+    for each block, so call this once for each prompt, however many choices it has.
     """
     if sampling.prompt_logprobs is not None:
         return b""
@@ -35,21 +35,21 @@ def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str) -> 
 class PrefixIndex:
     """Finds the beginnings of prompts in the caches of engines.
 
-    The blocks of a request are expected in its engine from the submission on, until `REPORT_DELAY_S` after its end.
+    A request's blocks are expected in its engine's cache from submission until `REPORT_DELAY_S` after its end.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._expected: defaultdict[EngineKey, Counter[BlockName]] = defaultdict(Counter)
-        self._ended: deque[tuple[float, EngineKey, Sequence[BlockName]]] = deque()  # until when they are expected
+        self._ended: deque[tuple[float, EngineKey, Sequence[BlockName]]] = deque()  # with the end of expectation
 
     @property
     def num_expected(self) -> int:
-        """The number of blocks that are expected, in any engine."""
+        """The number of blocks that are expected in any engine's cache."""
         return sum(map(len, self._expected.values()))
 
     def find(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> FoundPrefix:
-        """Return the leading blocks that are in the pool by the time the prompt runs, and those to be restored."""
+        """Count the leading blocks that the pool will have when the prompt runs, and those that tiers can restore."""
         count, expected = cached.count_prefix(names), self._expected.get(key)
         if expected:
             while count < len(names) and (names[count] in expected or names[count] in cached):
@@ -57,7 +57,7 @@ class PrefixIndex:
         return cached.find_behind(names, count)
 
     def expect(self, key: EngineKey, names: Sequence[BlockName]) -> None:
-        """Expect the blocks of a request in its engine. Call `ended` or `forget` once for each call of this."""
+        """Expect a request's blocks in its engine's cache. After each call, call either `ended` or `forget`."""
         while self._ended and self._ended[0][0] <= self._clock():
             _, ended_key, ended_names = self._ended.popleft()
             self.forget(ended_key, ended_names)
@@ -65,7 +65,7 @@ class PrefixIndex:
             self._expected[key].update(names)
 
     def ended(self, key: EngineKey, names: Sequence[BlockName]) -> None:
-        """Keep expecting a request's blocks until the engine has reported them."""
+        """Expect a request's blocks for a while longer, until the engine has reported them."""
         if names:
             self._ended.append((self._clock() + REPORT_DELAY_S, key, names))
 

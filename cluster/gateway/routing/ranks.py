@@ -1,4 +1,4 @@
-"""The ranks of the application as clients see them, and requests that name the rank to be served by."""
+"""The ranks of the application as clients see them, and requests that name the rank that must serve them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DIGITS = 9  # of a rank
 
 
 def pinned_rank(header: str | None, client: EngineClient) -> int | None:
-    """Return the rank that a client asks for, or None if it names none.
+    """Return the rank that a client demands in the header, or None.
 
     Raises `ApiError` (400) for a rank that this gateway does not reach now.
     """
@@ -37,12 +37,12 @@ def _unreachable(text: str, reached: Sequence[int]) -> ApiError:
 
 
 def reachable(client: EngineClient, rank: int | None) -> Sequence[EngineView]:
-    """Return all engines, or those to choose from when the engine of this rank must take part."""
+    """Return the engines that a request may use: all, or only those that can serve it together with `rank`."""
     return client.engines() if rank is None else only_with(client.engines(), rank)
 
 
 def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
-    """Return the engine of this rank, and those of the role that completes it."""
+    """Return the engine of this rank, and the engines of the complementary role."""
     pinned = next((view for view in engines if view.record.rank == rank), None)
     if pinned is None:
         return []
@@ -51,7 +51,7 @@ def only_with(engines: Sequence[EngineView], rank: int) -> list[EngineView]:
 
 
 def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dict[str, Any]:
-    """Return all ranks, with the state of those that this gateway reaches, serving gateways, and groups that start."""
+    """Return all ranks, with the state of those that this gateway reaches; serving gateways; and starting groups."""
     snapshot = client.listed()
     serving = [record for record in snapshot.gateways if record.is_serving]
     views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
@@ -66,7 +66,7 @@ def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dic
 
 def _rank(record: EngineRecord, view: EngineView | None, breakers: Breakers) -> dict[str, Any]:
     return msgspec.structs.asdict(record) | {
-        "epoch": f"{record.epoch:016x}",  # 63 bits are more than JavaScript's numbers hold
+        "epoch": f"{record.epoch:016x}",  # a string, because 63 bits exceed JavaScript's exact integers
         "reachable": view is not None,
         "circuit": breakers.state(record),
         "outstanding": 0 if view is None else view.outstanding,
@@ -93,7 +93,7 @@ def _place(record: GatewayRecord) -> tuple[str, int, str]:
 
 
 def spell_ranks(ranks: Iterable[int]) -> str:
-    """Write `[0, 1, 2, 5]` as "0-2, 5"."""
+    """Return `[0, 1, 2, 5]` as "0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -1,22 +1,23 @@
-"""The rates of the cost formula (`cost.py`): engines measure them, and report them with their status.
+"""The rates in the cost formula (`cost.py`), which engines measure and report with their status.
 
-Before the first report, they are those of the settings.
+Before the first report, the settings give them.
 
-    prefill of a prompt    by its tokens, in each engine (`StepTimes.prefill`)
-    one more request       by which it lengthens an engine's steps (`StepTimes.decode`)
-    a read of blocks       by their number, for each pair of engines (`PeerLane.read_s`)
+    prefill of a prompt    line by its tokens, for each engine (`StepTimes.prefill`)
+    one more request       time by which it lengthens an engine's steps (`StepTimes.decode`)
+    a read of blocks       line by their number, for each pair of engines (`PeerLane.read_s`)
 
-Engines measure, so all gateways know the same, and one that starts knows it with the first messages. An engine that has
-measured nothing yet is taken to be like the median of the others. So is one whose figure is within `ALIKE` of it:
-equal engines measure a little different times, and chance must not send all requests to one of them.
+Since engines measure, all gateways know the same figures, and a new gateway knows them from the first messages. For an
+engine that has measured nothing yet, the median of the others is taken. So it is for an engine whose figure is within
+a factor `ALIKE` of the median: the measurements of equal engines differ a little, and chance must not send all requests
+to one of them.
 
-A measurement is stale `STALE_S` after it was reported. Machines share no clock: engines report how many
-measurements they have made, and a gateway notes on its own clock when the number grew.
+A measurement is stale `STALE_S` after its report. Machines share no clock, so engines report how many measurements they
+have made, and a gateway notes on its own clock when that number has grown.
 
-    a pair of engines    is taken to be like other pairs of the same two nodes that were measured since, and sooner
-                         where all of these have become much slower
-    a slow engine        keeps its figures, and is tried by single requests (`router.py`): no other engine's figures
-                         show whether it has recovered, and one that has not must not get its share of requests
+    a pair of engines    If stale, the figure of other pairs of the same two nodes that were measured since is used;
+                         even earlier if all of these have become much slower.
+    a slow engine        It keeps its figure, and gets single requests as trials (`router.py`): other engines' figures
+                         do not show whether it has recovered, and if it has not, it must not get its full share.
 """
 
 from __future__ import annotations
@@ -38,48 +39,48 @@ from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
 from .prefix_index import EngineKey, engine_key
 
-ALIKE = 1.5
-NEWEST = 5  # measurements of the pairs of two nodes, whose median is that of the pairs
-SLOWED_DOWN = 3.0  # times as long as a pair took: where all newer measurements show it, it holds for the pair, too
-RENEWED_S = 1.0  # between two looks at the medians
-TYPICAL_TOKENS = 1024  # of prompts, at which lines are compared
+ALIKE = 1.5  # ratio of two figures up to which they count as equal
+NEWEST = 5  # measurements of pairs of the same two nodes whose median is used
+SLOWED_DOWN = 3.0  # ratio of all newer measurements between two nodes to a pair's own, at which they replace it
+RENEWED_S = 1.0  # between two updates of the medians
+TYPICAL_TOKENS = 1024  # length of a prompt for which lines are compared
 
 
 class CostRates(StrictModel):
     """Settings of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
 
-    Rates are first guesses, until engines have measured theirs.
+    Rates are guesses, used until engines have measured theirs.
     """
 
     prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine; a guess
-    decode_request_s: float = Field(0.01, ge=0)  # that one more request delays the answers of an engine; a guess
-    answer_tokens: int = Field(256, ge=0)  # steps for which that is counted, once they are measured
-    stall_weight: float = Field(1.0, ge=0)  # a second without tokens for a running answer, in seconds of this cost
-    block_release_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has room again
-    handoff_s: float = Field(0.003, ge=0)  # of a hand-off beside the read
-    slow_handoff_s: float = Field(0.02, ge=0)  # one that takes no longer is made without comparing costs
-    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # KV of so many tokens between engines of one node; a guess
-    network_tokens_per_s: float = Field(250_000.0, gt=0)  # between nodes; a guess
+    decode_request_s: float = Field(0.01, ge=0)  # by which one more request delays the answers of an engine; a guess
+    answer_tokens: int = Field(256, ge=0)  # length of an answer for which that delay is computed, once it is measured
+    stall_weight: float = Field(1.0, ge=0)  # cost in seconds of one second in which a running answer gets no token
+    block_release_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has free ones again
+    handoff_s: float = Field(0.003, ge=0)  # of a hand-off, without its read
+    slow_handoff_s: float = Field(0.02, ge=0)  # hand-offs that take no longer are made without comparing costs
+    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # whose KV is read between engines of one node; a guess
+    network_tokens_per_s: float = Field(250_000.0, gt=0)  # the same between nodes; a guess
 
 
-Nodes = tuple[str, str]  # of the engine that is read, and of the reader
+Nodes = tuple[str, str]  # of the engine that is read from, and of the reader
 
 
 class _Measured(NamedTuple):
-    at_s: float  # when it was reported, on this gateway's clock
-    read_s: Line  # by tokens
+    at_s: float  # time of the report, on this gateway's clock
+    read_s: Line  # time of a read by its tokens
 
 
 class _Lanes:
-    """The ways in which one engine reads others."""
+    """The connections through which one engine reads from others."""
 
     def __init__(self) -> None:
         self.reported: TransferStats | None = None
         self.by_peer: dict[str, PeerLane] = {}
-        self.measured: dict[str, _Measured] = {}  # the newest of each peer, or what was known at pairing
+        self.measured: dict[str, _Measured] = {}  # by peer: its newest measurement, or what was known at pairing
 
     def update(self, report: TransferStats, now_s: float) -> list[tuple[str, _Measured]]:
-        """Apply a report of the reader. Returns the peers that it has measured since the last one, with the times."""
+        """Apply a report of the reader. Return the peers of which it has new measurements, with these."""
         self.reported, old = report, self.by_peer
         self.by_peer = {lane.engine_id: lane for lane in report.lanes}
         self.measured = {peer: known for peer, known in self.measured.items() if peer in self.by_peer}
@@ -98,13 +99,13 @@ class _Lanes:
 class _Freshness:
     """The age of an engine's measurements of one kind, on this gateway's clock.
 
-    Those that come within `STALE_S` of the first of them are a series. From the `SETTLED`th on, each makes the figure
-    fresh. A series with fewer counts from its beginning, once it is over.
+    Measurements within `STALE_S` after the first of them form a series. From the `SETTLED`th of a series on, each one
+    makes the figure fresh. A shorter series makes it fresh as of its beginning, once it is over.
     """
 
     num_measured: int
     fresh_s: float
-    series_s: float = -math.inf  # when the newest series began
+    series_s: float = -math.inf  # beginning of the newest series
     num_before: int = 0
 
     def update(self, num_measured: int, now_s: float) -> None:
@@ -118,14 +119,14 @@ class _Freshness:
             self.fresh_s = now_s
 
     def stale_s(self, now_s: float) -> float:
-        """Return the age; 0 up to `STALE_S`."""
+        """Return the age, or 0 while it is at most `STALE_S`."""
         is_series_over = now_s - self.series_s > STALE_S
         age_s = now_s - (max(self.fresh_s, self.series_s) if is_series_over else self.fresh_s)
         return age_s if age_s > STALE_S else 0.0
 
 
 class _StepReports:
-    """The newest report of an engine on its steps, and how fresh its measurements are."""
+    """The newest report of an engine about its steps, and the freshness of its measurements."""
 
     def __init__(self, times: StepTimes, now_s: float) -> None:
         self.times, self.seen_s = times, now_s
@@ -139,7 +140,7 @@ class _StepReports:
 
 
 class LearntRates:
-    """The rates that one gateway knows."""
+    """The rates that one gateway has learnt from the engines' reports."""
 
     def __init__(self, guesses: CostRates, clock: Callable[[], float]) -> None:
         self.guesses = guesses
@@ -147,15 +148,15 @@ class LearntRates:
         self._renewed_s, self._is_measured = -RENEWED_S, False
         self._lanes: dict[EngineKey, _Lanes] = {}
         self._steps: dict[EngineKey, _StepReports] = {}
-        self.stale: frozenset[EngineKey] = frozenset()  # slow engines with stale figures, as of the last look
+        self.stale: frozenset[EngineKey] = frozenset()  # slow engines whose figures are stale, as of the last `renew`
         self._nodes: dict[str, str] = {}  # by engine
         self._between: defaultdict[Nodes, deque[_Measured]] = defaultdict(lambda: deque(maxlen=NEWEST))
-        self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)  # the median
+        self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)  # the engines' median
         self._request_s = guesses.decode_request_s
-        self._step_s = 0.0  # of the fastest; 0: not known
+        self._step_s = 0.0  # of the fastest engine; 0: unknown
 
     def reconfigure(self, guesses: CostRates) -> None:
-        """Take other settings from the next choice on. What engines have measured goes before guesses, as ever."""
+        """Use other settings from the next choice on. Measurements still take precedence over guesses."""
         self.guesses = guesses
         if not self._is_measured:
             self._prefill = Line(0.0, 1 / guesses.prefill_tokens_per_s)
@@ -164,11 +165,11 @@ class LearntRates:
 
     @property
     def known(self) -> set[str]:
-        """The ids of the engines of which something is kept."""
+        """The ids of the engines about which something is stored."""
         return {engine_id for engine_id, _ in [*self._steps, *self._lanes]} | self._nodes.keys()
 
     def renew(self, engines: Sequence[EngineView]) -> None:
-        """Apply the engines' reports: once a second, and at every call until one of them has measured something."""
+        """Apply the engines' reports: once a second, but in every call until one engine has measured something."""
         now_s = self._clock()
         if self._is_measured and now_s - self._renewed_s < RENEWED_S:
             return
@@ -191,7 +192,10 @@ class LearntRates:
         )
 
     def _forget_old(self, now_s: float) -> None:
-        """Forget engines that were not seen for `STALE_S`: a request may name the engines to choose from."""
+        """Forget engines that were not seen for `STALE_S`.
+
+        Not at once: a pinned request may pass only a few engines.
+        """
         self._steps = {key: reports for key, reports in self._steps.items() if now_s - reports.seen_s <= STALE_S}
         self._lanes = {key: lanes for key, lanes in self._lanes.items() if key in self._steps}
         known = {engine_id for engine_id, _ in self._steps}
@@ -200,7 +204,7 @@ class LearntRates:
             del self._between[nodes]
 
     def prefill_s(self, view: EngineView, num_tokens: int) -> float:
-        """Return the time that an engine takes to compute tokens of prompts, in as many steps as they need."""
+        """Return the time in which an engine computes prompt tokens, in as many steps as they need."""
         line, own = self._prefill, None if view.stats is None else view.stats.step_times.prefill
         if own is not None and not _are_alike(_typical_s(own), _typical_s(line)):
             line = own
@@ -214,20 +218,20 @@ class LearntRates:
         return own_s if own_s and not _are_alike(own_s, self._request_s) else self._request_s
 
     def slowness_s(self, view: EngineView) -> float:
-        """Return the time by which an answer is later than in the engine whose steps are fastest, without others.
+        """Return by how much later an answer is complete than in the engine with the fastest steps, each alone.
 
-        While an engine's batches had about one size, its steps cannot be compared.
+        It is 0 while it is unknown: an engine whose batches all had about one size has no line.
         """
         decode = None if view.stats is None else view.stats.step_times.decode
         if decode is None or not decode.unit_s or not self._step_s or _are_alike(decode.at(1), self._step_s):
             return 0.0
-        later_s = decode.at(1) - self._step_s  # below 0 where the engine has become the fastest since `renew`
+        later_s = decode.at(1) - self._step_s  # negative if the engine has become the fastest one since `renew`
         return max(0.0, later_s) * self.guesses.answer_tokens
 
     def slow_prefill_age_s(self, view: EngineView) -> float:
-        """Return for how long an engine that measured slow prompts has not confirmed it; 0 up to `STALE_S`.
+        """Return the age of the figure of an engine that measured slow prompts; 0 up to `STALE_S`.
 
-        It is 0 for engines that are not slow, too.
+        It is also 0 for engines that are not slow.
         """
         reports = self._reports_of(view)
         own = reports.times.prefill
@@ -236,14 +240,14 @@ class LearntRates:
         return reports.prefill.stale_s(self._clock())
 
     def slow_decode_age_s(self, view: EngineView) -> float:
-        """Return the same for the steps in which an engine decodes."""
+        """Return the same for an engine's decode steps."""
         reports = self._reports_of(view)
         if not self.slowness_s(view) and self.request_s(view) <= self._request_s:
             return 0.0
         return reports.decode.stale_s(self._clock())
 
     def read_s(self, reader: EngineView, source: EngineRecord) -> Line:
-        """Return the time in which an engine reads another's tokens, by their number."""
+        """Return the time in which an engine reads KV from another one, as a line by tokens."""
         own = self._lanes_of(reader).measured.get(source.engine_id)
         now_s = self._clock()
         nodes = source.node_id, reader.record.node_id
@@ -258,7 +262,7 @@ class LearntRates:
         return Line(0.0, 1 / (self.guesses.node_tokens_per_s if same_node else self.guesses.network_tokens_per_s))
 
     def measured_s(self, reader: EngineView, source: EngineRecord) -> float:
-        """Return when a pair's newest measurement, or else the pair, was reported; minus infinity if it was not."""
+        """Return when a pair's newest measurement, or else the pair itself, was reported; minus infinity if never."""
         own = self._lanes_of(reader).measured.get(source.engine_id)
         return -math.inf if own is None else own.at_s
 

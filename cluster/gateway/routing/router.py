@@ -1,8 +1,8 @@
 """The router: chooses the engine or pair of engines that serves a request in the fewest seconds (`cost.py`).
 
-Cached prefixes need no work, and those in tiers little. Everything that a gateway knows of engines comes from them: one
-that starts knows what the others know as soon as its connections are there. What it has sent, and the engines have not
-reported yet, is in `load.py` and `prefix_index.py`.
+Cached prefixes cost nothing, and those in tiers little. A gateway knows about engines only what they report, so a new
+one knows what the others know as soon as it is connected. Requests that it has sent, and that engines have not reported
+yet, are in `load.py` and `prefix_index.py`.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from .load import LoadTracker, Placement
 from .prefix_index import EngineKey, PrefixIndex, engine_key, prefix_names
 from .rates import CostRates, LearntRates
 
-EQUAL = 1.05  # costs closer than this are equal: gateways with the same reports must not all choose one engine
+EQUAL = 1.05  # costs within this ratio are equal: gateways with equal reports must not all choose the same engine
 NO_PREFILL_ENGINE = "no-prefill-engine"
 SLOW_HANDOFF = "slow-handoff"
 MEASURING = "measuring"
-WORTHWHILE_HIT = 256  # cached tokens with which a decode engine may be the better one to compute a prompt
-SLOW_SHARE = 0.15  # of the time to compute a prompt: a hand-off that takes no longer is made without comparing costs
-LINK_TRIAL_SHARE = 1 / 600  # of the time since the last one that a hand-off which only measures may cost a request
-ENGINE_TRIAL_SHARE = 1 / 300  # of the time since an engine's figures were fresh: of up to `SETTLED` requests, each
-NUM_RECEIVERS = 8  # decode engines, those with the least load, between which and a prefill engine links are compared
+WORTHWHILE_HIT = 256  # cached tokens from which on a decode engine may compute a prompt at lower cost
+SLOW_SHARE = 0.15  # of the time to compute a prompt: hand-offs that take no longer are made without comparing costs
+LINK_TRIAL_SHARE = 1 / 600  # extra cost of a hand-off that is only made to measure / time since the last one
+ENGINE_TRIAL_SHARE = 1 / 300  # extra cost of a request as a trial of a slow engine / age of that engine's figures
+NUM_RECEIVERS = 8  # decode engines, the least loaded ones, whose links to a prefill engine are compared
 
 
 class Path(enum.StrEnum):
-    """The kinds of ways to serve a request, as `x-baton-path` names them."""
+    """The ways to serve a request, as `x-baton-path` names them."""
 
-    DISAGGREGATED = "disaggregated"  # a prefill engine computes the prompt, a decode engine goes on
+    DISAGGREGATED = "disaggregated"  # a prefill engine computes the prompt, a decode engine continues
     UNIFIED = "unified"
-    LOCAL_PREFILL = "local-prefill"  # a decode engine does both: there is no prefill engine, or it costs more
-    LOCAL_DECODE = "local-decode"  # a prefill engine does both: a hand-off costs more
-    RECOMPUTED = "recomputed"  # an attempt was lost, and another engine computes all tokens so far
+    LOCAL_PREFILL = "local-prefill"  # a decode engine does both: there is no prefill engine, or it would cost more
+    LOCAL_DECODE = "local-decode"  # a prefill engine does both: a hand-off would cost more
+    RECOMPUTED = "recomputed"  # an attempt was lost, and another engine computes all tokens up to then
 
 
 @dataclass(frozen=True)
 class RoutingQuery:
-    """A request, as far as the router needs to know it."""
+    """The facts about a request that the router needs."""
 
     num_tokens: int
-    names: Sequence[BlockName]  # of those full blocks of the prompt that an engine may find in its cache
-    tie: str  # orders engines of equal cost
-    session: bool = False  # `tie` is the session's: the same engine comes first for all of its requests
-    pinned_rank: int | None = None  # an engine that must take part
+    names: Sequence[BlockName]  # of the prompt's full blocks that an engine may find in its cache
+    tie: str  # determines the order among engines of equal cost
+    session: bool = False  # `tie` is the session's, so the same engine comes first for all of its requests
+    pinned_rank: int | None = None  # of the engine that must take part
 
     def with_tokens(self, num_tokens: int) -> RoutingQuery:
         return dataclasses.replace(self, num_tokens=num_tokens)
@@ -65,21 +65,21 @@ class RoutingQuery:
 
 @dataclass(frozen=True)
 class Route:
-    """The engine that a request's next tokens come from."""
+    """The engine that computes a request's next tokens."""
 
     placement: Placement
-    hands_off: bool  # the engine only prefills; a decode engine is chosen when the KV is ready
+    hands_off: bool  # the engine only prefills; a decode engine is chosen when its KV is ready
     path: Path
     reason: str
 
 
 @dataclass(frozen=True)
 class _Option:
-    is_full: bool  # no room for the request's KV now
+    is_full: bool  # the engine has no room for the request's KV now
     cost_s: float
     placement: Placement
     path: Path = Path.DISAGGREGATED
-    reason: str = ""  # empty: whether some of the prompt is cached
+    reason: str = ""  # empty: the reason says whether a part of the prompt is cached
     handoff: _Handoff | None = None
 
     def route(self, query: RoutingQuery) -> Route:
@@ -92,8 +92,8 @@ class _Handoff:
     """The cheapest hand-off of one prefill engine."""
 
     seconds: float
-    cost_s: float  # with what the reader's load costs
-    measured_s: float  # when the time of the pair's reads was last measured
+    cost_s: float  # with the cost of the reader's load
+    measured_s: float  # time of the newest measurement of the pair's reads
 
 
 class Router:
@@ -110,14 +110,14 @@ class Router:
     ) -> None:
         self._gateway_id = gateway_id
         self._rates, self._cost = rates, Cost(rates)
-        self._clock, self._tried_s = clock, clock()  # when a hand-off was last made to measure it
+        self._clock, self._tried_s = clock, clock()  # when a hand-off was last made only to measure it
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self.prefixes = PrefixIndex(clock)
         self.loads = LoadTracker(self.prefixes)
 
     def reconfigure(self, guesses: CostRates, session_patience_s: float, local_prefill_max_tokens: int) -> None:
-        """Take other settings from the next choice on."""
+        """Use other settings from the next choice on."""
         self._rates.reconfigure(guesses)
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
@@ -130,7 +130,7 @@ class Router:
         session_id: str | None = None,
         pinned_rank: int | None = None,
     ) -> RoutingQuery:
-        """Return the query for a request. `names` are those of the prompt's blocks, where they are known."""
+        """Return the query for a request. `names` are those of the prompt's blocks, if they are known already."""
         if names is None:
             packed = prefix_names(request.prompt_token_ids, request.sampling, request.cache_salt)
             names = unpack_names(packed)
@@ -140,9 +140,9 @@ class Router:
     def route(
         self, engines: Sequence[EngineView], query: RoutingQuery, avoid: Collection[EngineKey] = ()
     ) -> Route | None:
-        """Return an engine for all tokens that the request has so far, or None if no engine can take it now.
+        """Return an engine for all of the request's tokens up to now, or None if no engine can take it now.
 
-        An engine that drains is chosen only if no other can take it.
+        A draining engine is chosen only if no other one can take it.
         """
         self._rates.renew(engines)
         return self._route(_staying(engines), query, avoid) or self._route(engines, query, avoid)
@@ -157,9 +157,9 @@ class Router:
         return None if best is None else best.route(query)
 
     def _link_trial(self, options: Collection[_Option], best: _Option) -> _Option | None:
-        """Return a hand-off that is made although it costs more, to measure it anew.
+        """Return a hand-off to be made although it costs more, so that the link is measured again; or None.
 
-        All requests together lose no more than `LINK_TRIAL_SHARE` of the time, so a long prompt is seldom tried.
+        All trials together cost at most `LINK_TRIAL_SHARE` of the time, so long prompts are seldom used.
         """
         handoffs = [option for option in options if option.handoff is not None and not option.is_full]
         if best.handoff is not None or not handoffs:
@@ -175,10 +175,10 @@ class Router:
     def _engine_trial(
         self, engines: Sequence[EngineView], options: Collection[_Option], best: _Option
     ) -> _Option | None:
-        """Return an option that costs more, to measure an engine anew that was slow when it last measured.
+        """Return an option to be taken although it costs more, to measure a slow engine with stale figures; or None.
 
-        There is one such request at a time in an engine, and after `SETTLED` its figures are fresh. So all of them
-        together lose no more than `SETTLED` * `ENGINE_TRIAL_SHARE` of the time.
+        An engine has one trial at a time, and after `SETTLED` of them its figures are fresh. So all trials together
+        cost at most `SETTLED` * `ENGINE_TRIAL_SHARE` of the time.
         """
         for view in engines if self._rates.stale else ():
             key = engine_key(view.record)
@@ -200,7 +200,7 @@ class Router:
         source: EngineRecord,
         avoid: Collection[EngineKey] = (),
     ) -> Placement | None:
-        """Return a decode engine that can fetch the KV of the engine `source`; see `route` for engines that drain."""
+        """Return a decode engine that can fetch the KV of `source`; as in `route`, draining engines come last."""
         staying = self._receiver(_staying(engines), query, source, avoid)
         return staying or self._receiver(engines, query, source, avoid)
 
@@ -208,7 +208,7 @@ class Router:
         self, engines: Sequence[EngineView], query: RoutingQuery, source: EngineRecord, avoid: Collection[EngineKey]
     ) -> Placement | None:
         options = []
-        ages_s: dict[EngineKey, float] = {}  # of the figures of idle engines that decoded slowly, where they are stale
+        ages_s: dict[EngineKey, float] = {}  # of stale figures of idle engines that decoded slowly
         for view in engines:
             record, load = view.record, self.loads.of(view)
             if not _pairs(source, record) or engine_key(record) in avoid:
@@ -266,9 +266,9 @@ class Router:
         min_hit: int = 0,
         slow_s: float = 0.0,
     ) -> list[_Option]:
-        """Return the decode engines that can compute the prompt themselves.
+        """Return the options in which decode engines compute the prompt themselves.
 
-        Those that have less than `min_hit` of it may do so where a hand-off, which takes `slow_s`, is slow.
+        Engines that have less than `min_hit` of it are included only if a hand-off, which takes `slow_s`, is slow.
         """
         options = []
         for view in engines:
@@ -298,9 +298,9 @@ class Router:
         return handoff_s > max(SLOW_SHARE * compute_s, self._rates.guesses.slow_handoff_s)
 
     def _best(self, options: Collection[_Option], query: RoutingQuery) -> _Option | None:
-        """Return the cheapest option; among equal ones, the first in the request's own order.
+        """Return the cheapest option; among equal ones, the first in the request's own order of engines.
 
-        An engine without room for the request's KV is taken only if no other is there.
+        An engine without room for the request's KV is taken only if there is no other one.
         """
         options = [option for option in options if not option.is_full] or options
         if not options:
@@ -317,7 +317,7 @@ class Router:
         return self._cost.prefill_work(view, query.num_tokens, self._found(view, query))
 
     def _missing(self, view: EngineView, query: RoutingQuery) -> int:
-        """Return how many tokens a hand-off has to bring: it looks into the pool only."""
+        """Return how many tokens a hand-off has to transfer: all but those in the pool, since it ignores tiers."""
         return query.num_tokens - self._found(view, query).pool * BLOCK_SIZE
 
     def _found(self, view: EngineView, query: RoutingQuery) -> FoundPrefix:
@@ -325,15 +325,15 @@ class Router:
 
 
 class _Receivers:
-    """Finds the cheapest decode engine for each prefill engine, without a look at every pair.
+    """Finds the cheapest decode engine for each prefill engine, without comparing every pair.
 
-    Candidates are those with the least load among all, and on the node of the prefill engine.
+    Candidates are the least loaded decode engines among all, and the least loaded on the prefill engine's node.
     """
 
     def __init__(self, router: Router, decoders: Iterable[EngineView], query: RoutingQuery) -> None:
         self._cost, self._rates = router._cost, router._rates
         everywhere: defaultdict[str, list[_Receiver]] = defaultdict(list)  # by fingerprint
-        near: defaultdict[tuple[str, str], list[_Receiver]] = defaultdict(list)  # and node
+        near: defaultdict[tuple[str, str], list[_Receiver]] = defaultdict(list)  # by fingerprint and node
         for view in decoders:
             decode_s = router._cost.decode_s(view, router.loads.of(view))
             receiver = _Receiver(view, router._missing(view, query), decode_s)
@@ -348,7 +348,7 @@ class _Receivers:
         self._near = {place: idlest(receivers) for place, receivers in near.items()}
 
     def cheapest(self, source: EngineRecord, num_requests: int, ready_s: float) -> _Handoff | None:
-        """Return the hand-off of a prompt that `source`, which has so many requests, has computed after `ready_s`.
+        """Return the cheapest hand-off of a prompt from `source`, which has `num_requests` and is ready in `ready_s`.
 
         None if no decode engine can fetch this engine's KV.
         """
@@ -364,12 +364,12 @@ class _Receivers:
 
 class _Receiver(NamedTuple):
     view: EngineView
-    missing: int  # tokens that a hand-off has to bring
+    missing: int  # tokens that a hand-off has to transfer
     decode_s: float
 
 
 def _is_worth_trying(option: _Option, best: _Option, age_s: float) -> bool:
-    """Return whether a request may lose so much to measure an engine whose figures are so old; 0: they are fresh."""
+    """Return whether a request may take this option as a trial of an engine whose figures have this age; 0: fresh."""
     return not option.is_full and 0 < option.cost_s - best.cost_s <= ENGINE_TRIAL_SHARE * age_s
 
 
@@ -390,5 +390,5 @@ def _is_full(view: EngineView, tokens: int) -> bool:
 
 
 def _order(tie: str, engine: EngineRecord) -> bytes:
-    """Rank engines by rendezvous hashing: when one leaves, only requests move whose first it was."""
+    """Order engines by rendezvous hashing: when one leaves, only the requests that preferred it move."""
     return hashlib.blake2b(f"{tie}/{engine.engine_id}/{engine.epoch}".encode(), digest_size=8).digest()

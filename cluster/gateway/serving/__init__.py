@@ -1,1 +1,1 @@
-"""One sequence on its way through engines: admission, attempts, retries, timeline."""
+"""One sequence's way through engines: admission, attempts, retries, timeline."""

@@ -1,4 +1,4 @@
-"""Admission of requests to a gateway: limits for its own queue and those of the engines, and `Retry-After`."""
+"""Admission of requests to a gateway: limits on its running requests and on the engines' queues, and `Retry-After`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AdmissionControl:
 
     @property
     def num_keys(self) -> int:
-        """The number of API keys of which requests run."""
+        """The number of API keys with running requests."""
         return len(self._num_by_key)
 
     def reconfigure(self, settings: GatewaySettings) -> None:
@@ -66,7 +66,7 @@ class AdmissionControl:
             raise engines_full(self.retry_after_s(engines))
 
     def are_full(self, engines: Sequence[EngineView], refused_by: Collection[EngineKey] = ()) -> bool:
-        """Return True if every engine that could compute a prompt has reported a full queue, or refused a prompt."""
+        """Return True if every engine that could compute a prompt has reported a full queue, or is in `refused_by`."""
         bound = self._settings.queue_limits.bound
         return all(
             engine_key(view.record) in refused_by or (view.stats is not None and bound.is_reached(view.stats))
@@ -74,7 +74,7 @@ class AdmissionControl:
         )
 
     def retry_after_s(self, engines: Sequence[EngineView]) -> float:
-        """Return the time that the shortest queue takes, or `capacity_timeout_s` if there is no engine."""
+        """Return the time in which the shortest queue is worked off, or `capacity_timeout_s` if there is no engine."""
         self._rates.renew(engines)
         queues_s = [
             0.0 if view.stats is None else self._rates.prefill_s(view, view.stats.num_waiting_tokens)
@@ -85,7 +85,7 @@ class AdmissionControl:
     def _wait_s(self) -> float:
         """Return the time until a refused request may be admitted, at the rate at which requests have ended lately.
 
-        The requests that were refused lately come back before it.
+        Requests that were refused lately will return before it, so they count, too.
         """
         self._window.add(REFUSED)
         per_s = max(1, self._window.count(ENDED)) / WINDOW_S
@@ -93,7 +93,7 @@ class AdmissionControl:
 
 
 def _prompt_engines(engines: Sequence[EngineView]) -> Sequence[EngineView]:
-    """Return the engines in whose queues prompts wait."""
+    """Return the engines that compute prompts."""
     return [view for view in engines if view.record.role is not Role.DECODE] or engines
 
 

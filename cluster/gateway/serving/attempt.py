@@ -1,4 +1,4 @@
-"""An attempt: a sequence in one engine. Its outcome updates the load record and the circuits."""
+"""An attempt: a sequence in one engine. Its outcome updates load records and circuits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..routing.load import LoadTracker, Placement
 from ..routing.prefix_index import engine_key
 from .retry_policy import RETRY_POLICY, Blame, Failure
 
-MIN_TIMEOUT_S = 0.001  # 0 would mean that there is no deadline
+MIN_TIMEOUT_S = 0.001  # because 0 would mean no deadline
 REFUSALS = (ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG)  # errors that cost no device time
 
 
@@ -28,11 +28,11 @@ class Attempt:
 
     placement: Placement
     stream: OutputStream
-    sent_s: float  # on `time.monotonic`'s clock, not later than the engine can have it
-    holder: EngineRecord | None = None  # the engine whose KV it fetches
-    kv_source: KVSource | None = None  # that KV
-    has_output: bool = False  # so the engine has computed or fetched the prompt
-    has_run: bool = True  # device time was or may have been spent
+    sent_s: float  # on `time.monotonic`'s clock, before the engine can have received it
+    holder: EngineRecord | None = None  # the engine whose KV this one fetches
+    kv_source: KVSource | None = None  # the KV to fetch
+    has_output: bool = False  # if so, the engine has computed or fetched the prompt
+    has_run: bool = True  # device time was spent, or may have been
 
     @property
     def engine(self) -> EngineRecord:
@@ -54,14 +54,14 @@ class Attempt:
         return self.kv_source is not None and self.kv_source.ticket == source.ticket
 
     def note_error(self, error: EngineError, *, was_scheduled: bool) -> None:
-        """Decide if device time was spent. `was_scheduled`: the engine has reported that it had begun."""
+        """Decide whether device time was spent. `was_scheduled`: the engine has reported that it had begun."""
         waited_only = error.kind is ErrorKind.TIMED_OUT and not was_scheduled
         self.has_run = self.has_output or not (waited_only or error.kind in REFUSALS)
 
 
 @dataclass(frozen=True)
 class KVOffer:
-    """KV that a finished prefill keeps until a decode engine has fetched it, or until it is withdrawn."""
+    """KV that a finished prefill keeps until a decode engine has fetched it or the offer is withdrawn."""
 
     engine: EngineRecord
     source: KVSource
@@ -69,10 +69,10 @@ class KVOffer:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time after which an answer is of no use."""
+    """The time after which nobody needs an answer any more."""
 
     at_s: float = math.inf  # on the event loop's clock
-    by_client: bool = False  # it is the client's own: to miss it says nothing about an engine
+    by_client: bool = False  # the client has set it, so missing it is no fault of an engine
 
     @property
     def left_s(self) -> float:
@@ -83,14 +83,14 @@ class Deadline:
         return self.left_s <= MIN_TIMEOUT_S
 
     def on(self, request: EngineRequest) -> EngineRequest:
-        """Return the request with the time that is left as of now: the clocks of machines differ."""
+        """Return the request with the time left as of now, since the clocks of machines differ."""
         if self.at_s == math.inf:
             return request
         return msgspec.structs.replace(request, timeout_s=max(MIN_TIMEOUT_S, self.left_s))
 
 
 class AttemptTracker:
-    """Opens and closes the attempts of one gateway. Each attempt that is opened must be closed."""
+    """Opens and closes the attempts of one gateway. Each opened attempt must be closed."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class AttemptTracker:
         breakers: Breakers,
         on_decision: Callable[[Failure, float], None],
     ) -> None:
-        """`on_decision` gets the seconds for which a sequence waited for an engine that had sent its last message."""
+        """`on_decision` gets the seconds from a failed engine's last message to the decision that it has failed."""
         self._client = client
         self._loads = loads
         self._breakers = breakers
         self._on_decision = on_decision
 
     def open(self, placement: Placement, request: EngineRequest, holder: EngineRecord | None = None) -> Attempt:
-        """Submit a request to an engine. `holder` is the engine whose KV it fetches, where `kv_source` is given."""
+        """Submit a request to an engine. `holder` is the engine whose KV it fetches, if `kv_source` is given."""
         self._loads.sent(placement)
         sent_s = time.monotonic()
         stream = self._client.submit(placement.engine, request)
@@ -120,7 +120,7 @@ class AttemptTracker:
         self._breakers.succeeded(attempt.circuits)
 
     def note_failure(self, attempt: Attempt, failure: Failure, deadline: Deadline) -> None:
-        """Count a failed attempt against the circuit of its engine, or of the pair that was to hand over."""
+        """Count a failed attempt against the circuit of its engine, or of the pair if a hand-off failed."""
         rule = RETRY_POLICY[failure]
         blamed = {Blame.ENGINE: attempt.engine, Blame.HOLDER: attempt.holder or attempt.engine}.get(rule.blame)
         if blamed is not None:
@@ -133,7 +133,7 @@ class AttemptTracker:
         self._breakers.failed(pair or attempt.circuit)
 
     async def close(self, attempt: Attempt) -> None:
-        """End the attempt. It is aborted in the engine, unless its last output has come."""
+        """End the attempt, and abort it in the engine unless its last output has arrived."""
         self._breakers.left(attempt.circuits, attempt)
         (self._loads.ended if attempt.has_output else self._loads.given_up)(attempt.placement)
         await attempt.stream.aclose()

@@ -1,4 +1,4 @@
-"""The context that all sequences of one gateway share."""
+"""The objects that all sequences of one gateway share."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .retry_policy import RetryBudget
 
 
 class SequenceMetrics(Protocol):
-    """The metrics that sequences count in."""
+    """The metrics that sequences update."""
 
     requests: Counter  # sequences
     unplaced: Gauge  # sequences that wait for an engine
-    paths: Counter  # placements, by path and reason
+    paths: Counter  # chosen engines, by path and reason
     retries: Counter  # further attempts, by reason
-    rungs: Counter  # placements after a failure, by rung and reason
+    rungs: Counter  # engines chosen after a failure, by rung and reason
 
     def observe_decision(self, failure: str, seconds: float) -> None: ...
 
 
 class ServingContext:
-    """The engines, and the gateway's knowledge of them. Nothing here belongs to one sequence."""
+    """The engines, and all that the gateway knows of them. Nothing here belongs to a single sequence."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ServingContext:
         *,
         scales_from_zero: bool = False,
     ) -> None:
-        """`scales_from_zero`: an autoscaler starts engines when requests wait for them."""
+        """`scales_from_zero`: an autoscaler starts engines once requests wait for them."""
         self.client = client
         self.router = router
         self.settings = settings
@@ -55,7 +55,7 @@ class ServingContext:
         self._scales_from_zero = scales_from_zero
 
     def reconfigure(self, settings: GatewaySettings) -> None:
-        """Take other settings. Sequences that run see them with their next wait or further attempt."""
+        """Apply other settings. Running sequences use them from their next wait or attempt on."""
         self.settings = settings
         self.router.reconfigure(settings.cost, settings.session_patience_s, settings.local_prefill_max_tokens)
         self.admission.reconfigure(settings)
@@ -63,9 +63,9 @@ class ServingContext:
         self.retry_budget.reconfigure(settings.retry_budget, settings.retry_budget_min)
 
     def retry_after_s(self) -> float:
-        """Return the time after which a refused client may come again: when the shortest queue is worked off."""
+        """Return how long a refused client should wait: until the shortest queue is worked off."""
         return self.admission.retry_after_s(self.client.engines())
 
     def is_ready(self) -> bool:
-        """Return True if a request can be served now, or if engines start with the first request."""
+        """Return True if a request can be served now, or if engines would start for it."""
         return self._scales_from_zero or any(view.record.role.writes_answers for view in self.client.engines())

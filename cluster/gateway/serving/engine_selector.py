@@ -1,6 +1,6 @@
-"""Choose the engine for a sequence's next attempt, past engines that it lost and those with open circuits.
+"""Chooses the engine for a sequence's next attempt, avoiding engines that failed it and those with open circuits.
 
-`ServedPath` notes which engines served it, and how: the value of `x-baton-path`, metrics, and a line of the log.
+`ServedPath` records which engines served the sequence, and how: for `x-baton-path`, metrics and the log.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Selection:
 
     rung: Rung
     placement: Placement
-    route: Route | None  # None: the engine fetches the KV that is on offer
+    route: Route | None  # None: the engine fetches the KV on offer
 
 
 class EngineSelector:
-    """Selects engines for one sequence. It changes nothing: each answer is about the engines as they are now."""
+    """Selects engines for one sequence. It keeps no state: each answer is about the engines as they are now."""
 
     def __init__(self, serving: ServingContext, history: AttemptHistory, pinned_rank: int | None) -> None:
         self._serving = serving
@@ -47,7 +47,7 @@ class EngineSelector:
     def select(self, failure: Failure | None, query: RoutingQuery, holder: EngineRecord | None) -> Selection | None:
         """Return an engine on the first rung that has one.
 
-        `failure` is the one that the attempt follows, None at the beginning. `holder` has KV on offer, if any has.
+        `failure` is that of the attempt before, None at the first. `holder` is the engine with KV on offer, if any.
         """
         for rung in (Rung.ANY,) if failure is None else RETRY_POLICY[failure].rungs:
             if rung is Rung.OTHER_DECODE:
@@ -71,7 +71,7 @@ class EngineSelector:
         return self._serving.admission.are_full(self._engines(), self._history.refused)
 
     def _route(self, rung: Rung, query: RoutingQuery) -> Route | None:
-        """Return an engine that computes all tokens so far."""
+        """Return an engine that computes all tokens up to now."""
         choose, refused = self._serving.router.route, self._history.refused
         engines = _on_rung(rung, self._engines())
         if rung is Rung.AGAIN:
@@ -81,7 +81,7 @@ class EngineSelector:
         if rung is Rung.ANY:
             return route or choose(engines, query, refused)
         if rung is Rung.OTHER_PREFILL and route is not None and route.reason == NO_PREFILL_ENGINE:
-            return None  # that is the next rung, which takes only engines without a queue
+            return None  # leave it to the rung `RECOMPUTE`, which takes only engines without a queue
         return route
 
     def _engines(self) -> Sequence[EngineView]:
@@ -97,7 +97,7 @@ def _on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:
 
 
 def _has_queue(view: EngineView) -> bool:
-    """Return whether requests wait in an engine: these a prompt would delay, too, beside the running answers."""
+    """Return whether requests wait in an engine: another prompt would delay them, and not only running answers."""
     return view.stats is not None and view.stats.num_requests_waiting > 0
 
 
@@ -116,11 +116,11 @@ class ServedPath:
         return f"{self._path}; reason={self._reason}{rung}"
 
     def note(self, found: Selection, failure: Failure | None) -> None:
-        """Note the engine that was found, after `failure` if it is not the first one."""
+        """Record the selected engine; `failure` is that of the attempt before, None at the first."""
         route = found.route
         if route is None:
             if failure is Failure.NO_READER:
-                return  # every hand-off begins so
+                return  # not a failure here: each hand-off begins like this
             self._rung = found.rung
         elif failure is None:
             self._path, self._rung = route.path, found.rung

@@ -1,4 +1,4 @@
-"""The newest requests that have ended, with their timelines: for whoever asks later where the time of one went."""
+"""The newest finished requests with their timelines, so that one can ask afterwards where a request's time went."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import msgspec
 from .timeline import Timeline, TimelineReport
 
 MOST_REQUESTS = 512
-MOST_CHOICES = 8  # of one request
+MOST_CHOICES = 8  # kept of one request
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """A request that has ended: nothing of what it said, and where its time went."""
+    """A finished request: its times and outcome, but no text."""
 
     request_id: str
     route: str
-    status: int  # of the HTTP response; 499 where the client left
+    status: int  # of the HTTP response; 499 if the client disconnected
     began_at: float  # Unix time, in seconds
     latency_s: float
-    path: str  # as `x-baton-path` has it
+    path: str  # as in `x-baton-path`
     choices: list[TimelineReport]  # the first ones
 
 
@@ -44,7 +44,7 @@ class _Kept:
 
 
 class RecentRequests:
-    """Keeps the newest requests of one gateway. Timelines become reports only when somebody asks."""
+    """Keeps the newest finished requests of one gateway. Timelines are turned into reports only on demand."""
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
         self._kept: deque[_Kept] = deque(maxlen=most)
@@ -59,13 +59,13 @@ class RecentRequests:
         path: str,
         timelines: Sequence[Timeline],
     ) -> None:
-        """Keep a request that has ended. `caller` is the digest of its API key."""
+        """Keep a finished request. `caller` is the digest of its API key."""
         began_at = time.time() - latency_s
         kept = list(timelines[:MOST_CHOICES])
         self._kept.append(_Kept(caller, request_id, route, status, began_at, latency_s, path, kept))
 
     def find(self, request_id: str, caller: bytes | None, *, sees_all: bool) -> list[EndedRequest]:
-        """Return the requests with this id that the caller may see, the newest first: its own, unless it sees all."""
+        """Return the requests with this id, newest first: those of the caller, or all if it `sees_all`."""
         return [
             each.report()
             for each in reversed(self._kept)

@@ -1,10 +1,10 @@
-"""The retry policy: the consequences of a failed attempt, in one table, and the budget for further attempts.
+"""The retry policy: a table with the consequences of each kind of failed attempt, and the budget for retries.
 
     attempt fails ──> RETRY_POLICY[failure] ──> the first of its rungs with an engine ──> next attempt
                           │ no rung, or too many attempts       │ no engine: wait, at most capacity_timeout_s
                           └───────────> typed error <───────────┘
 
-docs/operate/reliability.md holds the same table.
+docs/operate/reliability.md shows the same table.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ REQUESTS, RETRIES = 0, 1
 
 
 class Rung(enum.StrEnum):
-    """The ways to serve a request; after a failure they are tried in the policy's order."""
+    """The alternatives to serve a request; after a failure, they are tried in the policy's order."""
 
-    ANY = "any"  # the cheapest engine: the first attempt
-    OTHER_DECODE = "other-decode"  # a decode engine fetches the KV that is on offer
-    OTHER_PREFILL = "other-prefill"  # a prefill engine computes all tokens again
-    RECOMPUTE = "recompute"  # a decode engine does: not too many, and it has no queue
+    ANY = "any"  # the cheapest engine; used for the first attempt
+    OTHER_DECODE = "other-decode"  # a decode engine that fetches the KV on offer
+    OTHER_PREFILL = "other-prefill"  # a prefill engine that computes all tokens again
+    RECOMPUTE = "recompute"  # a decode engine without a queue that computes them, if they are not too many
     UNIFIED = "unified"
-    AGAIN = "again"  # the cheapest engine, also if this request lost it before
+    AGAIN = "again"  # the cheapest engine, even one that this request avoids
 
 
 class Failure(enum.StrEnum):
-    """The reasons for which attempts are lost: `reason` in `x-baton-path` and in the metrics."""
+    """The kinds of failed attempts: `reason` in `x-baton-path` and in the metrics."""
 
     ENGINE_GONE = "engine-gone"
     ENGINE_LEAVING = "engine-leaving"
     ENGINE_FAILED = "engine-failed"
     KV_LOST = "kv-lost"
     KV_EXPIRED = "kv-expired"
-    NO_READER = "no-decode-engine"  # KV is on offer, and no decode engine can fetch it
+    NO_READER = "no-decode-engine"  # KV is on offer, but no decode engine can fetch it
     OVERLOADED = "overloaded"
     TIMED_OUT = "timed-out"
     INVALID = "invalid"
@@ -62,20 +62,20 @@ FAILURE_OF = {
 
 
 class RetryCharge(enum.StrEnum):
-    """The attempts that are taken from the gateway's retry budget."""
+    """Says which further attempts are paid from the gateway's retry budget."""
 
     ALWAYS = "yes"
-    IN_VAIN = "from the second on, if it brought no token"  # one death costs each request that ran there an attempt
+    IN_VAIN = "from the second on, if it brought no token"  # one engine's death fails an attempt of many requests
     NEVER = "no"
 
 
 class Blame(enum.StrEnum):
-    """The engine that this request's next attempts avoid."""
+    """Says which engine this request's next attempts avoid."""
 
     ENGINE = "the engine"
     HOLDER = "the engine that held the KV"
-    REFUSED = "the engine, for good"  # also if no other is left; then the request fails at once
-    DEPARTED = "the engine, which goes"  # also if no other is left; then the request waits for another
+    REFUSED = "the engine, for good"  # even if no other engine is left: then the request fails at once
+    DEPARTED = "the engine, which goes"  # even if no other engine is left: then the request waits for one
     NOBODY = "nobody"
 
 
@@ -83,11 +83,11 @@ class Blame(enum.StrEnum):
 class RetryRule:
     """The consequences of a failure."""
 
-    rungs: tuple[Rung, ...] = ()  # in this order; none: the request is answered with an error
+    rungs: tuple[Rung, ...] = ()  # tried in this order; none: the request is answered with an error
     blame: Blame = Blame.NOBODY
     pays: RetryCharge = RetryCharge.NEVER
-    counts: bool = True  # among `max_attempts`
-    max_failures: int | None = None  # of this kind in one request; None: up to `max_attempts`
+    counts: bool = True  # towards `max_attempts`
+    max_failures: int | None = None  # limit of this kind in one request; None: only `max_attempts`
     opens_circuit: bool = False  # counts against the circuit of the engine, or of the pair if KV was lost
 
 
@@ -115,16 +115,16 @@ class AttemptHistory:
 
     max_attempts: int
     failures: list[Failure] = field(default_factory=list)
-    avoided: set[EngineKey] = field(default_factory=set)  # engines that died or lost KV: others come first
-    refused: set[EngineKey] = field(default_factory=set)  # engines that refused for lack of room: not again
-    departed: set[EngineKey] = field(default_factory=set)  # engines that gave it back before they end: not again
+    avoided: set[EngineKey] = field(default_factory=set)  # engines that died or lost KV: others are preferred
+    refused: set[EngineKey] = field(default_factory=set)  # engines that refused for lack of room: never again
+    departed: set[EngineKey] = field(default_factory=set)  # engines that gave it back before their end: never again
     last_error: EngineError | None = None
-    was_in_vain: bool = False  # the newest attempt: it brought no token
+    was_in_vain: bool = False  # the newest attempt brought no token
 
     def failed(
         self, error: EngineError, engine: EngineKey, holder: EngineKey | None = None, *, brought_tokens: bool = False
     ) -> Failure:
-        """Note a failed attempt at `engine`, which was to fetch KV from `holder` if that is given."""
+        """Note a failed attempt in `engine`, which was to fetch KV from `holder` if that is given."""
         failure = FAILURE_OF[error.kind]
         self.failures.append(failure)
         self.last_error = error
@@ -142,7 +142,7 @@ class AttemptHistory:
 
     @property
     def newest_error(self) -> EngineError:
-        """Return the error of the newest attempt. Call it after a failure."""
+        """Return the error of the newest attempt. Call it only after a failure."""
         assert self.last_error is not None
         return self.last_error
 
@@ -150,7 +150,7 @@ class AttemptHistory:
     def may_go_on(self) -> bool:
         """Return True if another attempt may follow the newest failure.
 
-        The number is limited, because a request that makes engines fail must not make all of them fail.
+        Their number is limited, so that a request that makes engines fail does not make all of them fail.
         """
         newest = self.failures[-1]
         rule = RETRY_POLICY[newest]
@@ -160,7 +160,7 @@ class AttemptHistory:
 
     @property
     def must_pay(self) -> bool:
-        """Return True if the next attempt is taken from the retry budget."""
+        """Return True if the next attempt must be paid from the retry budget."""
         pays = RETRY_POLICY[self.failures[-1]].pays
         was_in_vain = pays is RetryCharge.IN_VAIN and self.was_in_vain and self._num_counted > 1
         return pays is RetryCharge.ALWAYS or was_in_vain
@@ -171,10 +171,10 @@ class AttemptHistory:
 
 
 class RetryBudget:
-    """Limits further attempts within `BUDGET_WINDOW_S` seconds to `least`, or to the share `ratio` of the requests.
+    """Limits retries within `BUDGET_WINDOW_S` seconds to `least`, or to the share `ratio` of the requests.
 
-    Requests are the ones that began in these seconds, or the ones that run if they are more: an answer may take
-    minutes. A fleet that is sick must not be overrun by the retries of its own gateways.
+    Counted are the requests that began in this time, or the running ones if they are more, since an answer may take
+    minutes. Otherwise its own gateways' retries could overload a fleet in trouble.
     """
 
     def __init__(self, ratio: float, least: int, clock: Callable[[], float]) -> None:
@@ -187,7 +187,7 @@ class RetryBudget:
         self._ratio, self._least = ratio, least
 
     def began(self) -> None:
-        """Count a request. Call `ended` once for each call of this."""
+        """Count a request. After each call, call `ended` once."""
         self.num_running += 1
         self._window.add(REQUESTS)
 
@@ -196,7 +196,7 @@ class RetryBudget:
 
     @property
     def left(self) -> int:
-        """Return how many further attempts may be made now."""
+        """Return how many retries may be made now."""
         num_requests = max(self._window.count(REQUESTS), self.num_running)
         return max(0, max(self._least, int(self._ratio * num_requests)) - self._window.count(RETRIES))
 

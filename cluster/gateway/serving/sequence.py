@@ -1,13 +1,13 @@
-"""One sequence on its way through engines, as one stream of outputs.
+"""One sequence's way through engines, as one stream of outputs.
 
     engine found ──> prefill (keep_kv) ── first token, KV on offer ──> decode (kv_source) ── tokens ──> done
                        └─ long prompts: on offer early ──> decode (awaits_first_token) fetches meanwhile ──^
                 └──> unified or decode engine does it all ───────────────────────────────── tokens ──> done
 
-`sequence_table.py` holds its states and transitions, `sequence_attempts.py` its attempts and offer; `ServedSequence`
-classifies outputs as events, and carries out the effects. After a failure (`retry_policy.py`) another engine gets all
-tokens so far, with the same seed. Random draws depend on seed and position only, so it draws what the lost engine would
-have drawn: the stream has no gap and no repetition.
+`sequence_table.py` has its states and transitions, `sequence_attempts.py` its attempts and offer; `ServedSequence`
+classifies outputs as events and carries out the effects. After a failure (`retry_policy.py`) another engine gets all
+tokens up to then and the same seed. Random draws depend only on seed and position, so it draws the tokens that the lost
+engine would have drawn: the stream has no gap and no repetition.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .timeline import Stamp, Timeline
 
 logger = logging.getLogger(__name__)
 
-TOKENS = SequenceEvent.TOKENS  # a name of its own: looked up for each token
-NO_OUTPUT = EngineOutput(request_id="")  # of an event that no output is the cause of
+TOKENS = SequenceEvent.TOKENS  # as a module variable, because it is looked up for each token
+NO_OUTPUT = EngineOutput(request_id="")  # for events that no output has caused
 OUT_OF_TURN = "An engine answered out of turn."
-POLL_S = 0.02  # between looks for an engine that can take a sequence, while there is none
+POLL_S = 0.02  # between two searches while no engine can take a sequence
 
 
 class ServedSequence:
-    """One sequence. `path` is final once the first output is there."""
+    """One sequence. `path` is final once the first output has arrived."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ServedSequence:
         session_id: str | None = None,
         deadline: Deadline = Deadline(),
     ) -> None:
-        """`timeline` grows from here on. `names` are those of the prompt's blocks, where they are known. `rank` is that
-        of an engine that must take part. Requests with one `session_id` prefer the same engines.
+        """`timeline` gets further stamps here. `names` are those of the prompt's blocks, if known already. The engine
+        of `rank` must take part. Requests with the same `session_id` prefer the same engines.
         """
         serving.metrics.requests.inc()
         self.state = SequenceState.PLACING
@@ -66,20 +66,20 @@ class ServedSequence:
         self._serving = serving
         self._request = request
         self._tokens = list(request.output_token_ids)
-        self._generation = request.generation  # counts attempts: outputs of older ones are dropped
+        self._generation = request.generation  # counts attempts: outputs of earlier ones are dropped
         self._attempts = SequenceAttempts(serving, timeline, deadline)
         self._query = serving.router.read(request, names, session_id=session_id, pinned_rank=rank)
         self._history = AttemptHistory(serving.settings.max_attempts)
         self._selector = EngineSelector(serving, self._history, rank)
-        self._selection: Selection | None = None  # found, and not submitted yet
-        self._failure: Failure | None = None  # that the next attempt follows
-        self._owes_retry = False  # the next attempt is taken from the retry budget
-        self._for_client: EngineOutput | None = None  # the output to be sent next
+        self._selection: Selection | None = None  # found, but not submitted yet
+        self._failure: Failure | None = None  # of the attempt before
+        self._owes_retry = False  # the next attempt must be paid from the retry budget
+        self._for_client: EngineOutput | None = None  # the output to be yielded next
         self._path = ServedPath(request.request_id, serving.metrics)
 
     @property
     def gpu_time_spent(self) -> bool:
-        """Return whether an attempt that is closed has spent device time, or may have."""
+        """Return whether a closed attempt has spent device time, or may have."""
         return self._attempts.gpu_time_spent
 
     @property
@@ -88,9 +88,9 @@ class ServedSequence:
         return str(self._path)
 
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the outputs of all attempts, as if they were one. Closing it ends every attempt.
+        """Yield the outputs of all attempts, as if they were one. Closing the generator ends every attempt.
 
-        Raises `ApiError` for a failure that no other engine could make good.
+        Raises `ApiError` for a failure after which no other engine can continue.
         """
         self._serving.retry_budget.began()
         try:
@@ -103,7 +103,7 @@ class ServedSequence:
                 except StopAsyncIteration:
                     raise internal("An engine ended a request without saying why.") from None
                 event = self._event_of(output)
-                if event is TOKENS and attempt.has_output:  # DECODING: its row, without a detour for each token
+                if event is TOKENS and attempt.has_output:  # DECODING: what `_apply` would do for this row, but faster
                     yield self._keep_tokens(output)
                     continue
                 await self._apply(event, output)
@@ -126,7 +126,7 @@ class ServedSequence:
             await self._perform(effect, output)
 
     async def _perform(self, effect: Effect, output: EngineOutput) -> None:
-        match effect:  # those of every sequence come first
+        match effect:  # the effects of every sequence come first
             case Effect.SUBMIT:
                 self._submit()
             case Effect.NOTE_FIRST_OUTPUT:
@@ -148,7 +148,7 @@ class ServedSequence:
             case Effect.HAND_OFF:
                 await self._hand_off(_source_in(output))
             case Effect.SUBMIT_SOON:
-                # The client's token is on its way first, and a client that reads slowly delays no submission.
+                # The client gets its token first, and a client that reads slowly does not delay the submission.
                 asyncio.get_running_loop().call_soon(self._submit_if_selected)
             case Effect.BEGIN_EARLY:
                 self._attempts.begin_early(self._request.request_id, self._generation, self._tokens[-1])
@@ -170,7 +170,7 @@ class ServedSequence:
     def _event_of(self, output: EngineOutput) -> SequenceEvent:
         if output.finish_reason is None and output.error is None:
             return TOKENS if output.kv_source is None else SequenceEvent.OFFERED_EARLY
-        if output.finish_reason is FinishReason.ABORT:  # not by this gateway, which would no longer listen
+        if output.finish_reason is FinishReason.ABORT:  # not aborted by this gateway, which would not listen any more
             return self._event_of_error(EngineError(ErrorKind.ENGINE_DEAD, "The engine gave the request up."), output)
         if output.error is not None:
             return self._event_of_error(output.error, output)
@@ -198,7 +198,7 @@ class ServedSequence:
         return self._attempts.current or self._submit()
 
     async def _wait_for_engine(self) -> None:
-        """Place the sequence. Raises `ApiError` (503) when no engine can take it in time."""
+        """Wait until an engine has been selected. Raises `ApiError` (503) if none can take the sequence in time."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._serving.settings.capacity_timeout_s
         with self._serving.metrics.unplaced.track_inprogress():
@@ -211,7 +211,7 @@ class ServedSequence:
             self._serving.retry_budget.spend()
 
     async def _place(self) -> bool:
-        """Let an engine go on with the sequence, if there is one now and a further attempt may be made."""
+        """Select an engine that continues the sequence; return False if there is none, or no retry is allowed now."""
         holder = self._attempts.holder
         if not self._may_try or (found := self._selector.select(self._failure, self._query_now(), holder)) is None:
             return False
@@ -229,7 +229,7 @@ class ServedSequence:
 
     @property
     def _is_refused_by_all(self) -> bool:
-        """Return True if no engine has room: the client is told at once, and waits instead of the gateway."""
+        """Return True if no engine has room. Then the client is told at once, so that it waits and not the gateway."""
         return self._failure is Failure.OVERLOADED and (self._may_try or self._selector.are_full)
 
     def _no_engine(self) -> ApiError:
@@ -245,14 +245,14 @@ class ServedSequence:
     # ------------------------------------------------------------------ attempts
 
     def _request_now(self) -> EngineRequest:
-        """Return the request with all tokens so far: another engine needs to know no more."""
+        """Return the request with all tokens up to now, which is all that another engine needs."""
         return msgspec.structs.replace(self._request, output_token_ids=list(self._tokens), generation=self._generation)
 
     def _query_now(self) -> RoutingQuery:
         return self._query.with_tokens(len(self._request.prompt_token_ids) + len(self._tokens))
 
     def _submit(self) -> Attempt:
-        """Send the sequence to the engine that was found."""
+        """Send the sequence to the selected engine."""
         found, self._selection = self._selection, None
         assert found is not None, self.state
         return self._attempts.submit(found, self._request_now())
@@ -262,7 +262,10 @@ class ServedSequence:
             self._submit()
 
     def _submit_early(self, source: KVSource) -> None:
-        """Let a decode engine fetch the prompt while it is computed. If none is there, the hand-off looks for one."""
+        """Let a decode engine fetch the prompt's KV while it is computed.
+
+        If there is none, the hand-off will look again.
+        """
         if self._attempts.early is not None:
             return
         placement = self._selector.reader(self._query_now(), self._attempts.newest.engine)
@@ -270,16 +273,19 @@ class ServedSequence:
             self._attempts.submit_early(placement, self._request_now(), source)
 
     async def _hand_off(self, source: KVSource) -> None:
-        """Find the engine that continues, before the first token is sent: `path` is final then."""
+        """Select the engine that continues.
+
+        This precedes the first token's delivery, so that `path` is final by then.
+        """
         self._failure = Failure.NO_READER
         early = self._attempts.early
         if early is not None and early.fetches(source):
             self.timeline.note(Stamp.TICKET, early.sent_s)
             await self._apply(SequenceEvent.EARLY_READER)
             return
-        if early is not None:  # the prompt is on offer anew, and what it fetches is no more
+        if early is not None:  # the prompt is on offer anew, so what the early reader fetches is outdated
             await self._attempts.close_early()
-            self._generation += 1  # its last output may still come
+            self._generation += 1  # the early attempt's last output may still arrive
         self.timeline.note(Stamp.TICKET, time.monotonic())
         await self._place()
 
@@ -299,11 +305,11 @@ class ServedSequence:
         self._attempts.note_first_output()
 
     def _keep_tokens(self, output: EngineOutput) -> EngineOutput:
-        """Keep the tokens that another engine would need. Return the output for the client."""
-        if self._tokens and output.num_cached_tokens:  # the client has this number from the first output
+        """Keep the tokens, which another engine would need. Return the output for the client."""
+        if self._tokens and output.num_cached_tokens:  # the client got this number with the first output
             output = msgspec.structs.replace(output, num_cached_tokens=0)
         self._tokens += output.token_ids
-        if output.prompt_logprobs is not None:  # no other engine needs to compute them again
+        if output.prompt_logprobs is not None:  # delivered, so no other engine has to compute them again
             sampling = msgspec.structs.replace(self._request.sampling, prompt_logprobs=None)
             self._request = msgspec.structs.replace(self._request, sampling=sampling)
         if output.finish_reason is FinishReason.HANDOFF:
@@ -317,7 +323,7 @@ class ServedSequence:
         attempt, failure, again = self._attempts.newest, self._history.failures[-1], self._history.may_go_on
         self._attempts.note_failure(failure)
         logger.log(
-            logging.WARNING if again else logging.INFO,  # else the request fails, and that is logged by itself
+            logging.WARNING if again else logging.INFO,  # if not, the request fails, which has its own log line
             "attempt %d at %s after %d tokens: %s at %s, %s: %s",
             len(self._history.failures),
             self._request.request_id,

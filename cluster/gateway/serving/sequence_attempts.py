@@ -1,8 +1,8 @@
-"""The attempts and the KV offer of one sequence: an attempt, an early one beside it, and an offer, each at most once.
+"""The attempts and the KV offer of one sequence: at most one current attempt, one early attempt, and one offer.
 
-current    its outputs are read
+current    the attempt whose outputs are read
 early      fetches the prompt's KV while the current one computes it; becomes the current one with `begin_early`
-offer      KV that the prefill engine keeps, until another one has fetched it or it is withdrawn
+offer      KV that the prefill engine keeps until another engine has fetched it or the offer is withdrawn
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .timeline import Timeline
 
 
 class SequenceAttempts:
-    """Opens and closes the attempts of one sequence, and keeps its offer."""
+    """Opens and closes the attempts of one sequence, and holds its offer."""
 
     def __init__(self, serving: ServingContext, timeline: Timeline, deadline: Deadline) -> None:
         self.current: Attempt | None = None
         self.early: Attempt | None = None
         self.offer: KVOffer | None = None
-        self.gpu_time_spent = False  # by an attempt that is closed, or possibly so
+        self.gpu_time_spent = False  # by a closed attempt, or possibly so
         self._client = serving.client
         self._tracker = serving.attempts
         self._timeline = timeline
@@ -35,7 +35,7 @@ class SequenceAttempts:
 
     @property
     def newest(self) -> Attempt:
-        """Return the current attempt, where the sequence's state says that there is one."""
+        """Return the current attempt. Call it only in states in which there is one."""
         assert self.current is not None, "an output came of no attempt"
         return self.current
 
@@ -47,9 +47,9 @@ class SequenceAttempts:
     # ------------------------------------------------------------------ begin
 
     def submit(self, found: Selection, request: EngineRequest) -> Attempt:
-        """Send the request to an engine that computes it, or, without a route, that fetches the KV on offer."""
+        """Send the request to an engine that computes it or, without a route, to one that fetches the KV on offer."""
         if found.route is not None:
-            if found.route.hands_off:  # after one token: there is nothing to guess
+            if found.route.hands_off:  # the engine writes one token only, so a prediction is of no use
                 request = msgspec.structs.replace(request, keep_kv=True, prediction_token_ids=[])
             return self._listen_to(self._open(found.placement, request))
         assert self.offer is not None
@@ -57,12 +57,12 @@ class SequenceAttempts:
         return self._listen_to(self._open(found.placement, request, self.offer.engine))
 
     def submit_early(self, placement: Placement, request: EngineRequest, source: KVSource) -> None:
-        """Let an engine fetch the KV of `source` while the current attempt computes it."""
+        """Let an engine fetch the KV `source` while the current attempt computes it."""
         request = msgspec.structs.replace(request, kv_source=source, awaits_first_token=True)
         self.early = self._open(placement, request, self.newest.engine)
 
     def begin_early(self, request_id: str, generation: int, token_id: int) -> None:
-        """Let the early attempt go on from the first token, as the current one."""
+        """Let the early attempt continue from the first token, as the current one."""
         early, self.early = self.early, None
         assert early is not None
         self._client.begin(early.engine, request_id, generation, token_id)
@@ -82,7 +82,7 @@ class SequenceAttempts:
         self.offer = KVOffer(self.newest.engine, source)
 
     def withdraw_offer(self, request_id: str, generation: int) -> None:
-        """Withdraw the offer, if there is one: no engine will fetch its KV."""
+        """Withdraw the offer, if any: no engine will fetch its KV."""
         if (offer := self.offer) is not None:
             self.offer = None
             self._client.abort(offer.engine, request_id, generation)
@@ -96,7 +96,7 @@ class SequenceAttempts:
         self._tracker.note_failure(self.newest, failure, self._deadline)
 
     def judge_deadline(self) -> None:
-        """Count an attempt that the deadline has ended against its engine's circuit."""
+        """If the deadline has ended the current attempt, count that against its engine's circuit."""
         if self.current is not None and self._deadline.is_over:
             self.note_failure(Failure.TIMED_OUT)
 

@@ -8,9 +8,10 @@
      └────lost, refused: from PREFILLING, HANDING_OFF, DECODING──┘      failed, no engine, closed: DONE
 
 A finished prefill keeps the KV of the prompt on offer. A reader is a decode engine that fetches it. An early reader
-fetches what is written while the prompt is still being computed, so that little is left when the first token comes.
+begins to fetch while the prompt is still being computed, so that little is left when the first token comes.
 
-`ServedSequence` looks a pair up and carries out the effects of its row. docs/concepts/serving.md shows the table.
+`ServedSequence` looks up the row of a state and an event, and carries out its effects. docs/concepts/serving.md shows
+the table.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ class SequenceState(enum.Enum):
 
 
 class SequenceEvent(enum.Enum):
-    ENGINE_FOUND = "engine found"  # that computes all tokens so far
-    RECOMPUTE_FOUND = "engine found, KV not needed"  # the same, while KV is on offer that no engine can fetch
+    ENGINE_FOUND = "engine found"  # one that computes all tokens up to now
+    RECOMPUTE_FOUND = "engine found, KV not needed"  # the same, although KV is on offer, which no engine can fetch
     READER_FOUND = "reader found"
     EARLY_READER = "early reader fetches this KV"
-    NO_ENGINE = "no engine"  # in `capacity_timeout_s`, or every engine has refused
+    NO_ENGINE = "no engine"  # none within `capacity_timeout_s`, or every engine has refused
     OFFERED_EARLY = "KV on offer, no token"
     TOKENS = "tokens"
-    HANDED_OFF = "handed off"  # the first token, and the KV is on offer
+    HANDED_OFF = "handed off"  # the first token has come, and the KV is on offer
     FINISHED = "finished"
     LOST = "attempt lost"
-    REFUSED = "attempt refused"  # for lack of room: the engine has not touched the KV on offer
-    FAILED = "attempt failed"  # and another one is of no use, or one too many
-    CLOSED = "closed"  # the client has left, its time is over, or the answer is complete
+    REFUSED = "attempt refused"  # for lack of room; the engine has not touched the KV on offer
+    FAILED = "attempt failed"  # another attempt would not help, or is not allowed
+    CLOSED = "closed"  # the client has disconnected, the deadline has passed, or the answer is complete
 
 
 class Effect(enum.Enum):
     """Effects of an event, carried out in this order."""
 
-    SUBMIT = "submit"  # to the engine that was found
-    SUBMIT_SOON = "submit soon"  # when the next output is wanted, at the latest in the event loop's next round
-    SUBMIT_EARLY = "submit early"  # to a decode engine that fetches what is written, if one is there
-    BEGIN_EARLY = "begin"  # the early reader gets the first token and is the attempt from now on
-    NOTE_FIRST_OUTPUT = "note first output"  # timeline, load, circuits: the engine has computed the prompt
+    SUBMIT = "submit"  # to the selected engine
+    SUBMIT_SOON = "submit soon"  # when the next output is wanted, at the latest in the event loop's next turn
+    SUBMIT_EARLY = "submit early"  # to a decode engine, if there is one, that fetches KV as it is written
+    BEGIN_EARLY = "begin"  # send the early reader the first token; from now on it is the current attempt
+    NOTE_FIRST_OUTPUT = "note first output"  # in timeline, load and circuits: the engine has computed the prompt
     DELIVER = "deliver"  # keep the tokens, and send them to the client after the other effects
     KEEP_OFFER = "keep offer"
-    DROP_OFFER = "drop offer"  # the reader has the KV, and has said so to the prefill engine
+    DROP_OFFER = "drop offer"  # the reader has the KV, and has told the prefill engine so
     WITHDRAW_OFFER = "withdraw offer"  # if there is one: no engine will fetch it
     CLOSE_ATTEMPT = "close attempt"
-    CLOSE_ALL = "close all attempts"  # the early one too, and one that was about to be submitted
+    CLOSE_ALL = "close all attempts"  # including the early one, and one that was about to be submitted
     HAND_OFF = "find reader"  # the early reader, another one, or an engine that computes the prompt again
-    BLAME = "blame"  # the circuit of the engine or pair, metrics, log
-    JUDGE_DEADLINE = "judge deadline"  # an attempt that a deadline has ended counts against a circuit
+    BLAME = "blame"  # report the failure to the circuit of the engine or pair, to metrics, and to the log
+    JUDGE_DEADLINE = "judge deadline"  # if a deadline has ended the attempt, count that against a circuit
     RETRY = "retry"  # a new generation, so that late outputs of the lost attempt are dropped
     NEW_GENERATION = "new generation"
-    ANSWER_ERROR = "answer error"  # of the attempt
+    ANSWER_ERROR = "answer error"  # raise the attempt's error
     ANSWER_NO_ENGINE = "answer no engine"
 
 

@@ -1,16 +1,16 @@
-"""The timeline of one choice: the stamps that it reached, when, and how much each of them added to its latency.
+"""The timeline of one choice: its stamps with their times, and how much each added to the latency.
 
     in one engine   ingress, admitted, routed, prefill_queued, prefill_started, first_token, last_token, last_byte
     in two          ... first_token, ticket, decode_routed, decode_queued, claimed, pulled, committed,
                     first_decode, last_token ...
     a lost attempt  ... failed, routed, prefill_queued, prefill_started, resumed ...
 
-Times are this gateway's. An engine reports how long before its message it reached a stage: a duration by one clock.
-So a stage of an engine seems later than it was by the time that the message took, which is part of the time from
-`routed` to `prefill_queued`, or from `decode_routed` to `decode_queued`: that part is the network, there and back.
+Times are by this gateway's clock. An engine reports how long before its message it reached a stage: a duration by its
+own clock. So a stage appears later than it was by the travel time of that message. The part from `routed` to
+`prefill_queued`, or from `decode_routed` to `decode_queued`, thus includes the network in both directions.
 
-Parts follow each other in the order of causes. Work that was done while the request waited for something else, such as
-blocks that were fetched while the prompt was still computed, adds nothing: the parts add up to the latency.
+Parts follow each other in the order of causes. Work that overlapped with something else, such as blocks fetched while
+the prompt was still computed, adds nothing, so the parts add up to the latency.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .attempt import Attempt
 
 
 class Stamp(enum.StrEnum):
-    """The events on a choice's timeline."""
+    """The stamps of a choice's timeline."""
 
-    INGRESS = "ingress"  # the request's headers have come
-    ADMITTED = "admitted"  # it was read, is valid, and its prompt is tokens
-    ROUTED = "routed"  # its prompt was submitted to an engine
-    PREFILL_QUEUED = "prefill_queued"  # that engine has it
+    INGRESS = "ingress"  # the request's headers have arrived
+    ADMITTED = "admitted"  # the request has been read, validated and tokenized
+    ROUTED = "routed"  # it was submitted to the engine that computes its prompt
+    PREFILL_QUEUED = "prefill_queued"  # that engine has received it
     PREFILL_STARTED = "prefill_started"  # its first step
     FIRST_TOKEN = "first_token"
     TICKET = "ticket"  # its KV is on offer
-    DECODE_ROUTED = "decode_routed"  # it was submitted to the engine that goes on from the offer
-    DECODE_QUEUED = "decode_queued"  # that engine has it
-    CLAIMED = "claimed"  # that engine asks for the KV
-    PULLED = "pulled"  # all bytes of it have come
-    COMMITTED = "committed"  # they are safe to use
-    FIRST_DECODE = "first_decode"  # the first step in that engine
+    DECODE_ROUTED = "decode_routed"  # it was submitted to the engine that fetches the KV on offer
+    DECODE_QUEUED = "decode_queued"  # that engine has received it
+    CLAIMED = "claimed"  # that engine has sent its claim
+    PULLED = "pulled"  # all bytes of the KV have arrived
+    COMMITTED = "committed"  # the blocks are safe to use
+    FIRST_DECODE = "first_decode"  # its first step in that engine
     LAST_TOKEN = "last_token"
-    LAST_BYTE = "last_byte"  # the whole response was given to the connection
-    FAILED = "failed"  # an attempt was lost; this part is its work since the stamp before, tokens included
+    LAST_BYTE = "last_byte"  # the whole response was handed to the connection
+    FAILED = "failed"  # an attempt was lost; this part is its work since the previous stamp, tokens included
     RESUMED = "resumed"  # the first token after a lost attempt
 
 
@@ -58,29 +58,29 @@ DECODE_STAMPS = {
 
 
 class TimelinePart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The time that a choice took to reach one stamp."""
+    """The time that a choice took from the previous stamp to this one."""
 
     stamp: Stamp
     at_s: float  # since the ingress
-    part_s: float  # of the latency
-    engine: str = ""  # that it was in; empty: this gateway
+    part_s: float  # share of the latency
+    engine: str = ""  # engine that the choice was in; empty: this gateway
 
 
 class TimelineReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A choice's timeline as a client sees it, and the drafts that were checked for it, if there were any."""
+    """A choice's timeline as a client sees it, and counts of the drafts that were checked for it, if any."""
 
     latency_s: float
     parts: list[TimelinePart]
-    num_drafts: int = 0  # steps that checked some
+    num_drafts: int = 0  # steps that checked draft tokens
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of them: they are in the answer
+    num_accepted_tokens: int = 0  # those of `num_draft_tokens` that are in the answer
 
 
 class Timeline:
-    """Records the stamps of one choice in the order of causes. Times are `time.monotonic`'s."""
+    """Records the stamps of one choice in the order of causes, on `time.monotonic`'s clock."""
 
     def __init__(self, ingress_s: float, admitted_s: float) -> None:
-        self.is_whole = False  # the last token has come: only the last byte adds to the latency now
+        self.is_whole = False  # the last token has come: only the last byte can still add to the latency
         self.ingress_s = ingress_s
         self.drafts = NO_DRAFTS  # checked so far
         self._stamps = [(Stamp.INGRESS, ingress_s, ""), (Stamp.ADMITTED, admitted_s, "")]
@@ -99,18 +99,20 @@ class Timeline:
         self.note(Stamp.ROUTED if attempt.holder is None else Stamp.DECODE_ROUTED, attempt.sent_s)
 
     def note_stages(self, attempt: Attempt, ages: Ages, now_s: float) -> None:
-        """Note the stages in an attempt's first output. Impossible ages are clipped: they come from another process."""
+        """Note the stages in an attempt's first output. Another process reports their ages, so impossible ones are
+        clipped.
+        """
         engine, names = attempt.placement.engine.engine_id, PREFILL_STAMPS if attempt.holder is None else DECODE_STAMPS
         for stage, stamp in names.items():
             if (age_s := ages.get(stage)) is not None:
                 self.note(stamp, min(now_s, max(attempt.sent_s, now_s - age_s)), engine)
 
     def until_s(self, stamp: Stamp) -> float | None:
-        """Return the time from the ingress to the first stamp of a kind, or None if it was not reached."""
+        """Return the time from the ingress to the first stamp of this kind, or None if there is none."""
         return next((at_s - self.ingress_s for name, at_s, _ in self._stamps if name is stamp), None)
 
     def parts(self) -> list[TimelinePart]:
-        """Return the parts. Their `part_s` add up to the time from the ingress to the latest stamp."""
+        """Return the parts. Their `part_s` add up to the time from the ingress to the last stamp."""
         parts, reached_s = [], self.ingress_s
         for stamp, at_s, engine in self._stamps:
             part_s = max(0.0, at_s - reached_s)
