@@ -1,4 +1,4 @@
-"""Pin a transfer thread to CPUs: for a GPU to those of its NUMA node, near the memory that it polls and copies.
+"""Pin a transfer thread to CPUs: for a GPU to those of its NUMA node, near the memory that the thread polls and copies.
 
 A PCI device's NUMA node is in `/sys`. Threads that a transport starts later inherit the CPUs.
 """
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 NEAR_DEVICE = "device"
 ANY_CPU = "any"
 SYS = Path("/sys")
-MAX_CPUS = 8192  # of Linux
+MAX_CPUS = 8192  # Linux's limit
 
 
 def pin_thread(affinity: str, device: str) -> None:
-    """Pin the calling thread to `affinity`, as in `TransferSettings`. If that is refused, warn and run on."""
+    """Pin the calling thread to `affinity` (`TransferSettings.cpu_affinity`). If that is refused, only warn."""
     if affinity == ANY_CPU:
         return
     cpus = cpus_near(device) if affinity == NEAR_DEVICE else parse_cpus(affinity)
@@ -34,7 +34,7 @@ def pin_thread(affinity: str, device: str) -> None:
 
 
 def cpus_near(device: str, sys: Path = SYS) -> set[int] | None:
-    """Return the CPUs of a GPU's NUMA node. None: the device is the CPU, or the node is not known."""
+    """Return the CPUs of a GPU's NUMA node. None: the device is a CPU, or the node is not known."""
     if not device.startswith("cuda"):
         return None
     import torch
@@ -44,11 +44,11 @@ def cpus_near(device: str, sys: Path = SYS) -> set[int] | None:
 
 
 def cpus_of_pci(address: str, sys: Path = SYS) -> set[int] | None:
-    """Return the CPUs of the NUMA node of a PCI device, by its address such as `0000:1b:00.0`."""
+    """Return the CPUs of the NUMA node of the PCI device at `address`, such as `0000:1b:00.0`. None: not known."""
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         return parse_cpus((sys / f"devices/system/node/node{node}/cpulist").read_text().strip())
-    except (OSError, ValueError) as error:  # node -1 is what a machine with one node says
+    except (OSError, ValueError) as error:  # a machine with one node reports node -1
         logger.info("the NUMA node of PCI device %s is not known: %s", address, error)
         return None
 

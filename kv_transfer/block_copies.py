@@ -1,7 +1,4 @@
-"""The host's memory in slots of one block each, and copies between them and an engine's blocks.
-
-Copies run beside the engine's steps.
-"""
+"""Slots of one block each in host memory, and copies between them and an engine's blocks, beside the engine's steps."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CUDA_BATCH = 256  # copies that are asked for before their end is waited for: the driver queues so many at once
+CUDA_BATCH = 256  # copies that are enqueued before a wait for their end: the driver can queue as many
 
 SlotPair = tuple[int, int]  # a block of the engine's, a slot
 CopyRange = tuple[int, int, int]  # to, from, bytes
 
 
 class BlockCopier(Protocol):
-    """Copies between blocks and slots; a copy is over when the call returns. One thread uses it."""
+    """Copies between blocks and slots. A copy is done when the call returns. One thread uses it."""
 
     def down(self, pairs: Sequence[SlotPair]) -> None:
         """Copy blocks into slots."""
@@ -40,12 +37,12 @@ class BlockCopier(Protocol):
 
 
 def open_block_copier(region: ArenaRegion, memory: HostSlots) -> BlockCopier:
-    """Make a copier for the calling thread. Raises `TransportError` for a device of an unknown kind."""
+    """Make a copier for the calling thread. Raises `TransportError` for an unknown kind of device."""
     return _CpuBlockCopier(region, memory) if use_device(region.device) is None else _CudaBlockCopier(region, memory)
 
 
 class CopyRun(NamedTuple):
-    """Neighbouring blocks in neighbouring slots: one copy."""
+    """Neighbouring blocks in neighbouring slots, which are one copy."""
 
     block: int
     slot: int
@@ -53,7 +50,7 @@ class CopyRun(NamedTuple):
 
 
 def copy_runs(pairs: Sequence[SlotPair]) -> list[CopyRun]:
-    """Join pairs of neighbours, in order."""
+    """Join neighbouring pairs to runs, in order."""
     runs: list[CopyRun] = []
     for block, slot in pairs:
         last = runs[-1] if runs else None
@@ -65,7 +62,7 @@ def copy_runs(pairs: Sequence[SlotPair]) -> list[CopyRun]:
 
 
 class _CpuBlockCopier:
-    """Copies all runs in one call of torch: each call may wait for the interpreter, which a step loop keeps busy."""
+    """Copies all runs in one call of torch, since each call may wait for the GIL, which a step loop keeps busy."""
 
     def __init__(self, region: ArenaRegion, memory: HostSlots) -> None:
         import torch
@@ -112,11 +109,11 @@ class _CudaBlockCopier:
 
 
 class _CudaCopies:
-    """Copies byte ranges in a stream of its own, beside the steps. For one thread, whose device is the region's.
+    """Copies byte ranges in a CUDA stream of its own. One thread uses it, whose current device is the region's.
 
-    A call of torch, or of a library through ctypes, gives the interpreter away, and a busy step loop then keeps it for
-    milliseconds, in which a link moves a hundred blocks. So the copies of a batch are asked for by calls of
-    microseconds that keep it (`ctypes.PyDLL`), and only the wait for their end gives it away.
+    A call of torch, or of a library through ctypes, releases the GIL, and a busy step loop then keeps it for
+    milliseconds, in which a link moves a hundred blocks. So we enqueue the copies of a batch by calls that take
+    microseconds and keep the GIL (`ctypes.PyDLL`), and release it only to wait for their end.
     """
 
     def __init__(self, region: ArenaRegion) -> None:
@@ -127,7 +124,7 @@ class _CudaCopies:
         self._copy_async = _copy_async()
 
     def copy(self, ranges: Sequence[CopyRange]) -> None:
-        """Copy, and wait for the end. Raises `TransportError` for a copy that the driver refuses."""
+        """Copy the ranges and wait for the end. Raises `TransportError` for a copy that the driver refuses."""
         copy_async, handle = self._copy_async, self._handle
         for start in range(0, len(ranges), CUDA_BATCH):
             failed = 0
@@ -147,7 +144,7 @@ def _copy_async() -> ctypes._NamedFuncPointer:
 
 
 def device_blocks(region: ArenaRegion) -> Tensor:
-    """Return the region itself as a tensor [num_blocks, block_bytes] of uint8; the region must outlive it."""
+    """Return the region as a uint8 tensor [num_blocks, block_bytes] of the same memory, which must outlive it."""
     import torch
 
     if region.device == "cpu":
@@ -157,7 +154,7 @@ def device_blocks(region: ArenaRegion) -> Tensor:
 
 
 class _CudaArray:
-    """A GPU's region as an array that torch adopts without a copy (`__cuda_array_interface__`)."""
+    """A region on a GPU as an array that torch uses without a copy (`__cuda_array_interface__`)."""
 
     def __init__(self, region: ArenaRegion) -> None:
         self.__cuda_array_interface__ = {
@@ -169,7 +166,7 @@ class _CudaArray:
 
 
 class HostSlots:
-    """`num_slots` slots of `slot_bytes` from `address` on, in memory that `owner` keeps."""
+    """`num_slots` slots of `slot_bytes` from `address` on, in memory that `owner` keeps alive."""
 
     def __init__(self, address: int, num_slots: int, slot_bytes: int, owner: object) -> None:
         self.address = address
@@ -185,15 +182,15 @@ class HostSlots:
 
 
 class HostMemory(HostSlots):
-    """Slots in memory of their own, aligned to a page; pinned where the blocks are on a GPU.
+    """Slots in newly allocated memory, aligned to a page, and pinned if the blocks are on a GPU.
 
-    Raises `TransportError` for memory that cannot be allocated or pinned.
+    Raises `TransportError` if the memory cannot be allocated or pinned.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
         owner = _allocate(num_slots * slot_bytes)
         super().__init__(ctypes.addressof(ctypes.c_char.from_buffer(owner)), num_slots, slot_bytes, owner)
-        if use_device(device) is not None:  # otherwise no page is taken before it is used
+        if use_device(device) is not None:  # without pinning, the kernel allocates a page when it is first used
             _pin(self.address, self.num_bytes)
             weakref.finalize(self, _unpin, self.address, owner).atexit = False
 
@@ -222,7 +219,7 @@ def _pin(address: int, num_bytes: int) -> None:
 
 
 def _unpin(address: int, owner: mmap.mmap) -> None:
-    """Unpin memory that `owner` has kept allocated until now."""
+    """Unpin memory, which `owner` keeps allocated until then."""
     import torch
 
     torch.cuda.cudart().cudaHostUnregister(address)

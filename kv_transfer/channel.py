@@ -1,11 +1,11 @@
 """The control channel: small messages between engines.
 
-    reader's DEALER, one a peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
-    other ranks' DEALER         ──CURVE──> rank 0's ROUTER, for orders within a group (`group/rpc.py`)
+    reader's DEALER, one for each peer ──CURVE──> holder's ROUTER, bound at the engine's `kv_address`
+    other ranks' DEALER                ──CURVE──> rank 0's ROUTER, for orders within a group (`group/rpc.py`)
 
-The reader connects; answers go back over the connection of the question. Messages may be lost when a connection breaks:
-the state machines ask again. Heartbeats break a connection whose other end is lost (`engine/net/sockets.py`). A
-peer that restarts at the same address gets a new connection (its `kv_address` may be the same, its epoch is not).
+The reader connects, and the holder answers over the same connection. A connection that breaks may lose messages; the
+state machines send theirs again. Heartbeats break a connection whose other end is lost (`engine/net/sockets.py`). A
+peer that restarts gets a new connection even if its `kv_address` is the same, since its epoch differs.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_SOCKETS, enable_he
 
 from .errors import TransportError
 
-Route = int | bytes  # a connection that we opened, or the one on which a peer's message came
+Route = int | bytes  # int: a connection that we opened; bytes: one on which a peer sent us a message
 
 MAX_MESSAGE_BYTES = 4 << 20
-LOOK_EVERY_S = 0.02  # for broken connections: a thread that reads calls every 100 us
-CONNECT_MS = 1_000  # then connect anew: the kernel retries a host that was away ever more rarely
-LINGER_MS = 200  # the last messages (Finish, AbortRead) still go out when a socket is closed
+LOOK_EVERY_S = 0.02  # look for broken connections so often; the transfer thread calls `lost` every 100 us
+CONNECT_MS = 1_000  # then connect anew, because the kernel retries at ever longer intervals
+LINGER_MS = 200  # time for a closed socket to send its last messages (Finish, AbortRead)
 
 
 class Channel(Protocol):
-    """One thread uses a channel. No call blocks."""
+    """Sends and receives messages over connections. Only one thread may use a channel. No call blocks."""
 
     address: str
 
     def connect(self, address: str) -> Route:
-        """Connect to a peer. Raises `TransportError` for an address that is none, and for too many connections."""
+        """Connect to a peer. Raises `TransportError` for an invalid address, and for too many connections."""
         ...
 
     def disconnect(self, route: Route) -> None: ...
 
     def send(self, route: Route, data: bytes) -> bool:
-        """Send, or return False if the message was dropped: the peer is gone or takes nothing."""
+        """Send, or return False if the message was dropped because the peer is gone or its queue is full."""
         ...
 
     def receive(self) -> list[tuple[Route, bytes]]:
-        """Return all messages that have come, each with its connection."""
+        """Return all messages that have arrived, each with its connection."""
         ...
 
     def lost(self) -> list[Route]:
-        """Return connections that we opened and that broke since the last call. They are being made again."""
+        """Return the connections of ours that broke since the last call. ZeroMQ is already reconnecting them."""
         ...
 
     def close(self) -> None: ...
 
 
 class ZmqChannel:
-    """A `Channel` over TCP. `wait` and `wake` let the thread that uses it sleep."""
+    """A `Channel` over TCP. Its thread sleeps in `wait`, and other threads end that with `wake`."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class ZmqChannel:
         *,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
-        """Bind `host` at once (None: only connect); port 0 is any free one. Raises `TransportError`.
+        """Bind `host` (None: only connect to others) and `port` (0: any free one). Raises `TransportError`.
 
-        Without a key any process that reaches the port may connect: for tests.
+        Without a `key` any process that reaches the port may connect: for tests only.
         """
         self._key = key
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -78,14 +78,14 @@ class ZmqChannel:
         self._context.max_sockets = MAX_SOCKETS
         self._numbers = itertools.count(1)
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
-        self._links: dict[zmq.Socket[bytes], int] = {}  # the dealers' numbers
-        self._monitors: dict[int, zmq.Socket[bytes]] = {}  # of the dealers' connections
+        self._links: dict[zmq.Socket[bytes], int] = {}  # and the number of each dealer
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}  # sockets that report the end of a dealer's connection
         self._broken: set[int] = set()
         self._looked_at_s = 0.0
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()  # everything that ends a wait
+        self._poller = zmq.Poller()  # all sockets that end a `wait`
         self._poller.register(self._wakeup, zmq.POLLIN)
-        self._inbox = zmq.Poller()  # messages alone
+        self._inbox = zmq.Poller()  # sockets with messages only
         self._server: zmq.Socket[bytes] | None = None
         self.address = ""
         if host is not None:
@@ -131,7 +131,7 @@ class ZmqChannel:
 
     def receive(self) -> list[tuple[Route, bytes]]:
         arrived: list[tuple[Route, bytes]] = []
-        for socket, _ in self._inbox.poll(0):  # with many peers, trying each socket takes ten times as long
+        for socket, _ in self._inbox.poll(0):  # with many peers, asking each socket takes ten times as long
             link = self._links.get(socket)
             for frames in _drain(socket):
                 route: Route = frames.pop(0) if link is None else link
@@ -146,14 +146,14 @@ class ZmqChannel:
         return broken
 
     def watch(self, other: ZmqChannel) -> None:
-        """Let `wait` also return when a message has come to the address of `other`."""
+        """Let `wait` also return when a message arrives at the address of `other`."""
         assert other._server is not None, "only what is bound can be watched"
         self._poller.register(other._server, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a message is there, after `wake`, or after the timeout; a timeout below 1 ms is slept through.
+        """Return when a message arrives, after `wake`, or after the timeout.
 
-        It sleeps even for 0 s, and other threads of Python run meanwhile (`pacing.sleep_precisely`).
+        A timeout below 1 ms, even 0, is one uninterrupted sleep (`pacing.sleep_precisely`), which releases the GIL.
         """
         if timeout_s < 1e-3:
             time.sleep(timeout_s)
@@ -182,18 +182,18 @@ class ZmqChannel:
 
     def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
         server = self._socket(zmq.ROUTER, ipv6=is_ipv6(host))
-        server.router_mandatory = True  # a reply to a peer that left is an error, not silence
+        server.router_mandatory = True  # a reply to a peer that left raises an error instead of being dropped
         if self._key is not None:
             self._key.secure_server(server)
         try:
             server.bind(f"tcp://{endpoint(host, port or '*')}")
         except zmq.ZMQError as error:
-            server.close()  # a context that is collected with an open socket waits for it for ever
+            server.close()  # garbage collection of a context with an open socket would hang
             raise TransportError(f"cannot listen at {endpoint(host, port or '*')}: {error}") from error
         return server
 
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Connect; return the socket, and a monitor of the end of its connection."""
+        """Connect, and return the socket and a monitor socket that reports the end of its connection."""
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
         opened: list[zmq.Socket[bytes]] = []
@@ -221,14 +221,14 @@ class ZmqChannel:
 
 
 def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Close both: a context waits for all its sockets."""
+    """Close both sockets, since terminating a context waits for all of its sockets."""
     dealer.disable_monitor()
     monitor.close()
     dealer.close()
 
 
 def _drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Return all messages that are there. Asking first takes half as long as trying and catching `zmq.Again`."""
+    """Return all messages that have arrived. Asking first takes half as long as trying and catching `zmq.Again`."""
     messages = []
     try:
         while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -20,9 +20,9 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decoder(kind: Any, description: str) -> Callable[[bytes], Any]:
-    """Return a function that decodes one type, or one of a union of tagged types.
+    """Return a function that decodes `kind`: a type, or a union of tagged types.
 
-    It raises `MalformedMessage`, and nothing else, whatever the bytes are. `description` names the type in errors.
+    For invalid bytes the function raises `MalformedMessage` and nothing else. `description` names the type in errors.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
 

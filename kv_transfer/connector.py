@@ -1,4 +1,4 @@
-"""The engine's `KVConnector`: hand-offs in a thread of their own.
+"""The engine's `KVConnector`, which runs hand-offs in a transfer thread.
 
 step loop ──calls──> queue ──> transfer thread: sockets, transport, state machines  ──events──> poll()
                                   │                                                └──> wake()
@@ -39,14 +39,14 @@ __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 logger = logging.getLogger(__name__)
 
 STATS_EVERY_S = 5e-3
-CLOSE_TIMEOUT_S = 5.0  # for reads that still run, ours and those of our memory
+CLOSE_TIMEOUT_S = 5.0  # for running reads: ours, and those that peers do of our memory
 
 
 class TransferConnector(GrowingConnector):
-    """Implements `engine.core.connector.KVConnector`; see there for offers and receives.
+    """Implements `engine.core.connector.KVConnector`, whose docstrings explain offers and receives.
 
-    One transfer thread owns the sockets and the transport. The step loop's calls only enqueue; `wake` is called from
-    the transfer thread whenever `poll` has something new. Raises `TransportError` if the region cannot be registered.
+    One transfer thread owns the sockets and the transport. The step loop's calls only enqueue commands for it. It
+    calls `wake` whenever `poll` has something new. Raises `TransportError` if the region cannot be registered.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class TransferConnector(GrowingConnector):
         read_socket: GroupSocket | None = None,
         staged: bool = False,
     ) -> None:
-        """`host` is the address of this machine that peers reach. Without a `key` any process may connect: for tests.
+        """`host` is this machine's address for peers. Without a `key` any process may connect: for tests only.
 
-        The other ranks of a tensor-parallel group, of which this is rank 0, join at `read_socket`; it is closed with
-        the connector, and stays open where this raises. All must have joined before this returns, or it raises
-        `TransportError`. `staged`: the region is that of staging slots.
+        `read_socket` is where the other ranks of a tensor-parallel group join rank 0, which this is. The call waits
+        until all have joined, or raises `TransportError`. `close` closes the socket too; if the constructor raises, it
+        stays open. `staged`: the region holds staging slots, not the engine's blocks.
         """
         self._staged = staged
         self._me = EngineKey(engine_id, epoch)
@@ -80,7 +80,7 @@ class TransferConnector(GrowingConnector):
         self._events: collections.deque[ConnectorEvent] = collections.deque()
         self._stats = TransferStats()
         self._stats_due = 0.0
-        self._has_emitted = False  # in this round
+        self._has_emitted = False  # an event, in this round
         self._failure: Exception | None = None
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._read_socket = read_socket
@@ -137,8 +137,8 @@ class TransferConnector(GrowingConnector):
         self._enqueue(lambda handoff: handoff.cancel(transfer_id))
 
     def poll(self) -> list[ConnectorEvent]:
-        """Return what has happened since the last call, in order. Raises `TransferThreadDied` once nothing more can."""
-        failure = self._failure  # read first: events from before the thread died are returned before this raises
+        """Return the events since the last call, in order. Raises `TransferThreadDied` once there can be no more."""
+        failure = self._failure  # read before the events, so that all events of a thread that died are returned first
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -147,16 +147,16 @@ class TransferConnector(GrowingConnector):
         return events
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
-        """Take the engines that are alive now: connect those with our layout, and forget those that left."""
+        """Connect to the live engines that have our KV layout, and forget peers that are no longer alive."""
         snapshot = list(live)
         self._enqueue(lambda handoff: handoff.peers_changed(snapshot))
 
     def stats(self) -> TransferStats:
-        """Return the counters as of the transfer thread's last event, or some milliseconds ago."""
+        """Return the counters, which are at most some milliseconds old and include the last event."""
         return self._stats
 
     def close(self) -> None:
-        """Give up all receives and offers, wait a little for reads that still run, deregister the memory."""
+        """End all receives and offers, wait up to `CLOSE_TIMEOUT_S` for running reads, and deregister the memory."""
         with self._gate:
             self._thread.end()
         self._thread.close()
@@ -194,11 +194,11 @@ class TransferConnector(GrowingConnector):
         now = time.monotonic()
         if (
             pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due
-        ):  # not in each round of a thread that polls
+        ):  # a thread that polls has too many rounds to do this in each
             lanes = self._stats.lanes
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
             if self._stats.lanes != lanes and not self._has_emitted:
-                self._wake()  # so that an engine that only waits for blocks publishes how slowly they come
+                self._wake()  # an engine that only waits for blocks must publish the new rates, too
         return pause_s
 
     def _commands_given(self) -> Iterator[Callable[[HandoffCoordinator], None]]:
@@ -210,7 +210,7 @@ class TransferConnector(GrowingConnector):
         self._wake()
         if not self._has_emitted:
             self._has_emitted = True
-            time.sleep(0)  # the step loop needs Python's lock, and would get it only after this round, 100 us later
+            time.sleep(0)  # release the GIL: the step loop would otherwise wait for the end of this round, 100 us
 
     def _end_transfers(self, handoff: HandoffCoordinator) -> None:
         for command in self._commands_given():
@@ -221,7 +221,7 @@ class TransferConnector(GrowingConnector):
             self._channel.wait(self._round(handoff))
 
     def _fail_all(self, handoff: HandoffCoordinator, error: Exception) -> None:
-        """Fail all receives after an error, so that no request waits for ever; then `poll` raises."""
+        """Fail all receives after an error, so that no request waits forever; then `poll` raises."""
         try:
             handoff.abandon(f"KV transfers stopped: {error}")
         except Exception:
@@ -248,7 +248,7 @@ class TransferConnector(GrowingConnector):
 
 
 def _by_monotonic(event: Received) -> Received:
-    """Convert an event's times from the clock of leases to the engine's clock."""
+    """Convert an event's times from the lease clock to `time.monotonic`, the engine's clock."""
     if event.claimed_s is None or event.pulled_s is None:
         return event
     ahead_s = ahead_of_monotonic_s()

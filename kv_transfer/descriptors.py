@@ -1,14 +1,15 @@
-"""Turn block ids into byte ranges, between any two ways of dividing KV heads over ranks.
+"""Turn block ids into byte ranges to read, whatever the numbers of ranks over which both sides divide the KV heads.
 
-    holder, 2 ranks   [0 1] [2 3]        a reader's rank takes each of its heads from a rank that has it;
-    reader, 4 ranks   [0][1][2][3]       heads of one rank that are neighbours there go together
+    holder, 2 ranks   [0 1] [2 3]        a rank of the reader reads each of its heads from a rank that keeps it;
+    reader, 4 ranks   [0][1][2][3]       neighbouring heads on one rank of the holder are read together
 
-    holder's blocks   7  8  9  3         where both sides keep the same heads, blocks that are neighbours on
+    holder's blocks   7  8  9  3         if both ranks keep the same heads, blocks that are neighbours on
     our blocks        2  3  4  5         both sides share one range: [7..9] -> [2..4], [3] -> [5]
 
-A rank's part of a block of KV is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of
-heads in it. Where fewer heads are read than either side keeps, there are gaps between blocks: one range a block. Heads
-of a recurrent state lie apart in a slot, a piece for each layer and part, unless both sides keep the same.
+A rank's share of a KV block is one contiguous range for all layers (`engine/core/layout.py`), and so is any run of
+heads in it. If the heads that are read are not all that a side keeps, there are gaps between blocks on that side, and
+each block needs a range of its own. Heads of a recurrent state are scattered over its slot, one piece for each layer
+and part of the state, unless both sides keep the same heads.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ class AssignedHeads(NamedTuple):
     """The heads that one rank of the reader reads from one rank of the holder."""
 
     holder_rank: int
-    heads: range  # of the model
+    heads: range  # numbered as in the model
 
 
 class HeadSlice(NamedTuple):
-    """Some heads of a block: their places in the holder's part of the block and in ours, in bytes."""
+    """The byte offsets of some heads in the holder's share of a block and in ours."""
 
-    remote_block: int  # bytes from one block to the next
-    local_block: int
-    pieces: tuple[ByteRange, ...]  # of one block; offsets from the start of the block
+    remote_block: int  # bytes from one block to the next, at the holder
+    local_block: int  # the same here
+    pieces: tuple[ByteRange, ...]  # of one block, relative to its start
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes to read for one block."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing lies between these heads of one block and of the next."""
+        """True if these heads fill the share of a block on both sides, so that neighbouring blocks have no gap."""
         return len(self.pieces) == 1 and self.pieces[0].num_bytes == self.remote_block == self.local_block
 
 
 def assign_heads(rank: int, heads: range, holders: Sequence[range]) -> list[AssignedHeads]:
-    """Decide from which rank of the holder rank `rank` of the reader reads each of its own `heads`.
+    """Assign each of the `heads` of the reader's rank `rank` to the holder's rank from which to read it.
 
-    `holders` are the heads that each rank of the holder keeps. Readers take turns at ranks that keep the same head.
-    Raises `TransportError` for a head that no rank keeps.
+    `holders` has the heads that each rank of the holder keeps. If n ranks keep a head, rank r of the reader takes the
+    (r mod n)-th of them. Raises `TransportError` for a head that no rank keeps.
     """
     found: list[AssignedHeads] = []
     for head in heads:
@@ -71,11 +72,11 @@ def assign_heads(rank: int, heads: range, holders: Sequence[range]) -> list[Assi
 
 
 def slice_heads(layout: KVLayout | StateLayout, heads: range, remote: range, local: range) -> HeadSlice:
-    """Locate `heads` in blocks of which the holder's rank keeps the heads `remote` and ours the heads `local`."""
+    """Locate `heads` in a block, on the holder's rank, which keeps `remote`, and on our rank, which keeps `local`."""
     if remote == local:
         both = layout.pieces(local, heads)
         pieces = [ByteRange(piece.offset, piece.offset, piece.num_bytes) for piece in both]
-    else:  # a rank that keeps just these heads has them in one piece, and the other one may not
+    else:  # one side may have these heads in one piece and the other not: cut both into the same sections
         theirs, ours = layout.sections(remote, heads), layout.sections(local, heads)
         pieces = [ByteRange(at.offset, here.offset, at.num_bytes) for at, here in zip(theirs, ours, strict=True)]
     return HeadSlice(layout.bytes_of(remote), layout.bytes_of(local), tuple(pieces))
@@ -88,17 +89,17 @@ def block_ranges(
     remote_start: int = 0,
     local_start: int = 0,
 ) -> RangeTable:
-    """Return as few ranges as possible, in order: neighbouring whole blocks share one.
+    """Return the ranges to read, in order and as few as possible: neighbouring whole blocks share one.
 
-    Block 0 begins at byte `remote_start` of the holder's region, and `local_start` of ours. Raises `ValueError` for
-    lists of different lengths.
+    Block 0 begins at byte `remote_start` of the holder's region and at byte `local_start` of ours. Raises `ValueError`
+    if the two lists of blocks differ in length.
     """
     sources, locals_ = (np.asarray(blocks, dtype=np.int64) for blocks in (source_blocks, local_blocks))
     if len(sources) != len(locals_):
         raise ValueError(f"{len(sources)} blocks of the holder, {len(locals_)} of ours")
     counts = np.ones_like(sources)
     if piece.is_whole and len(sources) > 1:
-        goes_on = (np.diff(sources) == 1) & (np.diff(locals_) == 1)  # behind the block before it, on both sides
+        goes_on = (np.diff(sources) == 1) & (np.diff(locals_) == 1)  # it follows the previous block on both sides
         first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
         counts = np.diff(np.append(first, len(sources)))
         sources, locals_ = sources[first], locals_[first]
@@ -109,11 +110,11 @@ def block_ranges(
 
 
 def arenas_of(firsts: Sequence[int], blocks: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of the arena of each block, given the first block of each arena."""
+    """Return for each block the index of its arena, given the first block of each arena."""
     return np.searchsorted(np.asarray(firsts), np.asarray(blocks, dtype=np.int64), side="right") - 1
 
 
 def bytes_of(region: CacheRegion, blocks: Sequence[int]) -> NDArray[np.int64]:
-    """Return the bytes that this rank keeps of each of these blocks."""
+    """Return the size in bytes of this rank's share of each of these blocks."""
     sizes = np.array([arena.block_bytes for arena in region.arenas])
     return sizes[arenas_of(region.first_blocks, blocks)]

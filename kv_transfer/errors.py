@@ -8,20 +8,20 @@ class TransferError(Exception):
 
 
 class MalformedMessage(TransferError):
-    """Bytes from another process are no message, or no ticket, of this version."""
+    """Bytes from another process are not a valid message or ticket of this version."""
 
 
 class TransportError(TransferError):
-    """A transport or a channel refused: memory that cannot be registered, an address, a peer, a read."""
+    """A transport or a channel failed: it could not register memory, use an address, reach a peer, or start a read."""
 
 
 class NotRegistrable(TransportError):
-    """The transport cannot register the memory that it was given; it may be able to register the host's."""
+    """The transport cannot register the memory that it was given; host memory may still work."""
 
 
 class RankLost(TransferError):
-    """Another rank of our group ended, or does not answer: the group is over."""
+    """Another rank of our group has ended or does not answer, so the whole group must end."""
 
 
 class TransferThreadDied(TransferError):
-    """The transfer thread met an error of our own making (its cause is chained): the process should be replaced."""
+    """The transfer thread died of a bug in Baton (its cause is chained): replace the process."""

@@ -1,7 +1,7 @@
 """The clock by which both sides of a hand-off count leases.
 
-`time.monotonic` stands still while a machine is suspended, but the other side's lease runs on: a reader that was
-suspended in mid-read would wake up with most of a lease left whose blocks were reused long ago. This clock goes on.
+`time.monotonic` stops while a machine is suspended, but the other side's lease runs on. A reader that was suspended in
+the middle of a read would wake up and still trust a lease whose blocks were reused long ago. This clock goes on.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 import time
 
-STOOD_STILL_S = 0.5  # a round that is late by more means that the process was stopped, or starved
-CATCH_UP_S = 1.0  # behind such a round, until what waited in the kernel has reached Python
+STOOD_STILL_S = 0.5  # a round that is later than this shows that the process was stopped, or starved of CPU
+CATCH_UP_S = 1.0  # time after such a round for messages that waited in the kernel to reach Python
 
 
 def lease_now() -> float:
-    """Return the seconds since the machine's start, including those in which it was suspended."""
+    """Return the seconds since the machine booted, including those during which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def ahead_of_monotonic_s() -> float:
-    """Return by how much this clock is ahead of `time.monotonic`, by which engines count."""
+    """Return by how many seconds this clock is ahead of `time.monotonic`, the engine's clock."""
     return lease_now() - time.monotonic()
 
 
 class Standstill:
-    """Measures how long messages may have waited because this process was stopped. Times are on the caller's clock.
+    """Estimates how long messages may have waited because this process was stopped. Times are on the caller's clock.
 
     round, due again at T ──── stopped ────> late round ── CATCH_UP_S ──> as usual
                              arrivals count from T          arrivals count from now
@@ -43,7 +43,7 @@ class Standstill:
         self._due += pause_s
 
     def arrival(self, now: float) -> float:
-        """Return the earliest time at which a message that is read now may have come."""
+        """Return the earliest time at which a message that is read now may have arrived."""
         self._compare(now)
         return self._since if now < self._caught_up_at else now
 

@@ -15,7 +15,7 @@ from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
 from .protocol.receive import ReceiveTimeouts
 
-SHORTEST_STALL_S = 2.0  # time of one batch at 1 Gbit/s, and more than threads of a busy machine wait for their turn
+SHORTEST_STALL_S = 2.0  # a batch takes as long at 1 Gbit/s; a thread of a busy machine waits less for the CPU
 SAVE_S = 5.0
 
 
@@ -30,26 +30,26 @@ class TransferSettings(StrictModel):
     model_config = ConfigDict(strict=True)
 
     transport: Literal["nixl", "ucx"] = "nixl"
-    backends: tuple[str, ...] = Field(("UCX",), strict=False, min_length=1)  # of NIXL
+    backends: tuple[str, ...] = Field(("UCX",), strict=False, min_length=1)  # NIXL's plugins
     cpu_affinity: str = NEAR_DEVICE  # of the transfer thread: "device" (its NUMA node), "any", or CPUs: "0-7,16"
-    # How long finished blocks wait for their reader, and again after each claim or renewal.
-    lease_s: float = Field(30.0, gt=0, le=MAX_LEASE_S)  # of a longer one no peer would take the promise
-    margin_s: float = Field(0.5, gt=0)  # a read that ends this close to the end of the lease does not count
-    renew_at: float = Field(0.5, gt=0, lt=1)  # share of the lease after which a read that still runs renews it
-    retry_s: float = Field(0.5, gt=0)  # an unanswered message is sent again after this
-    connect_s: float = Field(5.0, gt=0)  # a receive fails when the holder's memory cannot be reached within this
-    # A peer that is silent for so long is lost: reads of its memory fail.
+    # The holder keeps offered blocks for so long, counted anew from each claim or renewal.
+    lease_s: float = Field(30.0, gt=0, le=MAX_LEASE_S)  # messages carry no longer one
+    margin_s: float = Field(0.5, gt=0)  # a read that ends within this time before the lease does is discarded
+    renew_at: float = Field(0.5, gt=0, lt=1)  # fraction of the lease after which a reader that is not done renews it
+    retry_s: float = Field(0.5, gt=0)  # an unanswered message is sent again after so long
+    connect_s: float = Field(5.0, gt=0)  # a receive fails if the holder's memory cannot be reached within this time
+    # A peer that sends nothing for so long counts as lost: reads of its memory fail.
     heartbeat_timeout_s: float = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
-    # A read without progress fails after this. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX should notice a dead
-    # connection first, which takes it 10 s (`transports/ucx_process.py`).
+    # A read fails when none of its batches has ended for so long. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX
+    # takes 10 s to notice a dead connection, which it should do first (`transports/ucx_process.py`).
     stall_s: float = Field(20.0, ge=SHORTEST_STALL_S)
-    # Size of one read: 0.7 ms over NVLink; a receive that was given up begins no other.
+    # Size of one batch of a read: 0.7 ms over NVLink. A cancelled receive begins no further batch.
     batch_bytes: int = Field(256 << 20, ge=1)
-    reads_in_flight: int = Field(2, ge=1)  # of one receive
-    progressive: bool = True  # long prompts are on offer, and their blocks read, while prefill still runs
-    buffer: Literal["device", "host", "auto"] = "auto"  # by way of the host's memory: never, always, where needed
-    buffer_bytes: int = Field(4 << 30, ge=1)  # of the host's memory; taken only where blocks go that way
-    # "verify": blocks are used only if their digests match; slow, for debugging.
+    reads_in_flight: int = Field(2, ge=1)  # batches of one receive that run at the same time
+    progressive: bool = True  # offer a long prompt's blocks, and let peers read them, while it is still being prefilled
+    buffer: Literal["device", "host", "auto"] = "auto"  # staging slots in host memory: never, always, if needed
+    buffer_bytes: int = Field(4 << 30, ge=1)  # of host memory for staging slots; allocated only if they are used
+    # "verify" uses blocks only if their digests match those of the holder. Slow; for debugging.
     digest: DigestMode = Field(DigestMode.OFF, strict=False)
 
     @field_validator("digest", mode="before")
@@ -88,7 +88,7 @@ class TransferSettings(StrictModel):
 
     @property
     def transport_name(self) -> str:
-        """The transport's name, which must equal a peer's: tickets and handshakes carry it."""
+        """The transport's name. Tickets and handshakes carry it, since both engines must use the same one."""
         return nixl_name(self.backends) if self.transport == "nixl" else self.transport
 
     @property
@@ -110,12 +110,12 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
 
 class TierSettings(StrictModel):
-    """Sizes for one rank of an engine. Raises `pydantic.ValidationError` for values that cannot work."""
+    """Sizes of the tiers of one rank of an engine. Raises `pydantic.ValidationError` for values that cannot work."""
 
-    host_bytes: int = Field(0, ge=0)  # of the host's memory; 0: no such tier
-    disk_path: str = ""  # a folder that only engines of this application use; each takes files of its own in it
-    disk_bytes: int = Field(0, ge=0)  # of these files; 0: no such tier
-    min_tokens: int = Field(256, ge=1)  # a prefix that is shorter is computed rather than restored
+    host_bytes: int = Field(0, ge=0)  # of host memory; 0: no host tier
+    disk_path: str = ""  # a folder for this application's engines alone; each has its own files in it
+    disk_bytes: int = Field(0, ge=0)  # size of these files; 0: no disk tier
+    min_tokens: int = Field(256, ge=1)  # a shorter prefix is computed instead of restored
 
     @model_validator(mode="after")
     def _something_is_kept_somewhere(self) -> Self:
@@ -128,5 +128,5 @@ class TierSettings(StrictModel):
 
     @property
     def save_s(self) -> float:
-        """Seconds that an orderly end may take to save the host's blocks to the disk."""
+        """Seconds for which an orderly shutdown may save blocks of the host tier to the disk."""
         return SAVE_S if self.host_bytes and self.disk_bytes else 0.0

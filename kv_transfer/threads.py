@@ -1,4 +1,4 @@
-"""Threads that own what they open and are its only users: a transport, sockets, a copier."""
+"""Threads that open a resource and are its only users: a transport, sockets, a copier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Work = Callable[[Callable[[], None]], None]
 
 
 class OwnerThread(threading.Thread):
-    """Runs `work(ready)`, which opens its resources, calls `ready`, and returns when `end` was called."""
+    """Runs `work(ready)`, which opens its resources, calls `ready`, and goes on until it is asked to end."""
 
     def __init__(self, name: str, work: Work) -> None:
         super().__init__(name=name, daemon=True)
@@ -21,7 +21,7 @@ class OwnerThread(threading.Thread):
         self._ready: Future[None] = Future()
 
     def open(self, timeout_s: float | None = None) -> None:
-        """Start the thread and wait until it is ready. Raises an earlier error of `work`, or `TimeoutError`."""
+        """Start the thread and wait until `work` calls `ready`. Raises its error, or `TimeoutError`."""
         self.start()
         self._ready.result(timeout_s)
 
@@ -29,18 +29,18 @@ class OwnerThread(threading.Thread):
         try:
             self._work(lambda: self._ready.set_result(None))
         except Exception as error:
-            if self._ready.done():  # `open` has returned: Python's hook logs it
+            if self._ready.done():  # `open` has returned, so `threading.excepthook` reports the error
                 raise
             self._ready.set_exception(error)
         finally:
-            del self._work  # as `Thread` does with its target: an ended thread keeps no memory alive
+            del self._work  # as `Thread` deletes its target, so that an ended thread keeps no memory alive
 
 
 class ChannelThread(OwnerThread):
-    """The only user of a channel, which it closes when it ends."""
+    """A thread that is the only user of a channel. `close` closes the channel, too."""
 
     def __init__(self, name: str, channel: ZmqChannel, work: Work) -> None:
-        """`work` waits at the channel, and checks `is_closing` whenever it is woken."""
+        """`work` must wait at the channel, and check `is_closing` whenever it wakes up."""
         super().__init__(name, work)
         self._channel = channel
         self._closing = threading.Event()
@@ -51,12 +51,12 @@ class ChannelThread(OwnerThread):
         return self._closing.is_set()
 
     def open(self, timeout_s: float | None = None) -> None:
-        """Start as `OwnerThread` does. A failure closes the channel; a timeout is a `TransportError`."""
+        """Start as `OwnerThread` does. A failure closes the channel, and a timeout raises `TransportError`."""
         try:
             super().open(timeout_s)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self._ready.done():
-                self._closing.set()  # it is stuck inside the transport, and ends by itself when that returns
+                self._closing.set()  # it hangs in the transport, and ends when that returns
                 raise TransportError(f"the transport did not start within {timeout_s:g} s") from None
             self.close()
             raise

@@ -1,9 +1,9 @@
-"""Benchmark of moving prompts' blocks from one group of processes to another, beside raw NIXL moving the same bytes.
+"""Benchmark of moving prompts' blocks from one group of processes to another, compared with raw NIXL.
 
-Both sides of the comparison use the same memory and the same descriptors (`descriptors.py`), in turns. The connector is
-timed from `receive` to `Received`: claim, grant, reads of all ranks, commit, and two threads woken on each side. Raw
-NIXL is timed on every rank while it prepares, posts and polls one transfer for each rank of the other side; the slowest
-rank counts. Its byte ranges are made before and its handles are released after; it wakes no thread and sends nothing.
+The connector and raw NIXL take turns with the same memory and the same descriptors (`descriptors.py`). The connector is
+timed from `receive` to `Received`: claim, grant, reads on all ranks, commit, and waking two threads on each side. Raw
+NIXL is timed on every rank while it prepares, posts and polls one transfer for each rank of the other side, and the
+slowest rank counts. It makes its byte ranges before and releases its handles after, wakes no thread and sends nothing.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ DEFAULT_LAYOUT = KVLayout(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferCase:
-    """The prompts that are moved, and the two groups of processes between which they are."""
+    """The prompts to move, and the two groups of processes between which to move them."""
 
     num_tokens: Sequence[int] = (16, 64, 256, 1024)  # of a prompt
     in_flight: Sequence[int] = (1, 4)  # prompts handed off at the same time
     repeats: int = 15
-    run_blocks: int = 1  # blocks that lie next to each other on both sides
+    run_blocks: int = 1  # number of blocks that are neighbours on both sides
     device: str = "cpu"
     prefill_tp: int = 1
     decode_tp: int = 1
     seed: int = 0
-    stages: bool = False  # both rank 0 stamp what they do, which takes some microseconds
+    stages: bool = False  # rank 0 of both sides stamps each stage, which takes some microseconds
 
 
 class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,19 +49,19 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
 
     num_tokens: int
     in_flight: int  # prompts handed off at the same time
-    num_bytes: int  # of all of them, on all ranks of the reader
+    num_bytes: int  # of all these prompts, on all ranks of the reader
     descriptors: int
     gb_per_s: float
     raw_gb_per_s: float
     ratio: float  # median over the repeats of raw time / connector time, each pair measured back to back
-    stages_us: dict[str, float]  # from when the connector was asked; empty unless stamped
+    stages_us: dict[str, float]  # since the call of `receive`; empty unless stamped
 
 
 def measure(layout: KVLayout, case: TransferCase) -> dict[str, Any]:
-    """Move blocks of a layout between two groups.
+    """Measure moves of a layout's blocks between two groups.
 
-    On "cuda" the holder's ranks take the first GPUs and the reader's the next ones, from the first again where there
-    are too few. Raises `BenchFailed`, and `UnevenHeads` for sizes over which the heads cannot be shared out.
+    On "cuda" the holder's ranks take the first GPUs and the reader's the next ones, beginning again at the first if
+    there are too few. Raises `BenchFailed`, and `UnevenHeads` if the heads cannot be divided over the ranks.
     """
     largest = max(-(-length // layout.block_size) for length in case.num_tokens) * max(case.in_flight)
     num_blocks = -(-largest // case.run_blocks) * case.run_blocks
@@ -107,7 +107,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _stage_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format stages in microseconds, a column for each row; empty if none were stamped."""
+    """Format stages in microseconds, with a column for each row. Empty: none were stamped."""
     if not any(row["stages_us"] for row in rows):
         return []
     heads = [f"{row['num_tokens']} x {row['in_flight']}" for row in rows]
@@ -119,7 +119,7 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class _Bench:
-    """Two groups that are connected."""
+    """Two connected groups of ranks."""
 
     def __init__(self, holders: list[RankProcess], readers: list[RankProcess]) -> None:
         self._holders, self._readers = holders, readers
@@ -181,7 +181,7 @@ class _Bench:
 
 
 def _blocks(count: int, run_blocks: int, rng: random.Random, part: int) -> list[int]:
-    """Choose the blocks of one prompt: runs of neighbours in random order, in a part of the memory of its own."""
+    """Choose the blocks of one prompt: runs of neighbours in random order, in the prompt's own part of the memory."""
     runs = list(range(-(-count // run_blocks)))
     rng.shuffle(runs)
     blocks = [run * run_blocks + offset for run in runs for offset in range(run_blocks)]

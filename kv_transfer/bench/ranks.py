@@ -1,4 +1,4 @@
-"""The two groups of processes of the transfer benchmark: each rank with memory, a connector's part, and raw NIXL."""
+"""The processes of the transfer benchmark: each rank has memory, its part of a connector, and raw NIXL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Prompt = tuple[list[int], list[int]]  # the holder's blocks, the reader's
 
 
 class BenchFailed(TransferError):
-    """A hand-off of the benchmark did not succeed, or brought something else than was sent."""
+    """A hand-off of the benchmark failed, or delivered wrong bytes."""
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class _Memory:
 
 
 def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
-    """Make an agent with NIXL's own API and nothing of ours."""
+    """Make an agent with NIXL's own API, without any code of Baton."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     kind, device = memory.nixl
@@ -74,7 +74,7 @@ def _raw_agent(name: str, memory: _Memory, num_bytes: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """The rank and the side of one process."""
+    """The parameters of one rank's process."""
 
     side: str
     layout: KVLayout
@@ -85,7 +85,7 @@ class RankSpec:
     size: int
     rank: int = 0
     leader: str = ""  # the address of rank 0's `GroupSocket`
-    stamped: bool = False  # rank 0 stamps what it does
+    stamped: bool = False  # rank 0 stamps each stage
 
     @property
     def heads(self) -> range:
@@ -97,7 +97,7 @@ class RankSpec:
 
 
 class _Raw(msgspec.Struct, frozen=True):
-    """Raw NIXL's description of another agent."""
+    """The description of another raw NIXL agent."""
 
     metadata: bytes
     address: int
@@ -114,7 +114,7 @@ class _Source:
 
 
 class _Rank:
-    """One rank of either side, in its own process: memory, its part in the transfers, and an agent for raw NIXL."""
+    """One rank of either side, in its own process: memory, its part of a connector, and an agent for raw NIXL."""
 
     def __init__(self, spec: RankSpec, tell_address: Callable[[str], None]) -> None:
         num_bytes = spec.num_blocks * spec.block_bytes
@@ -157,7 +157,7 @@ class _Rank:
             self._connector.stamps.note(stage)
 
     def idle(self) -> None:
-        """Make progress: over some lanes raw NIXL needs the CPU of the process that is read."""
+        """Make progress, because over some lanes raw NIXL needs the CPU of the process that is read."""
         self._raw.get_new_notifs()
         if self._seat.rank == 0:
             self._connector.poll()
@@ -182,7 +182,7 @@ class _Rank:
         return [self._connector.offer("bench", 0, blocks, len(blocks) * size).ticket for blocks in prompts]
 
     def receive(self, tickets: Sequence[bytes], targets: Sequence[list[int]]) -> float:
-        """Receive blocks; returns the seconds until all are here."""
+        """Receive blocks, and return the seconds until all are here."""
         self._stamp(HandoffStage.ASKED)
         begin = time.perf_counter()
         waiting = {
@@ -202,12 +202,12 @@ class _Rank:
         return seconds
 
     def stages(self) -> dict[HandoffStage, float]:
-        """Return the stamps since the last call, in seconds of the machine's clock. Only a stamped rank 0 has any."""
+        """Return the stamps since the last call, in seconds of the machine's clock. Only for a stamped rank 0."""
         assert isinstance(self._connector, StampedConnector), "asked of a rank that is not stamped"
         return self._connector.stamps.take()
 
     def receive_raw(self, prompts: Sequence[Prompt]) -> float:
-        """Read with raw NIXL; returns the seconds until this rank's share of all blocks is here."""
+        """Read with raw NIXL, and return the seconds until this rank's share of all blocks is here."""
         ranges = [(source, block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources]
         begin = time.perf_counter()
         running = [self._post_raw(source, np.asarray(pieces, dtype=np.int64)) for source, pieces in ranges]
@@ -222,7 +222,7 @@ class _Rank:
         return sum(len(block_ranges(*prompt, source.piece)) for prompt in prompts for source in self._sources)
 
     def heads_of(self, block: int) -> dict[int, bytes]:
-        """Return a block's bytes by head."""
+        """Return the bytes of each head of a block."""
         spec = self._seat
         held = self._memory.read(block * spec.block_bytes, spec.block_bytes)
         size = spec.layout.head_bytes
@@ -250,7 +250,7 @@ def _serve(pipe: Connection, spec: RankSpec) -> None:
 
 
 class RankProcess:
-    """A `_Rank` elsewhere: `order` and `answer` are the two halves of a call."""
+    """A `_Rank` in another process. `order` and `answer` are the two halves of a call."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
@@ -277,7 +277,7 @@ class RankProcess:
 
 
 class Ranks:
-    """The processes of a measurement; none outlives it."""
+    """The processes of a measurement. All of them end with the context."""
 
     def __init__(self) -> None:
         self._running: list[RankProcess] = []
@@ -291,7 +291,7 @@ class Ranks:
             rank.process.join()
 
     def start(self, spec: RankSpec) -> list[RankProcess]:
-        """Start a group; returns its processes by rank. Raises `UnevenHeads`."""
+        """Start a group, and return its processes by rank. Raises `UnevenHeads`."""
         spec.layout.heads_of(0, spec.size)
         leader = self._start(spec)
         if spec.size == 1:

@@ -1,9 +1,9 @@
-"""A connector for the benchmark that stamps the stages of a hand-off with the time.
+"""A connector for the benchmark that records the time of each stage of a hand-off.
 
     reader   asked ─> thread awake ─> claim sent ─> read posted ─> read done ─> grant here ─> told ─> answered
     holder                              └─> claim here ─> grant sent ───────────────┘
 
-The stamps are of the machine's one monotonic clock, so those of two processes can be compared.
+Stamps are times of the machine's monotonic clock, so those of two processes can be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..transports import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadSt
 
 
 class HandoffStage(enum.StrEnum):
-    """Stages of a hand-off, in about this order. A stage that comes several times has the stamp of the last."""
+    """Stages of a hand-off, in about this order. A stage that happens several times keeps its last stamp."""
 
     ASKED = "asked"
     AWAKE = "transfer thread awake"
@@ -40,20 +40,20 @@ class HandoffStage(enum.StrEnum):
 class Stamps:
     """The stamps of one engine, written by its transfer thread and by the caller.
 
-    They are taken when the other engine has all that it waited for. The thread that sent the last of it holds `sending`
-    until that is stamped.
+    The benchmark takes them when the other engine has received everything. The thread that sends the last message may
+    not have stamped it by then, so it holds `sending` until it has.
     """
 
     def __init__(self) -> None:
         self.sending = threading.Lock()
         self._at: dict[HandoffStage, float] = {}
-        self._messages: list[tuple[float, dict[type, HandoffStage], bytes]] = []  # decoded later: that takes time, too
+        self._messages: list[tuple[float, dict[type, HandoffStage], bytes]] = []  # decoded later, in `take`
 
     def note(self, stage: HandoffStage) -> None:
         self._at[stage] = time.perf_counter()
 
     def note_message(self, meanings: dict[type, HandoffStage], data: bytes) -> None:
-        """Stamp a message; it is decoded, and its stage found, in `take`."""
+        """Stamp a message. `take` decodes it and looks up the stage of its type in `meanings`."""
         self._messages.append((time.perf_counter(), meanings, data))
 
     def take(self) -> dict[HandoffStage, float]:
@@ -149,7 +149,7 @@ class _StampedTransport:
 
 
 class StampedConnector(TransferConnector):
-    """A `TransferConnector` whose `stamps` have the times of its stages since they were last taken."""
+    """A `TransferConnector` that records the times of its stages in `stamps`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.stamps = Stamps()  # first: the transfer thread begins at once
@@ -170,6 +170,6 @@ class StampedConnector(TransferConnector):
 def since_asked(
     reader: Mapping[HandoffStage, float], holder: Mapping[HandoffStage, float]
 ) -> dict[HandoffStage, float]:
-    """Convert both sides' stamps to microseconds since the reader was asked."""
+    """Convert both sides' stamps to microseconds since the call of the reader's `receive`."""
     of_holder = {stage: holder[stage] for stage in (HandoffStage.CLAIM_HERE, HandoffStage.GRANT_SENT)}
     return {stage: (at - reader[HandoffStage.ASKED]) * 1e6 for stage, at in {**reader, **of_holder}.items()}

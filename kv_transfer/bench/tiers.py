@@ -1,7 +1,7 @@
-"""Measure copies to the host's memory and back: `python -m baton.kv_transfer.bench.tiers --device cuda:0`.
+"""Measure copies to host memory and back: `python -m baton.kv_transfer.bench.tiers --device cuda:0`.
 
-They run beside a thread that sleeps and beside one that keeps the interpreter busy, as a step loop may; all copies are
-asked for at once, or one by one.
+The copies run beside a thread that sleeps, and beside one that keeps the GIL busy, as a step loop may. They are
+requested in one call, or one by one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 def _rates(
     region: ArenaRegion, memory: HostMemory, calls: Sequence[Sequence[SlotPair]], *, busy: bool
 ) -> tuple[float, float]:
-    """Return GB/s down and up of copies in a thread of their own, beside this one."""
+    """Return the GB/s of copies down and up, in a thread of their own beside this one."""
     rates: list[float] = []
     over = threading.Event()
 

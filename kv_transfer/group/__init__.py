@@ -1,7 +1,7 @@
-"""The ranks of one tensor-parallel group: rank 0 sends orders, the others carry them out and report.
+"""The ranks of one tensor-parallel group: rank 0 sends orders, the other ranks carry them out and report.
 
-rpc              sockets, joining, orders and reports: the same for every use; and `TpCopyGroup`, all ranks that copy
-                 their shares of blocks: to staging slots, or to tiers
-tp_read_group    all ranks read their own KV heads of a peer's blocks (`rank_reader`), seen from rank 0
-read_member      the same on another rank
+rpc              sockets, joining, orders and reports, for every service; and `TpCopyGroup`, with which rank 0 has
+                 all ranks copy their shares of blocks, to staging slots or tiers
+tp_read_group    rank 0's side of reads: each rank reads its own KV heads of a peer's blocks (`rank_reader`)
+read_member      the other ranks' side of reads
 """

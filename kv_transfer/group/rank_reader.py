@@ -1,7 +1,8 @@
-"""Read one rank's KV heads of blocks from all the ranks of a holder that have them.
+"""Read one rank's KV heads of blocks from the ranks of a holder that keep them.
 
-Here a peer is a whole group of ranks, and a read is one list of blocks; to the transport below they are several agents
-and several lists of byte ranges. The caller chooses the handles, so that all ranks of a group use the same ones.
+Here a peer is a whole group of ranks, and a read is one list of blocks. For the transport below, the peer is several
+agents and the read several lists of byte ranges. The caller chooses the handles of peers and reads, so that all ranks
+of a group use the same ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .rpc import MAX_RANKS
 
 State = TypeVar("State", PeerState, ReadState)
 
-# From the best to the worst: the state of a whole is the worst of its parts' states.
+# From best to worst. The state of a peer or read is the worst among its parts.
 _SEVERITY: tuple[PeerState | ReadState, ...] = (
     *(PeerState.CONNECTED, PeerState.CONNECTING, PeerState.BROKEN),
     *(ReadState.DONE, ReadState.RUNNING, ReadState.FAILED),
@@ -38,19 +39,19 @@ _SEVERITY: tuple[PeerState | ReadState, ...] = (
 
 
 class ArenaPlace(msgspec.Struct, frozen=True, array_like=True):
-    """The place of one cache group's blocks in a rank's memory."""
+    """The position of one cache group's blocks in a rank's memory."""
 
     offset: Id  # bytes from the start of the memory
     num_blocks: Id
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's memory, as other engines must know it to read its share of the blocks."""
+    """The description of one rank's memory with which other engines read its share of the blocks."""
 
-    first_head: Annotated[int, Meta(ge=0, lt=2**16)]  # of the first cache group
+    first_head: Annotated[int, Meta(ge=0, lt=2**16)]  # in the first cache group
     num_heads: Annotated[int, Meta(ge=1, lt=2**16)]
     transport: bytes  # its transport's metadata
-    arenas: Annotated[tuple[ArenaPlace, ...], Meta(max_length=64)] = ()  # of several cache groups
+    arenas: Annotated[tuple[ArenaPlace, ...], Meta(max_length=64)] = ()  # one for each cache group, if several
 
     @property
     def heads(self) -> range:
@@ -62,7 +63,7 @@ _decode_group: Callable[[bytes], list[RankMemory]] = codec.decoder(_Group, "meta
 
 
 def group_metadata(ranks: Sequence[RankMemory]) -> bytes:
-    """Encode what a peer's `add_peer` needs to read a whole group."""
+    """Encode the metadata with which a peer's `add_peer` connects to a whole group."""
     return codec.encode(ranks)
 
 
@@ -74,7 +75,7 @@ class _Share(NamedTuple):
     """Heads of one cache group that we read from one rank of a holder."""
 
     heads: range
-    kept: range  # all that this rank keeps
+    kept: range  # all heads that this rank of the holder keeps
     slice: HeadSlice
 
 
@@ -84,13 +85,13 @@ class _RankSource:
 
     peer: PeerHandle
     rank: int
-    shares: list[list[_Share]]  # in each cache group
-    places: Sequence[ArenaPlace]  # of the groups in its memory
+    shares: list[list[_Share]]  # by cache group
+    places: Sequence[ArenaPlace]  # by cache group, in its memory
 
 
 @dataclasses.dataclass(slots=True)
 class _GroupRead:
-    parts: list[ReadHandle]  # of the transport, not yet released
+    parts: list[ReadHandle]  # the transport's reads that are not released yet
     state: ReadState = ReadState.RUNNING
     reason: str = ""
 
@@ -98,7 +99,7 @@ class _GroupRead:
 class RankReader:
     """Reads blocks into `region` through `transport`, with which the region is registered.
 
-    `block_bytes` reads a block of the region, for tests whose region has no address. `staged`: the region is that of
+    `block_bytes` returns the bytes of a block, for tests whose region has no address. `staged`: the region holds
     staging slots.
     """
 
@@ -120,7 +121,7 @@ class RankReader:
         self._heads_at = [_pieces_of_heads(arena) for arena in region.arenas]
         self._peers: dict[PeerHandle, list[_RankSource]] = {}
         self._reads: dict[ReadHandle, _GroupRead] = {}
-        self.num_bytes = 0  # asked of the transport since the start
+        self.num_bytes = 0  # bytes of all reads since the start
         self.num_descriptors = 0
 
     @property
@@ -145,7 +146,7 @@ class RankReader:
     def add_peer(self, peer: PeerHandle, metadata: bytes) -> None:
         """Begin to connect to those ranks of a group that this one will read.
 
-        Raises `MalformedMessage` or `TransportError` for metadata that make no sense; nothing was begun then.
+        Raises `MalformedMessage` or `TransportError` for invalid metadata, and then has begun nothing.
         """
         holders = _decode_group(metadata)
         shares = self._shares(holders)
@@ -161,7 +162,7 @@ class RankReader:
         self._peers[peer] = sources
 
     def _shares(self, holders: Sequence[RankMemory]) -> dict[int, list[list[_Share]]]:
-        """Return what to read from which of a holder's ranks. Raises `TransportError`."""
+        """Return by rank of the holder the shares to read from it. Raises `TransportError`."""
         shares: dict[int, list[list[_Share]]] = {}
         for group, arena in enumerate(self.region.arenas):
             kept = _kept_by(holders, group, arena.layout)
@@ -174,7 +175,7 @@ class RankReader:
     def _places_of(self, holder: RankMemory) -> Sequence[ArenaPlace]:
         num_groups = len(self.region.arenas)
         if num_groups == 1:
-            return ()  # it begins where the memory does
+            return ()  # the only arena begins where the memory does
         if len(holder.arenas) != num_groups:
             raise TransportError(f"the holder describes {len(holder.arenas)} cache groups, there are {num_groups}")
         return holder.arenas
@@ -183,17 +184,17 @@ class RankReader:
         return worst(self._transport.peer_state(source.peer) for source in self._peers[peer])
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the slowest way in which this rank reads the peer's ranks; None where none is connected."""
+        """Return the slowest lane over which this rank reads the peer's ranks. None: none is connected."""
         lanes = (self._transport.lane(source.peer) for source in self._peers[peer])
         return min((lane for lane in lanes if lane is not None), key=lambda lane: lane.bytes_per_s or 0.0, default=None)
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        """Forget a peer of which no read is left."""
+        """Forget a peer. No read of it may be left."""
         for source in self._peers.pop(peer):
             self._transport.remove_peer(source.peer)
 
     def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Begin to read the peer's `source_blocks` into our `blocks`, of the same number."""
+        """Begin to read the peer's `source_blocks` into as many `blocks` of ours."""
         entry = self._reads[read] = _GroupRead([])
         for source in self._peers[peer]:
             try:
@@ -208,9 +209,9 @@ class RankReader:
             self.num_descriptors += len(ranges)
 
     def _ranges(self, source: _RankSource, source_blocks: Sequence[int], blocks: Sequence[int]) -> RangeTable:
-        """Return the byte ranges of some blocks in one rank's memory and in ours.
+        """Return the byte ranges of these blocks in one rank's memory and in ours.
 
-        Raises `TransportError` where blocks of one cache group are to be read into another's.
+        Raises `TransportError` if a block of one cache group would be read into a block of another.
         """
         if len(self.region.arenas) == 1:
             tables = [block_ranges(source_blocks, blocks, share.slice) for share in source.shares[0]]
@@ -252,7 +253,7 @@ class RankReader:
         return True
 
     def digests(self, blocks: Sequence[int]) -> bytes:
-        """Return the digests of our heads of some blocks, for each block as many as the widest cache group has heads.
+        """Return the digests of our heads of these blocks, padded to the most heads that a cache group has.
 
         Raises `MalformedMessage` for a block that does not exist.
         """
@@ -269,9 +270,9 @@ class RankReader:
         return b"".join(digests.ljust(width, b"\0") for digests in found)
 
     def difference(self, peer: PeerHandle, blocks: Sequence[int], by_rank: Sequence[bytes]) -> str:
-        """Compare our blocks with the digests of that peer's ranks. Returns the first difference, or an empty string.
+        """Compare our blocks with the digests of the peer's ranks. Returns the first difference, or an empty string.
 
-        Raises as `digests`.
+        Raises the errors of `digests`.
         """
         ours, width = self.digests(blocks), max(map(len, self._heads_at))
         groups = arenas_of(self._first_blocks, blocks).tolist()
@@ -298,17 +299,17 @@ class RankReader:
         self._transport.close()
 
     def _release_part(self, part: ReadHandle) -> bool:
-        """Release a part that has ended; it may still run where another part has failed."""
+        """Release a part if it has ended. It may still run although another part has failed."""
         return self._transport.poll(part) is not ReadState.RUNNING and self._transport.release(part)
 
 
 DIGEST_BYTES = 8
 
-BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # returns a rank's part of a block
+BlockBytes = Callable[[int], bytes | bytearray | memoryview]  # returns a rank's share of a block
 
 
 def region_bytes(region: CacheRegion) -> BlockBytes:
-    """Return a function that reads blocks of a region. A GPU's memory is copied to the host block by block."""
+    """Return a function that reads blocks of a region. It copies GPU memory to the host block by block."""
     readers, firsts = [_arena_bytes(arena) for arena in region.arenas], region.first_blocks
 
     def read(block: int) -> bytes:
@@ -327,7 +328,7 @@ def _arena_bytes(arena: ArenaRegion) -> Callable[[int], bytes]:
 
 
 def digests_of(content: bytes, heads: Sequence[Sequence[Piece]]) -> bytes:
-    """Return the digests of a rank's part of a block, one for each head, given where each lies."""
+    """Return the digests of a rank's share of a block, one for each head. `heads` has the pieces of each."""
     return b"".join(
         xxhash.xxh3_64_digest(b"".join(content[piece.offset : piece.offset + piece.num_bytes] for piece in pieces))
         for pieces in heads

@@ -1,9 +1,9 @@
-"""Another rank's part in its group's reads: a handler that carries out rank 0's read orders with a `RankReader`.
+"""Reads on ranks 1, 2, ... of a group: a handler that carries out rank 0's read orders with a `RankReader`.
 
     rank 0's TpReadGroup ──orders──> MemberThread: socket ── ReadHandler ── RankReader ── transport
                          <──reports──
 
-Without orders, reads and readers it sleeps.
+The thread sleeps while there are no orders, reads or readers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .rpc import GroupMember, MemberThread
 
 
 class ReadHandler:
-    """Carries out rank 0's orders about reads with `reader`. It has no clock of its own."""
+    """Carries out rank 0's read orders with `reader`, in the time that `clock` returns."""
 
     def __init__(self, reader: RankReader, clock: Callable[[], float]) -> None:
         self._reader = reader
@@ -52,8 +52,8 @@ class ReadHandler:
         self._peers: dict[PeerHandle, PeerState] = {}  # as last reported
         self._running: set[ReadHandle] = set()
         self._releasing: dict[ReadHandle, tuple[ReadState, str]] = {}
-        self._read_started_at = 0.0  # the youngest one
-        self._peer_added_at = 0.0  # the youngest one
+        self._read_started_at = 0.0  # the newest read
+        self._peer_added_at = 0.0  # the newest peer
         self._serve_until = 0.0
 
     def details(self) -> ReadDetails:
@@ -95,7 +95,7 @@ class ReadHandler:
             warming_since=self._peer_added_at if PeerState.CONNECTING in self._peers.values() else None,
             serving=serving,
         )
-        # Peers come before reads: rank 0 looks at the peer of a read that has failed.
+        # Report peers before reads, because rank 0 looks at the state of the peer when a read has failed.
         return [*changed, *ended], POLL_IDLE_S if pause is None else pause
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ReadHandler:
 
 
 def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> GroupMember:
-    """Join rank 0's reads over a connection to it."""
+    """Join rank 0's reads over the connection `leader`."""
     fingerprint = reader.region.fingerprint
     return GroupMember(
         ReadHandler(reader, clock), READS, rank=reader.rank, fingerprint=fingerprint, channel=channel, leader=leader
@@ -154,14 +154,14 @@ def join_tp_read_group(
     settings: TransferSettings | None = None,
     staged: bool = False,
 ) -> MemberThread:
-    """Join the reads of rank 0's `TransferConnector`, which waits for all ranks, in a thread of its own.
+    """Start a thread that joins the reads of rank 0's `TransferConnector`, which waits for all ranks.
 
-    `leader` is the address of rank 0's socket; `staged`: the region is that of staging slots. Rank 0's connector is to
-    be closed before this rank: it waits for reads that still run. Raises `TransportError` if the region cannot be
+    `leader` is the address of rank 0's socket. `staged`: the region holds staging slots. Close rank 0's connector
+    before this thread, since it waits for reads that still run. Raises `TransportError` if the region cannot be
     registered.
     """
     settings = settings or TransferSettings()
-    agent_name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # no two agents that one peer knows share a name
+    agent_name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # all agents that a peer knows must have different names
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         reader = RankReader(rank, region, open_transport(settings, region, agent_name), staged=staged)

@@ -1,12 +1,12 @@
-"""Orders and reports of reads within one tensor-parallel group; joining and giving up are in `rpc`.
+"""Orders and reports of reads within one tensor-parallel group. Joining and giving up are in `rpc`.
 
 rank 0                              another rank
   AddPeer, RemovePeer ----------->
-  <------------------------------ PeerReport    whenever the state of a peer has changed
+  <------------------------------ PeerReport    whenever the state of a peer changes
   StartRead --------------------->
-  <------------------------------ ReadReport    when it has ended; once more if it could be released only later
-  MakeDigests, CompareBlocks ---->              (only where blocks are to be verified)
-  <------------------------------ CheckReport   the digests, or where blocks differ from the holder's
+  <------------------------------ ReadReport    when the read has ended, and again if it is released later
+  MakeDigests, CompareBlocks ---->              (only if blocks are verified)
+  <------------------------------ CheckReport   the digests, or the first difference from the holder's
   MakeProgress ------------------>              peers may be reading this rank's memory
   <------------------------------ Alive
 """
@@ -24,7 +24,7 @@ from ..transports import PeerState, ReadState
 from .rank_reader import RankMemory
 from .rpc import Service
 
-MAX_ORDER_BLOCKS = 1 << 16  # of one order, in which two numbers a block take 1.2 MB at most
+MAX_ORDER_BLOCKS = 1 << 16  # in one order, whose two numbers for each block take 1.2 MB at most
 
 CheckHandle = int
 
@@ -35,25 +35,25 @@ Digest = Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)]
 
 
 class ReadDetails(msgspec.Struct, frozen=True, array_like=True):
-    """Another rank's share of the blocks, as rank 0 must know it."""
+    """The description of its memory that a rank sends to rank 0 when it joins."""
 
     num_blocks: Id
     transport: Name
     memory: RankMemory
-    staged: bool = False  # its memory is that of staging slots
+    staged: bool = False  # its memory holds staging slots
 
 
 class PeerReport(msgspec.Struct, frozen=True, array_like=True, tag=10):
     peer: Id
     state: PeerState
-    reason: Reason = ""  # why it is broken, where that is known
+    reason: Reason = ""  # why it is broken, if known
 
 
 class ReadReport(msgspec.Struct, frozen=True, array_like=True, tag=11):
     read: Id
     state: ReadState
     reason: Reason
-    released: bool  # nothing can write any more
+    released: bool  # nothing can write into its blocks any more
     num_bytes: Id  # of all reads of this rank since its start
     num_descriptors: Id
 
@@ -87,7 +87,7 @@ class StartRead(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class MakeProgress(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Ask a rank to serve peers that read its memory, for `seconds`, and to answer with `Alive`."""
+    """Asks a rank to serve peers that read its memory, for `seconds`, and to answer with `Alive`."""
 
     seconds: Annotated[float, Meta(ge=0, le=3600.0)]
 
@@ -101,7 +101,7 @@ class CompareBlocks(msgspec.Struct, frozen=True, array_like=True, tag=15):
     check: Id
     peer: Id
     blocks: MaybeBlocks
-    by_rank: tuple[Digest, ...]  # the peer's
+    by_rank: tuple[Digest, ...]  # the digests of the peer's ranks
 
 
 Order = AddPeer | RemovePeer | StartRead | MakeProgress | MakeDigests | CompareBlocks

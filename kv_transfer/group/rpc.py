@@ -4,18 +4,18 @@
       <------------------------------ Join      its rank, its layout, and details that the service asks for
       orders of the service ---------->
       <------------------------------ reports of the service
-      Ping --------------------------->         never answered: ZeroMQ knows whether the connection stands
+      Ping --------------------------->         never answered: sending it fails if the connection is broken
       <------------------------------ GiveUp    the rank cannot go on, and why
 
-Ranks that copy their shares of blocks together, to staging slots or to tiers (`TpCopyGroup`, rank 0's view of them):
+Copies of all ranks' shares of blocks, to staging slots or tiers (`TpCopyGroup` is rank 0's side):
 
     rank 0's thread:  order ──> every other rank's MemberThread: OrderHandler.handle
                       copies its own share
-                      answers <── one report of each
+                      answers <── one report from each
 
-A *service* is one use of a group: reads, copies to staging slots, tiers. Each has a socket and messages of its own.
-A connection keeps the order of messages and loses none while it lasts; a broken one ends the group. Bytes come from
-other processes: decoding returns a valid message or raises `MalformedMessage`.
+A *service* is one use of a group: reads, copies to staging slots, tiers. Each has its own socket and messages. A
+connection keeps the order of messages and loses none while it lasts, and a broken one ends the group. The bytes come
+from other processes: decoding returns a valid message or raises `MalformedMessage`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RANKS = 1024
 JOIN_TIMEOUT_S = 50.0
-GROUP_HEARTBEAT_TIMEOUT_S = 10.0  # a connection within a group that breaks is the end of all its ranks
+GROUP_HEARTBEAT_TIMEOUT_S = 10.0  # longer than between engines, since a broken connection ends the whole group
 IDLE_S = 60.0
 
 Rank = Annotated[int, Meta(ge=1, lt=MAX_RANKS)]
@@ -57,18 +57,18 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class GiveUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The rank has failed. Sent in place of `Join` if it could not start."""
+    """The rank has failed. It sends this instead of `Join` if it could not start."""
 
     rank: Rank
     reason: Reason
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Finds out whether the connection still stands; there is no answer."""
+    """Tests the connection. There is no answer: sending it fails if the connection is broken."""
 
 
 class Service(NamedTuple):
-    """Decoders of one use of a group. Messages of services have tags from 10 on."""
+    """The decoders of one service. Tags of its messages begin at 10."""
 
     decode_order: Callable[[bytes], Any]
     decode_report: Callable[[bytes], Any]
@@ -76,7 +76,7 @@ class Service(NamedTuple):
 
     @classmethod
     def of(cls, orders: Any, reports: Any, details: Any = None) -> Self:
-        """Make the decoders. `orders` and `reports` are unions of tagged structs; a rank that joins sends `details`."""
+        """Make the decoders. `orders` and `reports` are unions of tagged structs; a joining rank sends `details`."""
         return cls(
             codec.decoder(Ping | orders, "order to a rank"),
             codec.decoder(Join | GiveUp | reports, "report of a rank"),
@@ -97,7 +97,7 @@ class GroupSocket:
         self._closed = False
 
     def close(self) -> None:
-        """Close the channel; a second call does nothing. A context that is collected with open sockets may hang."""
+        """Close the channel, since garbage collection of open sockets may hang. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.channel.close()
@@ -106,7 +106,7 @@ class GroupSocket:
 class GroupLeader:
     """Rank 0's connections to the other ranks for one service. One thread uses it.
 
-    Calls raise `RankLost` once a rank is gone, gives up or sends malformed bytes: the group is over then.
+    Calls raise `RankLost` once a rank is gone, gives up or sends malformed bytes; the group must end then.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GroupLeader:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprint` is that of the layout, which all ranks must share."""
+        """`fingerprint` identifies the KV layout, which must be the same on all ranks."""
         self._channel = channel
         self._size = size
         self._fingerprint = fingerprint
@@ -135,7 +135,7 @@ class GroupLeader:
     def gather(self, wait: Callable[[float], None], timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Wait until all ranks have joined. `wait(seconds)` may return early.
 
-        Raises `TransportError` for ranks that do not come in time, do not fit, or give up.
+        Raises `TransportError` if a rank does not join in time, does not fit, or gives up.
         """
         deadline = self._clock() + timeout_s
         while missing := [rank for rank in range(1, self._size) if rank not in self._routes]:
@@ -150,7 +150,7 @@ class GroupLeader:
             raise RankLost(f"the connection to rank {rank} is broken")
 
     def broadcast(self, order: msgspec.Struct) -> None:
-        """Send an order to all ranks; they begin at once."""
+        """Send an order to all other ranks."""
         for rank in self.ranks:
             self.send(rank, order)
 
@@ -158,7 +158,7 @@ class GroupLeader:
         self.send(rank, Ping())
 
     def receive(self) -> list[tuple[int, Any]]:
-        """Return the reports that have come, each with its rank."""
+        """Return the reports that have arrived, each with its rank."""
         reports: list[tuple[int, Any]] = []
         for route, data in self._channel.receive():
             rank = self._ranks.get(route)
@@ -175,7 +175,7 @@ class GroupLeader:
         return reports
 
     def _take_join(self, route: Route, data: bytes) -> None:
-        """Take a `Join` or `GiveUp`, and drop anything else: a rank that leaves at once is noticed later."""
+        """Handle a `Join` or `GiveUp`, and drop anything else. A rank that leaves right after is noticed later."""
         try:
             message = self._service.decode_report(data)
             details = self._service.decode_details(message.details) if isinstance(message, Join) else None
@@ -202,10 +202,10 @@ class GroupLeader:
 
 
 class OrderHandler(Protocol):
-    """Carries out the orders of one service on another rank. One thread uses it."""
+    """Carries out the orders of one service on a rank other than 0. One thread uses it."""
 
     def details(self) -> Any:
-        """Return the details that rank 0 gets when this rank joins."""
+        """Return the details that this rank sends to rank 0 when it joins."""
         ...
 
     def handle(self, order: Any) -> Iterable[msgspec.Struct]:
@@ -220,21 +220,21 @@ class OrderHandler(Protocol):
 
 
 class GroupMember:
-    """Another rank's end of the connection to rank 0: passes orders to `handler` and sends its reports.
+    """A rank's end of the connection to rank 0: it passes orders to `handler` and sends the handler's reports.
 
-    No thread and no sleeping. `pump` raises what the handler raises, and `RankLost`.
+    It has no thread and never sleeps. `pump` raises the handler's errors, and `RankLost`.
     """
 
     def __init__(
         self, handler: OrderHandler, service: Service, *, rank: int, fingerprint: str, channel: Channel, leader: Route
     ) -> None:
-        """Join the group: from now on rank 0 may send orders."""
+        """Join the group. Rank 0 may send orders from now on."""
         self._handler, self._service = handler, service
         self._channel, self._leader = channel, leader
         self._report(Join(rank, fingerprint, msgspec.Raw(codec.encode(handler.details()))))
 
     def pump(self) -> float:
-        """Do one round of everything. Returns after how many seconds to call again, unless an order comes."""
+        """Do one round of everything. Returns the longest pause in seconds; an order ends it earlier."""
         for _, data in self._channel.receive():
             order = self._service.decode_order(data)
             if not isinstance(order, Ping):
@@ -249,13 +249,13 @@ class GroupMember:
         self._handler.close()
 
     def _report(self, report: msgspec.Struct) -> None:
-        """Send a report, or raise `RankLost`: rank 0 would wait for one that is dropped."""
+        """Send a report. Raises `RankLost` if it is dropped, since rank 0 would wait for it."""
         if not self._channel.send(self._leader, codec.encode(report)):
             raise RankLost("rank 0 takes no reports any more")
 
 
 class MemberThread:
-    """A `GroupMember` in a thread of its own; ranks 1, 2, ... have one for each service."""
+    """A `GroupMember` in a thread of its own. Ranks 1, 2, ... have one for each service."""
 
     def __init__(
         self,
@@ -266,9 +266,9 @@ class MemberThread:
         key: ClusterKey | None,
         name: str,
     ) -> None:
-        """`begin` is called in the thread, with the connection to rank 0. `leader` is the address of rank 0's socket.
+        """Connect to rank 0, whose socket is at `leader`. The thread calls `begin` with that connection.
 
-        Raises `TransportError` for an address that is none.
+        Raises `TransportError` for an invalid address.
         """
         self._begin, self._rank = begin, rank
         self._channel = ZmqChannel(None, key, heartbeat_timeout_s=GROUP_HEARTBEAT_TIMEOUT_S)
@@ -281,13 +281,13 @@ class MemberThread:
         self._thread = ChannelThread(name, self._channel, self._run)
 
     def open(self, timeout_s: float) -> Self:
-        """Start the thread and wait until it has joined. Raises the error of `begin`, which rank 0 does not get."""
+        """Start the thread and wait until it has joined. Raises an error of `begin`, which rank 0 does not learn."""
         self._is_waited_for = True
         self._thread.open(timeout_s)
         return self
 
     def start(self) -> Self:
-        """Start the thread and do not wait. Rank 0 gets the error of `begin`."""
+        """Start the thread without waiting. An error of `begin` is sent to rank 0."""
         self._thread.start()
         return self
 
@@ -313,13 +313,13 @@ class MemberThread:
 
 
 class TpCopyGroup:
-    """The other ranks of a group, once all have joined. One thread makes it, uses it and closes it.
+    """Rank 0's side of copies on all ranks. The constructor waits until the others have joined. One thread uses it.
 
-    While rank 0 waits for an answer it keeps asking ZeroMQ whether the connection still stands, so a rank that dies is
-    noticed at once. A rank that takes long is waited for: its blocks must not be used while it still reads or writes
+    While rank 0 waits for an answer, it tests the connection with pings, so that it notices at once when a rank dies.
+    It waits for a slow rank however long that takes, since the blocks must not be used while the rank reads or writes
     them.
 
-    Raises `TransportError` for ranks that do not come in time or do not fit; calls raise `RankLost` once one is gone.
+    Raises `TransportError` if a rank does not join in time or does not fit. Calls raise `RankLost` once one is gone.
     """
 
     def __init__(
@@ -332,11 +332,11 @@ class TpCopyGroup:
         self._reports: dict[int, collections.deque[Any]] = {rank: collections.deque() for rank in self.ranks}
 
     def order(self, order: msgspec.Struct) -> None:
-        """Send an order to all ranks; they begin at once."""
+        """Send an order to all other ranks."""
         self._leader.broadcast(order)
 
     def answers(self, kind: type[Report]) -> list[Report]:
-        """Return the next report of each rank, by rank, however long that takes."""
+        """Return the next report of each rank, ordered by rank, however long that takes."""
         found: list[Report] = []
         for rank in self.ranks:
             report = self.next_report(rank)

@@ -4,9 +4,9 @@
                                          ├──> RemoteRank ──orders, reports──   rank 1: ReadHandler ──> RankReader
                                          └──> ...
 
-Rank 0 keeps the protocol with other engines. A block has the same id on every rank; each rank reads its own heads of
-it. A peer is connected, and a read is done, when it is so on every rank; a peer is broken, and a read has failed, when
-it is so on any; a read is released, and its blocks can be used again, when nothing can write on any rank.
+Rank 0 alone talks to other engines. A block has the same id on every rank, and each rank reads its own heads of it. A
+peer is connected, or a read done, when it is so on every rank. A peer is broken, or a read has failed, when it is so on
+any rank. A read is released, and its blocks can be used again, when no rank can write into them any more.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .rpc import JOIN_TIMEOUT_S, GroupLeader
 logger = logging.getLogger(__name__)
 ASK_ALIVE_EVERY_S = 0.5
 SERVE_FOR_S = 2 * ASK_ALIVE_EVERY_S
-MAX_UNANSWERED = 20  # a rank that leaves so many `MakeProgress` in a row without a word is lost
+MAX_UNANSWERED = 20  # a rank that leaves so many `MakeProgress` in a row without any report is lost
 
 
 class RemoteRank:
-    """A rank that is another process, as rank 0's reads see it. Used like a `RankReader`.
+    """Rank 0's proxy for the `RankReader` of another rank, with the same methods.
 
-    Orders go out at once; answers are what the rank has reported so far. Calls raise `RankLost` once it cannot be
-    reached.
+    Orders are sent at once. States are those that the rank has reported last. Calls raise `RankLost` once the rank
+    cannot be reached.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RemoteRank:
         del self._checks[check]
 
     def progress(self) -> None:
-        """Ask the rank to serve its readers and to answer with `Alive`, twice a second at most."""
+        """Ask the rank to serve its readers and to answer with `Alive`, at most twice a second."""
         if self._clock() < self._ask_alive_at:
             return
         if self._unanswered == MAX_UNANSWERED:
@@ -121,7 +121,7 @@ class RemoteRank:
         self._send(MakeProgress(SERVE_FOR_S))
 
     def watch(self) -> None:
-        """Ask for a sign of life while answers are pending, so that the loss of the rank raises `RankLost`."""
+        """Ask for a sign of life while reports are due, so that the loss of the rank raises `RankLost`."""
         if self._reads or self._checks or PeerState.CONNECTING in self._peers.values():
             self.progress()
 
@@ -129,7 +129,7 @@ class RemoteRank:
         self._unanswered = 0
         match report:
             case PeerReport():
-                if report.peer in self._peers:  # it may be removed meanwhile
+                if report.peer in self._peers:  # it may have been removed meanwhile
                     self._peers[report.peer] = report.state
                 if report.reason:
                     logger.warning("rank %d cannot reach a peer's memory: %s", self.rank, report.reason)
@@ -148,26 +148,26 @@ Rank = RankReader | RemoteRank
 
 
 class TpReadGroup:
-    """Reads blocks on all ranks of a group. One thread uses it; calls return at once.
+    """Reads blocks on all ranks of a group. One thread uses it, and calls return at once.
 
-    `others`, ranks 1, 2, ..., are reached through `leader`. Without others no call raises `RankLost`; with others any
-    may, and the group is at its end then. `metadata` is what a peer's `add_peer` needs to read our blocks.
+    `leader` connects to `others`, the ranks 1, 2, .... If there are others, every call may raise `RankLost`, and the
+    group must end then. A peer's `add_peer` needs `metadata` to read our blocks.
 
-    Raises `TransportError` where the metadata are longer than a handshake may be.
+    Raises `TransportError` if the metadata do not fit into a handshake.
     """
 
     def __init__(self, own: RankReader, others: Sequence[RemoteRank] = (), leader: GroupLeader | None = None) -> None:
         self.metadata = _checked_metadata([own.memory, *(rank.memory for rank in others)])
         self.region = own.region
         self.device = own.region.device
-        self.block_bytes = own.region.block_bytes  # of each rank, in the first cache group
+        self.block_bytes = own.region.block_bytes  # one rank's share of a block, in the first cache group
         self.transport_name = own.transport_name
         self._own = own
         self._others = others
         self._leader = leader
         self._ranks: tuple[Rank, ...] = (own, *others)
         self._handles = itertools.count(1)
-        self._releasing: dict[ReadHandle, list[Rank]] = {}  # ranks on which it may still write
+        self._releasing: dict[ReadHandle, list[Rank]] = {}  # ranks that may still write
         self._own_reports: dict[CheckHandle, CheckReport] = {}
 
     @property
@@ -182,10 +182,10 @@ class TpReadGroup:
     def add_peer(self, metadata: bytes) -> PeerHandle:
         """Begin to connect to another group.
 
-        Raises `MalformedMessage` or `TransportError` for metadata that make no sense.
+        Raises `MalformedMessage` or `TransportError` for invalid metadata.
         """
         peer = next(self._handles)
-        for rank in self._ranks:  # our own comes first: the others never see what it refuses
+        for rank in self._ranks:  # rank 0 comes first, so that the others never see metadata that it refuses
             rank.add_peer(peer, metadata)
         return peer
 
@@ -193,23 +193,23 @@ class TpReadGroup:
         return worst(rank.peer_state(peer) for rank in self._ranks)
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the lane over which rank 0 reads the peer; other ranks use the same kind."""
+        """Return the lane over which rank 0 reads the peer. Other ranks use the same kind."""
         return self._own.lane(peer)
 
     @property
     def num_fallbacks(self) -> int:
-        """Reads of rank 0 that failed in one way and were begun again in another."""
+        """Number of rank 0's reads that failed over one transport and began again over another."""
         return self._own.num_fallbacks
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        """Forget a peer of which no read is left."""
+        """Forget a peer. No read of it may be left."""
         for rank in self._ranks:
             rank.remove_peer(peer)
 
     def read(self, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> ReadHandle:
-        """Begin to read the peer's `source_blocks` into our `blocks`, of the same number."""
+        """Begin to read the peer's `source_blocks` into as many `blocks` of ours."""
         read = next(self._handles)
-        for rank in reversed(self._ranks):  # orders to others travel, and our own may copy before it returns
+        for rank in reversed(self._ranks):  # send the orders first: our own read may copy before it returns
             rank.read(read, peer, source_blocks, blocks)
         return read
 
@@ -246,7 +246,7 @@ class TpReadGroup:
         return check
 
     def checked(self, check: CheckHandle) -> list[CheckReport] | None:
-        """Return each rank's result, once: the handle is forgotten then. None: some have not answered yet."""
+        """Return each rank's result, and forget the handle. None: some ranks have not answered yet."""
         reports = [report for rank in self._others if (report := rank.report_of(check)) is not None]
         if len(reports) < len(self._others):
             return None
@@ -284,7 +284,7 @@ def gather(
 ) -> TpReadGroup:
     """Return the group of `size` ranks once all of them have joined over `channel`. `wait(seconds)` may return early.
 
-    Raises `TransportError` for ranks that do not come in time or do not fit.
+    Raises `TransportError` if a rank does not join in time or does not fit.
     """
     leader = GroupLeader(channel, size, own.region.fingerprint, READS, clock=clock)
     leader.gather(wait, timeout_s)
@@ -309,7 +309,7 @@ def _checked_metadata(ranks: Sequence[RankMemory]) -> bytes:
 
 
 def _check(rank: int, details: ReadDetails, own: RankReader, size: int) -> None:
-    """Raise `TransportError` where a rank does not fit rank 0."""
+    """Raise `TransportError` if a rank's blocks or transport do not fit rank 0's."""
     if details.staged != own.staged:
         ways = {False: "its blocks themselves", True: "the host's memory, as its blocks cannot be registered"}
         raise TransportError(

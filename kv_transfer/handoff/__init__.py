@@ -2,5 +2,5 @@
 
 coordinator ──> effects ──> message_router, peers, reads, digest_check
 
-No threads and no sleeping here: `TransferConnector` runs it in a thread, tests run it in virtual time.
+It has no threads and never sleeps: `TransferConnector` runs it in a thread, tests run it in virtual time.
 """

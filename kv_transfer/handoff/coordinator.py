@@ -4,7 +4,7 @@
     messages ───────┼─> LeaseTable, ReceiveTable ─> actions ─> reads of peers' memory
     reads, time ────┘                                   └─> events for the engine
 
-It has no thread and no clock of its own: `TransferConnector` runs it in a thread, tests run it in virtual time.
+The coordinator has no thread or clock of its own: `TransferConnector` runs it in a thread, tests in virtual time.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from .reads import BlockReads, ReadEvent, ReadOutcome
 
 logger = logging.getLogger(__name__)
 
-LISTEN_EVERY_S = 1.0  # while blocks are on offer, so that a process that was stopped knows for how long
+LISTEN_EVERY_S = 1.0  # longest pause while blocks are on offer, so that a stopped process knows for how long it was
 
 
 class HandoffCoordinator:
-    """Offers, receives and peers of one engine. One thread calls it; `emit` gets events in their order.
+    """Offers, receives and peers of one engine. One thread calls it, and `emit` gets the events in order.
 
-    `group` reads the blocks, on all ranks of the engine's group. Calls raise `RankLost` when one of those is gone.
+    `group` reads the blocks on all ranks of the engine's group. Calls raise `RankLost` when a rank is gone.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HandoffCoordinator:
         *,
         digest_blocks: int = DIGEST_BLOCKS,
     ) -> None:
-        """`clock` is the one by which leases are counted (`lease_clock.py`); `digest_blocks` are digested at a time."""
+        """`clock` is the lease clock (`lease_clock.py`). `digest_blocks` blocks are digested at a time."""
         self.leases = LeaseTable(me, settings.lease_s, digest_blocks)
         self.receives = ReceiveTable(me, settings.timeouts, settings.digest)
         self._terms = PairingTerms.of(me, group, settings.digest)
@@ -95,13 +95,13 @@ class HandoffCoordinator:
     # ------------------------------------------------------------------ the engine's calls
 
     def offer(self, key: LeaseKey, block_ids: Sequence[int], num_ready: int) -> None:
-        """Offer blocks of which the first `num_ready` are written; `advance` counts the others."""
+        """Offer blocks of which the first `num_ready` are written. `advance` reports the others."""
         self.leases.offer(key, len(block_ids), self._clock(), num_ready)
         self._digest_check.offered(key.offer, block_ids)
         self._digest_if_complete(key.offer)
 
     def advance(self, offer: TransferId, num_ready: int, last_blocks: tuple[int, ...] = ()) -> None:
-        """Count written blocks; `last_blocks` take the place of as many at the end of an offer."""
+        """Note that `num_ready` blocks are written. `last_blocks` replace as many at the end of the offer."""
         now = self._standstill.arrival(self._clock())
         if last_blocks:
             self._digest_check.replaced(offer, last_blocks)
@@ -149,20 +149,20 @@ class HandoffCoordinator:
     # ------------------------------------------------------------------ messages, reads and time
 
     def pump(self, calls: Callable[[], Iterable[Callable[[HandoffCoordinator], None]]] = tuple) -> float:
-        """Do one round of everything. Returns after how many seconds to call again, unless a message or a call comes.
+        """Do one round of everything. Returns the longest pause in seconds; a message or a call ends it earlier.
 
-        `calls` takes the engine's calls since it was last asked. They are made first, so that claims and reads go out
-        at once, and again after messages were received but before these are handled: the sender of a claim has the
-        ticket, so the call that makes its offer has been given by then.
+        `calls()` returns the engine's calls since it was last asked. The round makes them first, so that claims and
+        reads go out at once. It asks again after it has received messages, but before it handles them: a reader that
+        sends a claim has the ticket, so the call that makes the offer must be there by then.
         """
         self._standstill.begin_round(self._clock())
         self._make(calls())
         self._group.pump()
-        for event in self.reads.poll(self._clock()):  # may copy for a while, in which the grant arrives
+        for event in self.reads.poll(self._clock()):  # may copy for a while; the grant arrives meanwhile
             self._on_read_event(event)
         arrived = self._router.receive()
         self._make(calls())
-        now = self._clock()  # after receiving: a lease must not be counted from before the claim was sent
+        now = self._clock()  # read after receiving: a lease must not begin before its claim was sent
         for route, message in arrived:
             self._on_message(route, message, now)
         for route in self._channel.lost():
@@ -171,7 +171,7 @@ class HandoffCoordinator:
             self._on_check(found)
         self._effects.perform(self.leases.expire(now))
         self._effects.perform(self.receives.tick(now))
-        # After everything above that may end a use of a peer's memory.
+        # Peers come last, because everything above may end a use of a peer's memory.
         for peer in self.peers.poll(now, self._uses, self.reads.given_up):
             self._effects.perform(self.receives.peer_ready(peer, now))
         self.peers.forget_idle(self.receives.waits_for, self._uses)
@@ -182,7 +182,7 @@ class HandoffCoordinator:
         return pause
 
     def abandon(self, reason: str) -> None:
-        """Fail all receives that are under way, begin no further read for them, and withdraw all offers."""
+        """Fail all receives, begin no further reads for them, and withdraw all offers."""
         self._effects.perform(self.receives.abandon(reason))
         self._effects.perform(self.leases.withdraw_all())
 
@@ -253,7 +253,7 @@ class HandoffCoordinator:
                 self._effects.perform(self.receives.read_released(event.receive))
 
     def _on_read_failed(self, event: ReadEvent) -> None:
-        """Fail a receive, and with it all others that read from a memory which is lost."""
+        """Fail a receive. If the peer's memory is lost, also fail all others that read from it."""
         lost = self.peers.broke(self.receives[event.receive].ticket.lease.holder, self._clock())
         self._effects.perform(self.receives.read_failed(event.receive, event.reason))
         for receive in [] if lost is None else self.reads.of(lost):

@@ -1,13 +1,13 @@
-"""Make and compare digests on both sides of hand-offs, for engines that verify what they read.
+"""Compute and compare digests on both sides of hand-offs, for engines that verify what they read.
 
     holder   offer is complete ──> digest on all ranks ──> the lease keeps them ──AskDigests──> Digests
-    reader   all is read ──> AskDigests ──> Digests ──> compare on all ranks ──> match, or corrupt
-                                 ^                                                  │
-                                 └───────────────── of the next blocks ─────────────┘
+    reader   all blocks are read ──> AskDigests ──> Digests ──> compare on all ranks ──> match, or corrupt
+                                         ^                                                  │
+                                         └────────────── for the next blocks ───────────────┘
 
-The holder digests its blocks when the offer is complete, so a later change in its memory is found as well. Both sides
-take some blocks at a time: no message outgrows a channel, and a thread that digests a long prompt serves others
-meanwhile.
+The holder digests its blocks as soon as the offer is complete, so that later changes in its memory are found, too. Both
+sides take some blocks at a time, so that no message exceeds a channel's limit and a long prompt does not keep the
+thread from serving others.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ class Digested(NamedTuple):
 
 class Compared(NamedTuple):
     receive: TransferId
-    difference: str  # from what the holder has; empty if there is none
+    difference: str  # the first one on each rank; empty if all digests match
 
 
 @dataclasses.dataclass(slots=True)
 class _Offer:
     blocks: list[int]
-    num_begun: int = 0  # leading blocks whose digests are made or ordered
-    digests: list[bytearray] = dataclasses.field(default_factory=list)  # made so far, by rank
+    num_begun: int = 0  # leading blocks whose digests are computed or ordered
+    digests: list[bytearray] = dataclasses.field(default_factory=list)  # computed so far, by rank
 
 
 class DigestCheck:
-    """Digests and comparisons that are under way on the ranks of a group; `poll` returns their results."""
+    """Digests and comparisons that run on the ranks of a group. `poll` returns their results."""
 
     def __init__(self, group: TpReadGroup, *, verifies: bool, digest_blocks: int = DIGEST_BLOCKS) -> None:
-        """Without `verifies` nothing is digested or compared. `digest_blocks` are digested at a time."""
+        """Without `verifies` nothing is digested or compared. `digest_blocks` blocks are digested at a time."""
         self._group = group
         self._verifies = verifies
         self._digest_blocks = digest_blocks
-        self._offers: dict[TransferId, _Offer] = {}  # until their digests are made, or they have ended
+        self._offers: dict[TransferId, _Offer] = {}  # until their digests are complete, or they have ended
         self._digesting: dict[CheckHandle, TransferId] = {}
         self._comparing: dict[CheckHandle, TransferId] = {}
-        self._expected: dict[TransferId, PeerHandle] = {}  # memory that is read, by receives that are to be verified
+        self._expected: dict[TransferId, PeerHandle] = {}  # by receive to verify: the memory it reads from
 
     def uses(self, peer: PeerHandle) -> bool:
-        """Return whether a receive that is to be verified reads from this memory."""
+        """Return whether a receive that will be verified reads from this memory."""
         return peer in self._expected.values()
 
     @property
     def any_digesting(self) -> bool:
-        """True while blocks are being digested: `poll` continues, now or when other ranks have reported."""
+        """True while blocks are being digested, so that `poll` must be called soon."""
         return bool(self._digesting)
 
     def offered(self, offer: TransferId, blocks: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class DigestCheck:
             self._offers[offer] = _Offer(list(blocks))
 
     def replaced(self, offer: TransferId, last_blocks: Sequence[int]) -> None:
-        """Put `last_blocks` in the place of as many at the end of an offer."""
+        """Replace as many blocks at the end of an offer by `last_blocks`."""
         known = self._offers.get(offer)
         if known is not None:
             known.blocks[-len(last_blocks) :] = last_blocks
@@ -84,12 +84,12 @@ class DigestCheck:
         self._offers.pop(offer, None)
 
     def expect(self, receive: TransferId, peer: PeerHandle) -> None:
-        """Keep the memory from which a receive reads until `forget`: its blocks will be compared."""
+        """Keep the peer's memory until `forget`, since the blocks of this receive will be compared."""
         if self._verifies:
             self._expected[receive] = peer
 
     def compare(self, receive: Receive, digests: Digests) -> None:
-        """Begin to compare the holder's digests of some blocks with what was read."""
+        """Begin to compare the blocks that were read with the holder's digests of them."""
         start = digests.first - receive.first_block
         blocks = receive.block_ids[start : start + digests.count]
         check = self._group.compare(self._expected[receive.id], blocks, digests.by_rank)
@@ -99,7 +99,7 @@ class DigestCheck:
         self._expected.pop(receive, None)
 
     def poll(self) -> list[Digested | Compared]:
-        """Return the results that have come, and begin the next digests."""
+        """Return the results that have arrived, and begin the next digests."""
         found: list[Digested | Compared] = []
         for check, offer in list(self._digesting.items()):
             reports = self._group.checked(check)
@@ -120,7 +120,7 @@ class DigestCheck:
         self._digesting[self._group.digest(some)] = offer
 
     def _digested(self, offer: TransferId, by_rank: Sequence[bytes]) -> list[Digested]:
-        """Add the digests of some of an offer's blocks; returns all of them when they are complete."""
+        """Add digests of some of an offer's blocks. Returns the offer's digests once they are complete."""
         known = self._offers.get(offer)
         if known is None:
             return []

@@ -23,7 +23,7 @@ from .reads import BlockReads
 
 
 class Effects:
-    """Performs actions in their order. One thread calls it; `emit` gets the engine's events."""
+    """Performs actions in order. One thread calls it, and `emit` gets the events for the engine."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Effects:
         self._clock = clock
         self._emit = emit
         self._asked_at: dict[TransferId, float] = {}
-        self.read_started_at = 0.0  # when the youngest read began
+        self.read_started_at = 0.0  # when the newest read began
         self.receive_seconds = 0.0  # summed over successful receives
 
     def receive_begun(self, receive: TransferId) -> None:
-        """Count the time of a receive from now on."""
+        """Start the clock of a receive, for `receive_seconds`."""
         self._asked_at[receive] = self._clock()
 
     def perform(self, actions: Sequence[Action]) -> None:

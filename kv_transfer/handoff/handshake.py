@@ -1,8 +1,8 @@
-"""Handshakes: the terms that two engines must agree on before one reads the other's blocks, and the holder's answers.
+"""Handshakes: the terms that two engines must share before one reads the other's blocks, and the holder's answers.
 
 A handshake gives a reader the address of the holder's memory. It also makes the holder serve the reader for a while:
-over some lanes, such as TCP, a read continues only while the holder makes progress. A reader that begins a handshake is
-about to read, or is reading without a grant, so that the holder does not know of it otherwise (`peers.py`).
+over some lanes, such as TCP, a read advances only while the holder calls its transport's `progress`. A reader sends a
+handshake when it is about to read, or still reads without a grant, which the holder cannot know otherwise (`peers.py`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ SERVE_AFTER_HANDSHAKE_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairingTerms:
-    """One engine's terms. Every handshake and every ticket carries them."""
+    """One engine's terms. Handshakes and tickets carry its key, fingerprint, transport and digest mode."""
 
     key: EngineKey
     fingerprint: str
     transport: str
     digest: DigestMode
     block_size: int  # tokens
-    num_groups: int  # of layers, by what they keep of a sequence
-    num_blocks: int  # of all of them
+    num_groups: int  # cache groups
+    num_blocks: int  # of all cache groups
 
     @classmethod
     def of(cls, key: EngineKey, group: TpReadGroup, digest: DigestMode) -> PairingTerms:
@@ -43,7 +43,7 @@ class PairingTerms:
         return HandshakeRequest(self.key, to, self.fingerprint, self.transport, self.digest)
 
     def objection(self, request: HandshakeRequest) -> str:
-        """Return why the sender cannot read our blocks; an empty string if it can."""
+        """Return why the sender cannot read our blocks, or an empty string if it can."""
         if request.to != self.key:
             return f"engine {request.to.engine_id} (epoch {request.to.epoch}) is gone; here is {self.key.engine_id}"
         if request.fingerprint != self.fingerprint:
@@ -64,7 +64,7 @@ class PairingTerms:
             raise MalformedMessage(
                 f"the ticket's holder has transfer.digest {ticket.digest.value!r}, here it is {self.digest.value!r}"
             )
-        if self.num_groups == 1:  # else every block is compared with the group of the one that it is read into
+        if self.num_groups == 1:  # with several groups, `RankReader` checks the group of each block instead
             ticket.check_block_size(self.block_size)
         wanted = ticket.num_blocks - first_block
         if first_block < 0 or wanted != len(block_ids):
@@ -89,7 +89,7 @@ class HandshakeResponder:
         self._answered: set[Route] = set()  # in this round
 
     def answer(self, route: Route, request: HandshakeRequest, now: float) -> None:
-        """Answer one request a round: a connection that was down for hours delivers hours of requests at once."""
+        """Answer a request, but only one a round for each connection: after an outage many arrive at once."""
         if now != self._round_at:
             self._round_at, self._answered = now, set()
         if route in self._answered:
@@ -103,5 +103,5 @@ class HandshakeResponder:
         self._router.send(route, HandshakeAccepted(self._terms.key, request.sender, self._group.metadata))
 
     def is_serving(self, now: float) -> bool:
-        """Return whether a reader is to be served because of its handshake."""
+        """Return whether a recent handshake obliges us to serve a reader."""
         return now < self._serve_until

@@ -1,4 +1,4 @@
-"""Encode, decode and route the messages of hand-offs. Messages that cannot be read or sent are dropped and counted.
+"""Encode, decode and route the messages of hand-offs. Those that cannot be decoded or sent are dropped and counted.
 
     as a reader    HandshakeRequest, Claim, Finish ... ──connection that we opened──> holder
     as a holder    HandshakeAccepted, Granted ...      ──connection on which the reader asked──> reader
@@ -21,20 +21,20 @@ MAX_READER_ROUTES = 4096
 
 
 class MessageRouter:
-    """Messages over one channel; it remembers over which connection each reader can be answered."""
+    """Messages over one channel. Remembers for each reader the connection over which to answer it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._readers: dict[EngineKey, Route] = {}  # the reader that asked last comes last
+        self._readers: dict[EngineKey, Route] = {}  # in order of their last message
         self.malformed = 0
         self.unsent = 0
 
     def receive(self) -> Iterator[tuple[Route, Message]]:
-        """Take all messages that have come by now; they are decoded as the caller iterates."""
+        """Receive all messages that have arrived. They are decoded as the caller iterates."""
         return self._decoded(self._channel.receive())
 
     def remember(self, reader: EngineKey, route: Route) -> None:
-        """Answer a reader over this connection from now on. The reader that has been silent longest is forgotten."""
+        """Answer a reader over this connection from now on. If there are too many, forget the longest silent one."""
         self._readers.pop(reader, None)
         self._readers[reader] = route
         if len(self._readers) > MAX_READER_ROUTES:

@@ -1,12 +1,12 @@
-"""Engines whose memory we may read: connected and warmed when they appear, not at their first request.
+"""Engines whose memory we may read. They are connected and warmed up when they appear, not at their first request.
 
 connect ──> HANDSHAKE ──accepted──> WARMING ──memory answers──> READY
               ^   │                    │                          │
               │   └─refused─> REFUSED  │                          │
               └───── the transport or the connection broke ───────┘
 
-Some lanes need the CPU of the engine that is read, which knows its readers by their grants only. So handshakes are
-repeated for reads without a grant: until a peer is READY, and while a read of it still runs that was given up.
+Some lanes need the CPU of the engine that is read, and that engine knows only readers to which it has granted an offer.
+So we repeat handshakes for reads without a grant: until a peer is READY, and while a cancelled read of it still runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Peer:
     key: EngineKey
     address: str
     route: Route
-    listed: bool  # the directory knows it; otherwise only a ticket has named it
+    listed: bool  # True: the directory lists it; False: only a ticket has named it
     handshake_at: float
     handshake_pause_s: float
     status: PeerStatus = PeerStatus.HANDSHAKE
@@ -66,8 +66,8 @@ class Peers:
         self._group = group
         self._retry_s = retry_s
         self._peers: dict[EngineKey, Peer] = {}
-        self._retired: dict[PeerHandle, EngineKey] = {}  # forgotten by the transport once no read from it is left
-        self._unpaired: set[EngineKey] = set()  # live engines of another layout, each logged once
+        self._retired: dict[PeerHandle, EngineKey] = {}  # lost memories that reads still use
+        self._unpaired: set[EngineKey] = set()  # live engines with another layout, which were logged
 
     def get(self, key: EngineKey) -> Peer | None:
         return self._peers.get(key)
@@ -102,17 +102,17 @@ class Peers:
 
     @property
     def warming_since(self) -> float | None:
-        """The start of the youngest warming; None if no peer is warming."""
+        """When the newest warm-up of a peer began. None: no peer is warming up."""
         warming = (peer.warming_since for peer in self._peers.values() if peer.status is PeerStatus.WARMING)
         return max(warming, default=None)
 
     @property
     def next_handshake(self) -> float | None:
-        """The time of the next handshake, except those repeated for reads: a running read is polled sooner."""
+        """The time of the next handshake. Those repeated for reads are left out: reads are polled more often anyway."""
         return min((peer.handshake_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
 
     def changed(self, live: Collection[PeerInfo], now: float) -> list[EngineKey]:
-        """Connect to new engines, and forget those that left. Returns the latter."""
+        """Connect to new engines, and forget and return those that left."""
         paired = {info.key: info for info in live if self._pairs(info)}
         self._unpaired &= {info.key for info in live}
         left = [peer.key for peer in self._peers.values() if peer.listed and peer.key not in paired]
@@ -126,7 +126,7 @@ class Peers:
         return left
 
     def connect(self, key: EngineKey, address: str, now: float) -> Peer:
-        """Return the peer, known or new. Raises `TransportError` for an address that is none."""
+        """Return the peer, connecting to it if it is new. Raises `TransportError` for an invalid address."""
         peer = self._peers.get(key)
         if peer is None:
             route = self._channel.connect(address)
@@ -142,7 +142,7 @@ class Peers:
                 self._forget(peer.key)
 
     def broke(self, key: EngineKey, now: float) -> PeerHandle | None:
-        """Connect a peer anew if a failed read broke its endpoint. Returns the memory that was lost, if any."""
+        """Reconnect a peer if a failed read broke its endpoint. Returns the memory that was lost, if any."""
         peer = self._peers.get(key)
         if peer is None or peer.memory is None or self._group.peer_state(peer.memory) is not PeerState.BROKEN:
             return None
@@ -152,7 +152,7 @@ class Peers:
         return lost
 
     def connection_lost(self, route: Route, now: float) -> Peer | None:
-        """Connect a peer anew whose connection broke. Returns it; None where nothing was connected."""
+        """Reconnect the peer whose connection broke. Returns it, or None if its memory was not connected."""
         peer = next((peer for peer in self._peers.values() if peer.route == route), None)
         if peer is None or peer.memory is None:
             return None
@@ -161,11 +161,11 @@ class Peers:
         return peer
 
     def on_accepted(self, route: Route, message: HandshakeAccepted, now: float) -> bool:
-        """Begin to warm a peer's memory. Returns False if the message answers no handshake of ours."""
+        """Begin to connect to a peer's memory. Returns False if the message answers no handshake of ours."""
         peer = self._answering(route, message)
         if peer is None:
             return False
-        if not self._may_be_connected(peer):  # the handshake was repeated only to be served
+        if not self._may_be_connected(peer):  # the handshake was repeated only to make the peer serve us
             return True
         peer.is_cut_off = False
         try:
@@ -178,7 +178,7 @@ class Peers:
         return True
 
     def on_refused(self, route: Route, message: HandshakeRefused) -> Peer | None:
-        """Note that a peer refuses to pair. Returns it; None if the message answers no handshake of ours."""
+        """Note that a peer refuses to pair. Returns it, or None if the message answers no handshake of ours."""
         peer = self._answering(route, message)
         if peer is None or peer.status not in _UNREADY:
             return None
@@ -188,9 +188,9 @@ class Peers:
         return peer
 
     def poll(self, now: float, reads: Callable[[PeerHandle], bool], given_up: Container[PeerHandle]) -> list[EngineKey]:
-        """Warm peers, forget memories that have no `reads` left, send handshakes. Returns peers that became ready.
+        """Advance warm-ups, forget lost memories without `reads`, send handshakes. Returns peers that became ready.
 
-        `given_up` are memories from which reads still run without a grant.
+        `given_up` are the memories from which cancelled reads still run.
         """
         warming = [peer for peer in self._peers.values() if peer.status is PeerStatus.WARMING]
         ready = [peer.key for peer in warming if self._warm(peer, now)]
@@ -202,7 +202,7 @@ class Peers:
         return ready
 
     def _may_be_connected(self, peer: Peer) -> bool:
-        """Return False while reads of the peer's last memory run: both share a name, and the transport drops both."""
+        """Return False while reads of the peer's lost memory run: the new one shares its name, and both would go."""
         return peer.status is PeerStatus.HANDSHAKE and peer.key not in self._retired.values()
 
     def _pairs(self, info: PeerInfo) -> bool:
@@ -245,7 +245,7 @@ class Peers:
         return False
 
     def _forget_memory(self, memory: PeerHandle, now: float) -> None:
-        """Forget a memory. Its peer may be connected anew: at once, unless that has been tried in vain."""
+        """Forget a memory. Its peer is reconnected at once, unless that has failed before."""
         peer = self._peers.get(self._retired.pop(memory))
         self._group.remove_peer(memory)
         if peer is not None and peer.status is PeerStatus.HANDSHAKE and peer.handshake_pause_s == self._retry_s:

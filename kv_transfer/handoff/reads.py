@@ -1,12 +1,12 @@
-"""Reads for receives, in batches: a few batches at a time for each, so that no receive starves the others.
+"""Read blocks for receives, in batches. Each receive has a few batches running, so that none starves the others.
 
-While the holder is still writing, a read learns piece by piece which blocks are written. It is finished with the last.
+While the holder is still writing, a read learns step by step which blocks are written. It ends with the last of them.
 
-Each read, or piece of one that had to wait for its holder, is timed, and a long one several times: what reading blocks
-of a peer takes is known by what it took lately (`ReadPace`).
+Each read is timed, and a long one or one that has to wait for its holder several times. Recent times predict how long
+reads of a peer take (`ReadPace`).
 
-A transport may neither finish nor fail a batch whose path carries messages but no data any more. A read of which no
-batch has ended for `stall_s` fails; a batch that was begun is released when the transport says so, however late.
+A network path may fail for data and still carry messages; then the transport neither finishes nor fails a batch. A read
+fails when none of its batches has ended for `stall_s`, but its batches are released only when the transport says so.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..group.tp_read_group import TpReadGroup
 from ..transports import PeerHandle, ReadHandle, ReadState
 from ..transports.common import PROBE_BYTES
 
-MEASURED_S = 0.1  # a read that takes longer is measured before its end: so a link that has become slow is known soon
-APART = 64  # of two sizes that make a line which does not begin at 0
-BATCH_S = 2e-3  # to begin a batch takes the CPU 0.2 ms, and a read that was given up goes on until its batches end
+MEASURED_S = 0.1  # a longer read is measured before its end, so that a link that has become slow is noticed soon
+APART = 64  # ratio of the two sizes that define a line with a constant part
+BATCH_S = 2e-3  # a batch costs the CPU 0.2 ms to begin, and a cancelled read runs until its batches end
 
 
 class ReadOutcome(enum.Enum):
-    FINISHED = enum.auto()  # all bytes are there, nothing can write any more
+    FINISHED = enum.auto()  # all bytes are here, and nothing can write into the blocks any more
     FAILED = enum.auto()  # RELEASED follows
-    RELEASED = enum.auto()  # nothing can write any more
+    RELEASED = enum.auto()  # a failed or stopped read can no longer write
 
 
 class ReadEvent(NamedTuple):
@@ -46,30 +46,30 @@ class ReadEvent(NamedTuple):
 
 
 class TimedRead(NamedTuple):
-    """A read, or a part of one, that is timed."""
+    """A read, or a part of one, that is being timed."""
 
     began_s: float
-    blocks_before: int  # that had come of the peer by then
+    blocks_before: int  # number of blocks read from the peer before it began
 
 
 class ReadPace:
-    """The time that reads of one peer take, by their blocks.
+    """Fits the time that a read of one peer takes to its number of blocks.
 
-    Blocks are those of the first cache group: what other groups add to a hand-off does not grow with it.
+    Only blocks of the first cache group count: what other groups add to a hand-off does not grow with the prompt.
 
-    It begins with the rate that was measured at pairing. Where several receives read from the peer at once, each of
-    them counts the blocks of all: so the line is the peer's, not a share of it. Of reads that overlap, one counts:
-    what holds one of them up holds up all, and a single delay must not look like many.
+    The fit begins with the rate that was measured at pairing. If several receives read from the peer at once, each
+    counts the blocks of all, so that the fit describes the peer and not a share of it. Of overlapping reads only one
+    counts, because a single delay holds up all of them and must not look like several.
     """
 
     def __init__(self, block_bytes: int, bytes_per_s: float | None, now_s: float, *, constant_bytes: int = 0) -> None:
-        """`block_bytes` and `bytes_per_s` are those of one rank: the others read their shares at the same time.
+        """`block_bytes` and `bytes_per_s` are those of one rank, since all ranks read their shares at the same time.
 
-        `constant_bytes` come with every hand-off, however long its prompt is.
+        `constant_bytes` are part of every hand-off, however long its prompt is.
         """
         self._fit = LineFit()
-        self.num_blocks = 0  # that have come
-        self.num_reads = 0  # that counted
+        self.num_blocks = 0  # read so far
+        self.num_reads = 0  # measured reads
         self._counted_until_s = now_s
         if bytes_per_s:
             blocks = max(1, PROBE_BYTES // block_bytes)
@@ -77,7 +77,7 @@ class ReadPace:
                 self._fit.add(count, (constant_bytes + count * block_bytes) / bytes_per_s, now_s)
 
     def measured(self, ended: Iterable[TimedRead], now_s: float) -> None:
-        """Count the longest of the reads that ended now and that overlap with none counted before."""
+        """Add the longest of the reads that ended now, leaving out those that overlap with an earlier measurement."""
         apart = [piece for piece in ended if piece.began_s >= self._counted_until_s]
         if apart:
             longest = min(apart, key=lambda piece: piece.began_s)
@@ -85,7 +85,7 @@ class ReadPace:
             self._fit.add(self.num_blocks - longest.blocks_before, now_s - longest.began_s, now_s)
 
     def line(self) -> Line | None:
-        """Return the line; None where nothing was measured."""
+        """Return the fitted line. None: nothing was measured."""
         return self._fit.line()
 
 
@@ -100,11 +100,11 @@ class _BlockRead:
     peer: PeerHandle
     num_to_come: int  # blocks that are not written yet
     waiting: collections.deque[_Batch] = dataclasses.field(default_factory=collections.deque)
-    running: dict[ReadHandle, int] = dataclasses.field(default_factory=dict)  # with their blocks of the first group
+    running: dict[ReadHandle, int] = dataclasses.field(default_factory=dict)  # and its blocks of the first cache group
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
-    ended_early: bool = False  # stopped or failed: no further batch begins
-    progress_at: float = 0.0  # when a batch ended, or the first of those that run began
-    piece: TimedRead | None = None  # that is read now
+    ended_early: bool = False  # stopped or failed: begin no further batch
+    progress_at: float = 0.0  # when the last batch ended, or the first running one began
+    piece: TimedRead | None = None  # the part that is being timed
 
     @property
     def has_all(self) -> bool:
@@ -122,8 +122,8 @@ class _BlockRead:
 class BlockReads:
     """Reads of a group of ranks on behalf of receives.
 
-    A batch is at most `batch_bytes` a rank, or what the peer's lane moves in `BATCH_S` where that is more, or one
-    block.
+    A batch has at most `batch_bytes` for each rank, or what the peer's lane moves in `BATCH_S` if that is more, but at
+    least one block.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class BlockReads:
         self._paces: dict[PeerHandle, ReadPace] = {}
         self._entries: dict[TransferId, _BlockRead] = {}
         self._ended: collections.defaultdict[PeerHandle, list[TimedRead]] = collections.defaultdict(list)
-        self.num_early = 0  # blocks that came while others of the same receive were not written yet
+        self.num_early = 0  # blocks that were read before all blocks of their receive were written
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -152,7 +152,7 @@ class BlockReads:
 
     @property
     def any_busy(self) -> bool:
-        """True if a read has more to do than wait for blocks to be written."""
+        """True unless all reads only wait for blocks to be written."""
         return any(entry.is_busy for entry in self._entries.values())
 
     def of(self, peer: PeerHandle) -> list[TransferId]:
@@ -164,7 +164,7 @@ class BlockReads:
 
     @property
     def given_up(self) -> set[PeerHandle]:
-        """The memories from which a batch still runs although its read was stopped or failed."""
+        """The memories from which batches still run, although their read was stopped or has failed."""
         return {entry.peer for entry in self._entries.values() if entry.ended_early}
 
     def pace(self, peer: PeerHandle) -> ReadPace:
@@ -181,11 +181,11 @@ class BlockReads:
         self._paces = {peer: pace for peer, pace in self._paces.items() if peer in kept}
 
     def start(self, receive: TransferId, peer: PeerHandle, num_blocks: int) -> None:
-        """Begin a read of `num_blocks` blocks, none of which may be read yet."""
+        """Begin a read of `num_blocks` blocks. Batches start once `extend` says that blocks are written."""
         self._entries[receive] = _BlockRead(receive, peer, num_blocks)
 
     def extend(self, receive: TransferId, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Allow the read of blocks that are written now."""
+        """Queue blocks that are written and may be read now."""
         entry = self._entries[receive]
         for at, stop in self._batches(entry.peer, blocks):
             entry.waiting.append(_Batch(source_blocks[at:stop], blocks[at:stop]))
@@ -198,7 +198,7 @@ class BlockReads:
             entry.ended_early = True
 
     def poll(self, now: float) -> list[ReadEvent]:
-        """Continue all reads. Returns events."""
+        """Continue all reads and return their events."""
         events: list[ReadEvent] = []
         for entry in list(self._entries.values()):
             events += self._advance(entry, now)
@@ -208,7 +208,7 @@ class BlockReads:
         return events
 
     def _batches(self, peer: PeerHandle, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Cut blocks into batches, each a range of the list."""
+        """Cut blocks into batches. Yields start and stop of each in the list."""
         lane = self._group.lane(peer)
         in_time = 0.0 if lane is None or lane.bytes_per_s is None else BATCH_S * lane.bytes_per_s
         most_bytes = max(self._batch_bytes, int(in_time))
@@ -227,7 +227,7 @@ class BlockReads:
             entry.progress_at = now
         if entry.piece is None and entry.waiting:
             entry.piece = TimedRead(self._clock(), self.pace(entry.peer).num_blocks)
-        reason = self._settle(entry, list(entry.running), now)  # batches that have ended make room
+        reason = self._settle(entry, list(entry.running), now)  # ended batches make room for the next
         if not reason and not entry.ended_early:
             reason = self._settle(entry, self._start_batches(entry), now)  # some transports copy before `read` returns
         if not reason and entry.is_under_way and now - entry.progress_at >= self._stall_s:
@@ -245,7 +245,7 @@ class BlockReads:
         return events
 
     def _settle(self, entry: _BlockRead, reads: Sequence[ReadHandle], now: float) -> str:
-        """Move the running `reads` that have ended to `releasing`. Returns why one failed, or an empty string."""
+        """Move those of the running `reads` that ended to `releasing`. Returns why one failed, or an empty string."""
         reason = ""
         for read in reads:
             state = self._group.poll(read)
@@ -263,7 +263,7 @@ class BlockReads:
         return reason
 
     def _end_piece(self, entry: _BlockRead, piece: TimedRead) -> None:
-        """Note a finished piece, and parts of a long one."""
+        """Record the time of a piece that has ended, or that has run for `MEASURED_S`."""
         pace, now = self.pace(entry.peer), self._clock()
         has_blocks, goes_on = pace.num_blocks > piece.blocks_before, bool(entry.running or entry.waiting)
         if goes_on and (not has_blocks or now - piece.began_s < MEASURED_S):

@@ -1,1 +1,1 @@
-"""The protocol of hand-offs: messages, and the state machines of both sides. No threads, no sockets, no memory here."""
+"""The protocol of hand-offs: messages and the state machines of both sides, without threads, sockets or KV memory."""

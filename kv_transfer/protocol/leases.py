@@ -1,16 +1,17 @@
-"""The holder's half of a hand-off: blocks of a prompt, kept until their reader has read them.
+"""The holder's half of a hand-off: it keeps a prompt's blocks until the reader has read them, or the lease ends.
 
     offer ──> OFFERED ──claim──> GRANTED ──withdraw──> ASKED_BACK
                  │ abort, withdraw, │ finish, abort,        │ finish, abort,
                  └ expiry           └ expiry                └ expiry ──────────> RELEASED
 
-A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, AbortRead): not `withdraw`,
-which merely asks, and not a report that the reader is dead, which may be a partition.
-The promise grows with every claim and renewal that is granted and never shrinks. A claim that waited because this
-process stood still is counted from when it may have arrived: the grant is for what is left of the lease by then.
+A grant is a promise to one reader. Until `expires_at` only that reader can end it (Finish, AbortRead). `withdraw` only
+asks the reader to stop, and a report that the reader is dead does nothing: it may be a network partition.
 
-An offer may *grow*: its first `num_ready` blocks are written, the others will be. Every state may grow. Growth extends
-the lease of an offer that nobody has claimed; a reader extends its own with renewals.
+Claims and renewals that are granted move `expires_at` later, and nothing moves it earlier. If a claim waited because
+this process stood still, the lease counts from when it may have arrived at the earliest, and the grant is for the rest.
+
+An offer may *grow*, in every state: its first `num_ready` blocks are written, and the others will be. While nobody has
+claimed the offer, its growth extends the lease; after that, the reader's renewals do.
 
 `LEASE_TABLE` holds all transitions; docs/concepts/handoff.md shows it.
 """
@@ -55,7 +56,7 @@ class LeaseState(enum.Enum):
 
 
 class LeaseEvent(enum.Enum):
-    """Events of an offer. "Another reader" is one to which the offer is not granted, while it is granted to one."""
+    """Events of an offer. "Another reader" is any but the one to which the offer is granted."""
 
     CLAIM = "claim, renew"
     ASK_DIGESTS = "ask digests"
@@ -76,7 +77,7 @@ class LeaseReply(enum.Enum):
     REFUSED = "ClaimRefused"
     WITHDRAWN = "Withdrawn"
     GROWN = "Grown"
-    DIGESTS = "Digests"  # once they are made
+    DIGESTS = "Digests"  # once they are computed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class LeaseRow:
     next_state: LeaseState
     reply: LeaseReply | None = None
     ended: OfferOutcome | None = None  # reported to the engine
-    counted: bool = False  # as a stale message: it changes nothing
+    counted: bool = False  # counted as a stale message, which changes nothing
 
 
 _OFFERED, _GRANTED, _ASKED, _RELEASED = LeaseState
@@ -146,9 +147,9 @@ class Lease:
     num_ready: int  # leading blocks that are written
     expires_at: float  # on the holder's clock
     reader: ReaderKey | None = None  # the one to which it is granted
-    granted_s: float = 0.0  # length of the newest grant, counted from when it was given
-    digests: tuple[bytes, ...] | None = None  # one a rank, of all blocks
-    last_blocks: tuple[int, ...] = ()  # instead of as many at the end of the ticket's
+    granted_s: float = 0.0  # length of the newest grant, from the moment of the grant
+    digests: tuple[bytes, ...] | None = None  # of all blocks, one entry for each rank
+    last_blocks: tuple[int, ...] = ()  # they replace as many blocks at the end of the ticket's list
     state: LeaseState = LeaseState.OFFERED
 
     @property
@@ -159,11 +160,11 @@ class Lease:
 class LeaseTable:
     """The offers of one engine that have not ended. Times are seconds on the caller's clock.
 
-    Ending twice does nothing; a message with another epoch, generation or reader changes nothing.
+    Ending an offer twice does nothing. A message with another epoch, generation or reader changes nothing.
     """
 
     def __init__(self, engine: EngineKey, lease_s: float, digest_blocks: int = DIGEST_BLOCKS) -> None:
-        """`digest_blocks` limits how many blocks' digests go into one message."""
+        """One message carries the digests of at most `digest_blocks` blocks."""
         self.engine = engine
         self.lease_s = lease_s
         self._digest_blocks = digest_blocks
@@ -191,14 +192,14 @@ class LeaseTable:
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
     def offer(self, key: LeaseKey, num_blocks: int, now: float, num_ready: int | None = None) -> None:
-        """Add an offer. `num_ready` of its blocks are written; by default all, so that it does not grow."""
+        """Add an offer whose first `num_ready` blocks are written: by default all, so that it does not grow."""
         ready = num_blocks if num_ready is None else num_ready
         self._leases[key.offer] = Lease(key, num_blocks, ready, expires_at=now + self.lease_s)
 
     def advance(self, offer: TransferId, num_ready: int, now: float, last_blocks: tuple[int, ...] = ()) -> list[Action]:
-        """Note how many blocks are written. An offer that nobody has claimed is kept `lease_s` from now.
+        """Note that `num_ready` blocks are written. If nobody has claimed the offer, its lease begins anew.
 
-        `last_blocks`: the numbers of as many at the end of the offer, where the ticket has others.
+        `last_blocks` replace as many blocks at the end of the ticket's list.
         """
         lease = self._leases.get(offer)
         if lease is not None and lease.state is not LeaseState.ASKED_BACK:
@@ -224,7 +225,7 @@ class LeaseTable:
         return [action for lease in due for action in self._on(lease, LeaseEvent.EXPIRY)]
 
     def on_message(self, message: FromReader, now: float, arrived: float | None = None) -> list[Action]:
-        """Answer a reader. `arrived`: the earliest time at which the message may have come, if that was not now."""
+        """Answer a reader. `arrived` is the earliest time at which the message may have come, by default `now`."""
         lease = self._named_by(message.lease)
         event = _event_of(message, lease)
         ended: list[Action] = []
@@ -238,7 +239,7 @@ class LeaseTable:
         return ended + self._on(lease, event, message)
 
     def _named_by(self, key: LeaseKey) -> Lease | None:
-        """Return the lease of exactly this offer: same process, request and generation."""
+        """Return the lease of exactly this offer: of the same process, request and generation."""
         lease = self._leases.get(key.offer)
         return lease if lease is not None and lease.key == key else None
 
@@ -276,7 +277,7 @@ class LeaseTable:
         return Withdrawn(lease.key, reader)
 
     def _digests_of(self, lease: Lease, reader: ReaderKey, first: int) -> Digests | None:
-        """Return as many digests as fit into one message. None: they are not made yet, or there is no such block."""
+        """Return as many digests as fit into one message. None: not computed yet, or there is no block `first`."""
         if lease.digests is None or first >= lease.num_blocks:
             return None
         sizes = [len(digests) // lease.num_blocks for digests in lease.digests]  # of one block, by rank

@@ -1,24 +1,23 @@
-"""Messages between engines about blocks, the ticket with which a hand-off begins, and what else the state machines ask
-for.
+"""Messages between engines about blocks, the ticket with which a hand-off begins, and the state machines' actions.
 
     reader                                holder
       HandshakeRequest -------------------->        do our layouts match?
         <-------------------- HandshakeAccepted     how to reach my memory (or HandshakeRefused: why not)
-      Claim ------------------------------->        I read what this ticket offers
-        <------------------------------ Granted     kept for lease_s from when you sent that (or ClaimRefused)
-        <-------------------------------- Grown     this many blocks of a growing offer are written by now
+      Claim ------------------------------->        I am reading the blocks of this ticket
+        <------------------------------ Granted     I keep them for lease_s from when you sent that (or ClaimRefused)
+        <-------------------------------- Grown     this many blocks of the growing offer are written by now
       Renew ------------------------------->        I am not done
         <------------------------------ Granted
-      AskDigests -------------------------->        I have read it all: what are its digests? (only to verify)
-        <------------------------------ Digests     of some blocks; the next ones are asked for when these match
+      AskDigests -------------------------->        I have read all blocks: what are their digests? (only to verify)
+        <------------------------------ Digests     of some blocks; when they match, the reader asks for the next ones
         <---------------------------- Withdrawn     please give up
-      Finish | AbortRead ---------------------->        I do not need it any more
+      Finish | AbortRead ------------------>        I do not need the blocks any more
 
 A message for another process, request or attempt is counted and dropped.
 
-The state machines have no sockets and no memory themselves: their outputs are actions, such as to send a message.
+The state machines have no sockets and no memory. Their outputs are actions, such as to send a message.
 
-Bytes come from other processes: whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
+The bytes come from other processes. Whatever they hold, decoding returns a valid message or raises `MalformedMessage`.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from ..codec import Id, Name, Reason
 from ..errors import MalformedMessage
 
 TICKET_VERSION = 2
-MAX_BLOCKS = 1 << 22  # of one ticket: 67 million tokens
+MAX_BLOCKS = 1 << 22  # in one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
 MAX_LEASE_S = 86400.0
-MAX_DIGESTS_BYTES = 1 << 20  # of one message, whose channel takes four times as much
-DIGEST_BLOCKS = 1024  # limit of one message or order within a group: a rank that digests for long reports in between
+MAX_DIGESTS_BYTES = 1 << 20  # in one message; a channel takes messages of four times that size
+DIGEST_BLOCKS = 1024  # in one message, or in one order to a rank, which must not be silent for long while it digests
 
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
-LastBlocks = Annotated[tuple[Id, ...], Meta(max_length=64)]  # instead of as many at the end of the ticket's
+LastBlocks = Annotated[tuple[Id, ...], Meta(max_length=64)]  # they replace as many at the end
 Seconds = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 
@@ -58,7 +57,7 @@ class DigestMode(enum.StrEnum):
 
 
 class EngineKey(msgspec.Struct, frozen=True, array_like=True):
-    """One process. `epoch` is random per start, so a restarted engine has another key."""
+    """One process of an engine. `epoch` is random per start, so a restarted engine has another key."""
 
     engine_id: Name
     epoch: Id
@@ -95,7 +94,7 @@ class HandshakeAccepted(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """`sender` is the engine to which the request was addressed; another one may answer at that address."""
+    """`sender` is the engine to which the request was addressed, even if another one answers at that address."""
 
     sender: EngineKey
     to: EngineKey
@@ -110,7 +109,7 @@ class LeaseMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Claim(LeaseMessage, frozen=True, tag=3):
-    number: Id  # counts claims and renewals of one receive, so that a grant names the one that it answers
+    number: Id  # counts the claims and renewals of a receive; the grant repeats the number that it answers
 
 
 class Renew(LeaseMessage, frozen=True, tag=4):
@@ -118,21 +117,21 @@ class Renew(LeaseMessage, frozen=True, tag=4):
 
 
 class Granted(LeaseMessage, frozen=True, tag=5):
-    """The blocks stay for at least `lease_s` from when the reader sent message `number`."""
+    """The holder keeps the blocks for at least `lease_s` from when the reader sent message `number`."""
 
     number: Id
     lease_s: Seconds
     num_ready: Id  # leading blocks of the offer that are written
-    last_blocks: LastBlocks = ()  # with the last of them, where their numbers were not known before
+    last_blocks: LastBlocks = ()  # the final numbers of the last blocks, if the ticket could not have them yet
 
 
 class ClaimRefused(LeaseMessage, frozen=True, tag=6):
     reason: Reason
-    offer_ended: bool = False  # it ran out, or was withdrawn: nothing is wrong with its holder
+    offer_ended: bool = False  # it expired or was withdrawn, which says nothing against its holder
 
 
 class Withdrawn(LeaseMessage, frozen=True, tag=7):
-    """The holder asks for its blocks before the lease ends; it waits for `AbortRead` or `Finish`."""
+    """The holder wants its blocks before the lease ends. It still waits for `AbortRead` or `Finish`."""
 
 
 class Finish(LeaseMessage, frozen=True, tag=8):
@@ -144,20 +143,20 @@ class AbortRead(LeaseMessage, frozen=True, tag=9):
 
 
 class Grown(LeaseMessage, frozen=True, tag=10):
-    """More blocks of a growing offer are written; blocks after the leading `num_ready` must not be read yet."""
+    """More blocks of a growing offer are written. Only the leading `num_ready` blocks may be read yet."""
 
     num_ready: Id
     last_blocks: LastBlocks = ()  # as in `Granted`
 
 
 class AskDigests(LeaseMessage, frozen=True, tag=11):
-    """Asks for digests of the offer's blocks from number `first` on; repeated until the answer comes."""
+    """Asks for digests of the offer's blocks from index `first` on. The reader repeats it until the answer comes."""
 
     first: Id
 
 
 class Digests(LeaseMessage, frozen=True, tag=12):
-    """Digests of `count` of the offer's blocks from number `first` on, by rank of the holder; see `rank_reader.py`."""
+    """Digests of `count` of the offer's blocks from index `first` on, by rank of the holder (`rank_reader.py`)."""
 
     first: Id
     count: Count
@@ -180,7 +179,7 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 def runs_of(block_ids: Iterable[int]) -> tuple[BlockRun, ...]:
-    """Encode block ids as runs, in order; ascending neighbours share a run."""
+    """Encode block ids as runs, in order. Ascending neighbours share a run."""
     runs: list[list[int]] = []
     for block in block_ids:
         if runs and block == runs[-1][0] + runs[-1][1]:
@@ -195,10 +194,10 @@ def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """The offer of a prompt's blocks, as it travels through the gateway; kept for `lease_s` from when it is sent.
+    """The offer of a prompt's blocks, as it travels through the gateway. It holds for `lease_s` from when it is sent.
 
-    Of a growing offer only the leading `num_ready` blocks are written when it is sent; the numbers of its last ones may
-    come with the message that says that they are.
+    Of a growing offer only the leading `num_ready` blocks are written when the ticket is sent. The `Granted` or `Grown`
+    that announces the last block may replace the numbers of the last blocks.
     """
 
     version: int
@@ -213,7 +212,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
     runs: tuple[BlockRun, ...]
     refusal: Reason = ""  # why nothing is offered after all
 
-    @functools.cached_property  # asked in every step of a hand-off, and scattered blocks are a run each
+    @functools.cached_property  # asked in every step of a hand-off, and each scattered block is a run
     def num_blocks(self) -> int:
         return sum(run.count for run in self.runs)
 
@@ -266,9 +265,9 @@ class Emit(msgspec.Struct, frozen=True):
 
 
 class ReadBlocks(msgspec.Struct, frozen=True):
-    """Read blocks [start, stop) of a receive, the next ones; the first such action begins its read.
+    """Read the next blocks of a receive, those with index [start, stop). The first such action begins the read.
 
-    It ends in `read_finished` when all of the receive's blocks are there, or in `read_failed` and `read_released`.
+    The answer is `read_finished` when all blocks of the receive are here, or `read_failed` and then `read_released`.
     """
 
     receive: TransferId
@@ -277,13 +276,13 @@ class ReadBlocks(msgspec.Struct, frozen=True):
 
 
 class StopReading(msgspec.Struct, frozen=True):
-    """Begin no further read for a receive; `read_released` follows once nothing can write any more."""
+    """Begin no further read for a receive. `read_released` follows once nothing can write into its blocks any more."""
 
     receive: TransferId
 
 
 class CompareDigests(msgspec.Struct, frozen=True):
-    """Compare some of what was read with the holder's digests. Ends in `matched` or `corrupt`."""
+    """Compare some of the blocks that were read with the holder's digests. The answer is `matched` or `corrupt`."""
 
     receive: TransferId
     digests: Digests

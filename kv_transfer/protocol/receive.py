@@ -1,7 +1,7 @@
 """One receive of a reader: its transition table, its data, and the conditions that follow from it.
 
-The table has states, events, and one row for each pair that can occur. A receive that is over, COMMITTED or FREED, is
-forgotten: later events find the rows of FREED.
+The table has one row for each pair of state and event that can occur. A receive that is over, COMMITTED or FREED, is
+forgotten, and later messages about it use the rows of FREED.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ReceiveState(enum.Enum):
 
 class ReceiveEvent(enum.Enum):
     PEER_READY = "peer is ready"
-    PEER_LOST = "peer is lost"  # and no message will be sent to it again
-    CUT_OFF = "peer is cut off"  # what is sent now waits for the connection
+    PEER_LOST = "peer is lost"  # it gets no message any more
+    CUT_OFF = "peer is cut off"  # messages to it wait until the connection is restored
     GRANT = "Granted"
     UNASKED = "Granted, Digests that nothing asked for"
     GROWN = "Grown"
@@ -60,17 +60,17 @@ class ReceiveOutcome(enum.StrEnum):
 
 
 class Reaction(enum.Enum):
-    """Reactions of a reader to an event, carried out in this order."""
+    """Reactions of a reader to an event, in the order in which it carries them out."""
 
     ASK = "Claim or Renew"
     READ = "read what is written"
-    ASK_DIGESTS = "AskDigests"  # for unverified blocks, if digests are on and all blocks are read
+    ASK_DIGESTS = "AskDigests"  # if digests are on, all blocks are read, and some are not verified
     VERIFY = "compare"
     RECEIVED = "tell Received"
     FAILED = "tell ReceiveFailed"
     FINISH = "Finish"
     ABORT = "AbortRead"
-    STOP = "stop the read"  # if it runs; QUARANTINED is left at once if not
+    STOP = "stop the read"  # if one runs; otherwise the receive leaves QUARANTINED at once
     RELEASED = "tell BlocksReleased"
 
 
@@ -81,7 +81,7 @@ class ReceiveRow:
     next_state: ReceiveState
     reactions: tuple[Reaction, ...] = ()
     outcome: ReceiveOutcome | None = None
-    counted: bool = False  # as a stale message: it changes nothing
+    counted: bool = False  # counted as a stale message, which changes nothing
 
 
 _RESERVED, _READING, _QUARANTINED, _COMMITTED, _FREED = ReceiveState
@@ -163,27 +163,27 @@ class ReceiveTimeouts:
     """Times after which a reader asks again or gives up, in seconds."""
 
     connect_s: float  # limit for connecting to the holder's memory
-    retry_s: float  # before an unanswered claim or renewal is sent again
-    margin_s: float  # a read that ends this close to the end of the lease is too late
-    renew_at: float  # share of the lease after which a read that still runs asks for more
+    retry_s: float  # wait before sending an unanswered claim or renewal again
+    margin_s: float  # a read that ends within this time before the lease does is too late
+    renew_at: float  # fraction of the lease after which a reader that is not done renews it
 
 
 @dataclasses.dataclass(slots=True)
 class Receive:
     key: ReaderKey
     ticket: Ticket
-    first_block: int  # of the ticket's blocks; those before it were here already
-    source_blocks: list[int]  # at the holder
-    block_ids: list[int]  # ours, of the same number
-    deadline: float  # when it fails unless there is progress
+    first_block: int  # index in the ticket's blocks; earlier ones are in our prefix cache
+    source_blocks: list[int]  # the blocks to read, as the holder numbers them
+    block_ids: list[int]  # the blocks to fill, as many
+    deadline: float  # when it fails, unless a connection or a grant extends it
     num_ready: int  # leading blocks of the ticket that may be read
-    num_unverified: int  # last blocks of ours that are still to be verified; 0 unless digests are on
+    num_unverified: int  # trailing blocks that are not verified yet; 0 unless digests are on
     state: ReceiveState = ReceiveState.RESERVED
     sent_at: dict[int, float] = dataclasses.field(default_factory=dict)  # unanswered claims and renewals by number
     last_number: int = 0
-    ask_at: float = 0.0  # when the next claim or renewal is due
+    ask_at: float = 0.0  # time of the next claim or renewal
     granted_until: float | None = None
-    num_ordered: int | None = None  # blocks of ours whose read was ordered; None: no read has begun
+    num_ordered: int | None = None  # leading `block_ids` whose read was ordered; None: no read has begun
     first_claim_at: float | None = None
     read_finished_at: float | None = None
     digests: Digests | None = None  # the holder's, while they are being compared
@@ -199,9 +199,9 @@ class Receive:
         return self.num_ready < self.ticket.num_blocks
 
     def grow(self, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
-        """Allow the ticket's leading `num_ready` blocks to be read; a smaller number than before changes nothing.
+        """Allow reads of the ticket's leading `num_ready` blocks. A smaller number than before changes nothing.
 
-        `last_blocks` take the place of as many at the end of the ticket's, none of which may be read yet.
+        `last_blocks` replace as many blocks at the end of the ticket's list, which nothing has read yet.
         """
         is_last = self.grows and num_ready >= self.ticket.num_blocks
         count = min(len(last_blocks), len(self.source_blocks))
@@ -215,7 +215,7 @@ class Receive:
         return min(self.deadline, self.ask_at) if self.state is ReceiveState.READING else self.deadline
 
     def claim(self, now: float, retry_s: float) -> Claim | Renew:
-        """Return the claim or renewal to send now. It is sent again after `retry_s` unless it is answered."""
+        """Return the claim or renewal to send now. Unless it is answered, the next is due after `retry_s`."""
         self.last_number += 1
         self.sent_at[self.last_number] = now
         self.ask_at = now + retry_s
@@ -225,12 +225,12 @@ class Receive:
         return kind(self.ticket.lease, self.key, self.last_number)
 
     def schedule_retry(self, now: float, retry_s: float) -> None:
-        """Ask again soon if blocks or digests are still to come: the holder's messages may be lost."""
+        """Ask again soon if blocks or digests are still missing, since the holder's messages may be lost."""
         if self.grows or self.lacks_digests:
             self.ask_at = min(self.ask_at, now + retry_s)
 
     def order(self) -> range | None:
-        """Return which of our blocks are to be read now; an empty range begins the read where none is ready yet."""
+        """Return the range of `block_ids` to read next; empty: begin the read, no block is ready yet. None: no more."""
         ordered, ready = self.num_ordered, max(0, self.num_ready - self.first_block)
         if ordered is not None and ordered >= ready:
             return None
@@ -251,11 +251,11 @@ class Receive:
 
     @property
     def first_unverified(self) -> int:
-        """The first block of the ticket that is not verified; the ticket's last blocks are ours."""
+        """The index of the ticket's first unverified block. Ours are the ticket's last blocks."""
         return self.ticket.num_blocks - self.num_unverified
 
     def lacks(self, digests: Digests) -> bool:
-        """Return whether these digests are the ones that were asked for."""
+        """Return whether these are the digests that this receive is waiting for."""
         return self.lacks_digests and digests.first == self.first_unverified and digests.count <= self.num_unverified
 
     def timeout_reason(self, connect_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The reader's half of a hand-off: blocks that are filled, and the rule that decides whether they may be used.
+"""The reader's half of a hand-off: it fills blocks, and decides whether they may be used.
 
     receive ──> RESERVED ──peer is ready──> READING ──grant AND read in time (AND digests)──> COMMITTED
                    │                           │
@@ -7,9 +7,9 @@
                    └──────────────────────> QUARANTINED ──nothing can write any more──> FREED
 
 "In time" means that the read finished before `t0 + lease_s - margin_s` on our clock, where t0 is when we sent the claim
-(or the renewal) that the grant answers. The holder's own clock for the lease starts later, when that message arrives.
+or renewal that the grant answers. The holder counts the lease from later: from when that message arrived.
 
-Blocks of a growing offer are read when the holder says that they are written; none may be used before all are.
+Blocks of a growing offer are read once the holder says that they are written. None is used before all are read.
 
 `RECEIVE_TABLE` holds all transitions; docs/concepts/handoff.md shows it.
 """
@@ -64,7 +64,7 @@ class ReceiveTable:
 
     @property
     def num_active(self) -> int:
-        """Number of receives that may still be committed."""
+        """Number of receives that can still be committed."""
         return len(self._active())
 
     @property
@@ -77,7 +77,7 @@ class ReceiveTable:
 
     @property
     def claimed_at(self) -> float | None:
-        """The time of the youngest unanswered claim; None if all are answered."""
+        """The time of the newest unanswered claim. None: all are answered."""
         return max((r.sent_at[1] for r in self._active() if 1 in r.sent_at and r.granted_until is None), default=None)
 
     def waits_for(self, holder: EngineKey) -> bool:
@@ -88,7 +88,7 @@ class ReceiveTable:
     def start(
         self, receive: TransferId, ticket: Ticket, first_block: int, block_ids: Sequence[int], now: float
     ) -> None:
-        """Add a receive whose blocks are reserved; `peer_ready` begins it."""
+        """Add a receive whose blocks are reserved. It begins with `peer_ready`."""
         source = ticket.block_ids[first_block:]
         assert len(source) == len(block_ids), "checked by the caller"
         self._receives[receive] = Receive(
@@ -113,7 +113,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ peers, messages, time
 
     def peer_ready(self, holder: EngineKey, now: float) -> list[Action]:
-        """Claim and read at once: the holder's memory can be read now."""
+        """Claim and read for all receives of this holder, whose memory can be read now."""
         actions: list[Action] = []
         for receive in self._of(holder):
             if receive.state is ReceiveState.RESERVED:
@@ -126,7 +126,7 @@ class ReceiveTable:
         return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
 
     def peer_cut_off(self, holder: EngineKey, reason: str) -> list[Action]:
-        """Fail receives of a holder that may be alive. It gets the messages when the connection is restored."""
+        """Fail receives of a holder that may be alive, and gets our messages once the connection is restored."""
         return self._on_all(self._of(holder), ReceiveEvent.CUT_OFF, reason)
 
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
@@ -148,7 +148,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ reads
 
     def read_finished(self, receive: TransferId, now: float) -> list[Action]:
-        """Note that all bytes are there and the transport can no longer write."""
+        """Note that all bytes are here and the transport can no longer write."""
         known = self._receives[receive]
         known.writable = False
         known.read_finished_at = now
@@ -166,7 +166,7 @@ class ReceiveTable:
         return self._on(known, ReceiveEvent.READ_RELEASED)
 
     def matched(self, receive: TransferId, now: float) -> list[Action]:
-        """Note that the blocks of `CompareDigests` equal the holder's."""
+        """Note that the digests of the last `CompareDigests` match."""
         known = self._receives[receive]
         assert known.digests is not None, "they were compared"
         known.num_unverified -= known.digests.count
@@ -186,7 +186,7 @@ class ReceiveTable:
         return [receive for receive in self._receives.values() if receive.ticket.lease.holder == holder]
 
     def _named_by(self, message: FromHolder) -> Receive | None:
-        """Return the receive that a message names: of this process, and for exactly this offer."""
+        """Return the receive to which a message belongs, if it is this process's and for exactly this offer."""
         receive = self._receives.get(message.reader.receive)
         if receive is None or receive.key != message.reader or receive.ticket.lease != message.lease:
             return None
@@ -195,7 +195,7 @@ class ReceiveTable:
     # ------------------------------------------------------------------ events into the table
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
-        """Apply a message. Returns its event in the table, and the reason of a failure."""
+        """Apply a message. Returns its event in the table, and the reason if it is a failure."""
         pulling = receive is not None and receive.state is ReceiveState.READING
         match message:
             case ClaimRefused():
@@ -219,7 +219,7 @@ class ReceiveTable:
                 return (ReceiveEvent.GRANT if self._granted(receive, message, now) else ReceiveEvent.UNASKED), ""
 
     def _granted(self, receive: Receive, message: Granted, now: float) -> bool:
-        """Note a grant. Returns False if it answers no open claim or renewal."""
+        """Note a grant. Returns False if it answers no pending claim or renewal."""
         sent_at = receive.sent_at.pop(message.number, None)
         if sent_at is None:
             return False
@@ -247,7 +247,7 @@ class ReceiveTable:
         return [action for receive in receives for action in self._on(receive, event, reason)]
 
     def _on_message_too_late(self, message: FromHolder, event: ReceiveEvent) -> list[Action]:
-        """Handle a message for a receive that is over, or was another process's."""
+        """Handle a message for a receive that is over, or that an earlier process began."""
         row = RECEIVE_TABLE[ReceiveState.FREED, event]
         self.stale_messages += row.counted
         if Reaction.ABORT not in row.reactions or message.reader.engine != self.engine:
@@ -255,7 +255,7 @@ class ReceiveTable:
         return [SendToHolder(message.lease.holder, AbortRead(message.lease, message.reader))]
 
     def _on(self, receive: Receive, event: ReceiveEvent, reason: str = "", now: float = 0.0) -> list[Action]:
-        """Apply a transition of the table. `reason` is that of a failure."""
+        """Apply a transition of the table. `reason` says why, if it is a failure."""
         row = RECEIVE_TABLE[receive.state, event]
         self.stale_messages += row.counted
         receive.state = row.next_state

@@ -12,30 +12,30 @@ class PeerLane(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str  # of the peer
     transport: str
-    bytes_per_s: float | None  # of reads on behalf of receives lately; before the first, as measured at pairing
-    is_slow: bool  # a GPU's memory travels so slowly that it probably goes through TCP
-    num_reads: int = 0  # that were measured
-    read_s: Line | None = None  # the time of a read, by its blocks: of all ranks' shares of them; None: not known
+    bytes_per_s: float | None  # rate of recent receives; before the first one, as measured at pairing
+    is_slow: bool  # GPU memory comes so slowly that it probably goes through TCP
+    num_reads: int = 0  # number of reads that were measured
+    read_s: Line | None = None  # the time of a read by its number of blocks, on all ranks; None: not known
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of one engine, from its process's start on."""
+    """Counters of one engine since its process started."""
 
-    offers: dict[str, int] = {}  # that ended, by outcome: finished, withdrawn, expired
-    receives: dict[str, int] = {}  # that ended, by outcome: see `ReceiveOutcome`
+    offers: dict[str, int] = {}  # ended ones by outcome: finished, withdrawn, expired
+    receives: dict[str, int] = {}  # ended ones by outcome: see `ReceiveOutcome`
     leases_held: int = 0
     blocks_held: int = 0
-    receives_active: int = 0  # that may still succeed
+    receives_active: int = 0  # receives that can still be committed
     blocks_quarantined: int = 0
     bytes_read: int = 0
     descriptors_read: int = 0
-    blocks_read_early: int = 0  # while the holder was still writing others of the same prompt
-    receive_seconds: float = 0.0  # summed over those that were received, from the engine's call to the commit
-    messages_stale: int = 0  # of another epoch or generation, or after the end: dropped
+    blocks_read_early: int = 0  # read while the holder was still writing other blocks of the prompt
+    receive_seconds: float = 0.0  # sum over committed receives, from the engine's call to the commit
+    messages_stale: int = 0  # dropped: of another epoch or generation, or too late
     messages_malformed: int = 0
     messages_unsent: int = 0
     peers_ready: int = 0
-    lanes: list[PeerLane] = []  # to those
-    reads_fallen_back: int = 0  # failed in one way and were begun again in another
-    buffer_blocks: int = 0  # staging slots in use, where blocks go by way of the host buffer
-    buffer_refusals: int = 0  # prompts for which it had too few slots
+    lanes: list[PeerLane] = []  # to the ready peers
+    reads_fallen_back: int = 0  # reads that failed over one transport and began again over another
+    buffer_blocks: int = 0  # staging slots in use, if there is a host buffer
+    buffer_refusals: int = 0  # prompts for which the host buffer had too few slots

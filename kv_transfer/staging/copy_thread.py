@@ -19,16 +19,16 @@ Call = Callable[[], None]
 
 
 class _SlotCopy(NamedTuple):
-    is_down: bool  # blocks into slots
+    is_down: bool  # from blocks to slots
     pairs: Sequence[SlotPair]
-    after_copy: Call | None  # called in the thread that copied
-    on_poll: Call  # called by the thread that polls
+    after_copy: Call | None  # called in the copying thread
+    on_poll: Call  # called in the thread that polls
 
 
 class CopyThread:
-    """Copies in a thread of its own; `wake` is called from it when `poll` has something new.
+    """A thread that copies between blocks and slots. It calls `wake` when `poll` has something new.
 
-    `begin` makes the copier in that thread; what it raises, this raises.
+    `begin` makes the copier in that thread. The constructor raises its errors.
     """
 
     def __init__(self, begin: Callable[[], BlockCopier], wake: Call, device: str, cpu_affinity: str) -> None:
@@ -49,7 +49,7 @@ class CopyThread:
         self._jobs.put(_SlotCopy(False, pairs, None, on_poll))
 
     def poll(self) -> list[Call]:
-        """Return the calls that follow finished copies. Raises `TransferThreadDied` once nothing more can happen."""
+        """Return `on_poll` of each finished copy, to be called. Raises `TransferThreadDied` once there are no more."""
         failure = self._failure
         done = []
         while self._done:
@@ -59,7 +59,7 @@ class CopyThread:
         return done
 
     def close(self) -> None:
-        """End the thread after the copies that were asked for."""
+        """End the thread after all queued copies."""
         self._jobs.put(None)
         self._thread.join()
 

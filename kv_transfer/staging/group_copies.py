@@ -1,11 +1,11 @@
-"""Staging slots of a group of ranks: each rank copies its share between its blocks and its slots.
+"""Copies between blocks and staging slots on all ranks of a group: each rank copies its own share.
 
     rank 0     HostBufferConnector ── CopyThread ── GroupBlockCopier ──┬── BlockCopier                 of rank 0
                                                                        └── TpCopyGroup ──orders──> CopyHandler
                                                                                             ── BlockCopier   of rank 1
 
-Blocks and slots have the same numbers on every rank, and a copy is over when it is so on every rank. Each rank
-registers its slots instead of its blocks, and reads into them.
+Blocks and slots have the same numbers on every rank. A copy is done when every rank has done it. Each rank registers
+its slots instead of its blocks, and reads into them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service,
 from ..settings import TransferSettings
 from .slots import StagingCopier, StagingSlots, take_staging_slots
 
-MAX_PAIRS = 1024  # of one order: at most 20 KB
+MAX_PAIRS = 1024  # in one order: at most 20 KB
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Order copies between blocks and slots: `is_down` copies blocks into slots."""
+    """Orders copies between blocks and slots. `is_down` copies blocks into slots."""
 
     is_down: bool
     pairs: Annotated[list[tuple[Id, Id]], Meta(max_length=MAX_PAIRS)]
@@ -48,9 +48,9 @@ COPIES = Service.of(Copy, Copied)
 
 
 class GroupBlockCopier:
-    """The `BlockCopier` of rank 0: copies on all ranks.
+    """Rank 0's `BlockCopier`, which copies on all ranks.
 
-    Raises `TransportError` where another rank does not come; calls raise `RankLost`.
+    Raises `TransportError` if another rank does not join. Calls raise `RankLost` once one is gone.
     """
 
     def __init__(self, region: CacheRegion, slots: StagingSlots, socket: GroupSocket) -> None:
@@ -74,7 +74,7 @@ class GroupBlockCopier:
 
 
 class CopyHandler:
-    """Copies another rank's share when rank 0 orders it to."""
+    """Copies the share of a rank other than 0, when rank 0 orders it."""
 
     def __init__(self, region: CacheRegion, slots: StagingSlots) -> None:
         self._num_blocks, self._num_slots = region.num_blocks, slots.region.num_blocks
@@ -108,7 +108,7 @@ class CopyHandler:
 
 
 class StagedMember:
-    """Another rank's part in hand-offs by way of the host: peers read its slots, it reads into them, and it copies."""
+    """A rank's threads for hand-offs through its staging slots: one reads into slots, one copies slots and blocks."""
 
     def __init__(self, reader: MemberThread, copier: MemberThread) -> None:
         self._reader, self._copier = reader, copier
@@ -128,7 +128,7 @@ def follow_connector(
     engine_id: str,
     key: ClusterKey | None,
 ) -> MemberThread | StagedMember:
-    """Take another rank's part in rank 0's `open_connector`: over the blocks themselves, or by way of staging slots.
+    """Join rank 0's `open_connector` from another rank, with the blocks themselves or through staging slots.
 
     `leader` and `copies` are the addresses of the two sockets that rank 0's connector was given. Raises
     `TransportError`.
@@ -136,7 +136,7 @@ def follow_connector(
     if settings.buffer != "host":
         with contextlib.suppress(NotRegistrable) if settings.buffer == "auto" else contextlib.nullcontext():
             return join_tp_read_group(region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings)
-    slots = take_staging_slots(region, settings.buffer_bytes)  # rank 0 logs why, as the same happens to it
+    slots = take_staging_slots(region, settings.buffer_bytes)  # rank 0 has the same error, and logs it
     reader = join_tp_read_group(
         slots.region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings, staged=True
     )

@@ -1,15 +1,15 @@
-"""Hand-offs through staging slots in the host's memory, for blocks that the transport cannot register.
+"""Hand-offs through staging slots in host memory, for blocks that the transport cannot register.
 
     holder   block ──copy──> slot ══════READ══════> slot ──copy──> block   reader
-                             registered memory of the host
+                             registered host memory
 
-Peers see only the *staging slots*, blocks of the same layout in the host's memory, and leases are for slots. An
-offer grows as its blocks are copied, so no step waits for the copies and no slot is read before it is filled. A
-reader's blocks are filled after its receive was committed. A read that was given up can write into slots only: the
-engine has its blocks back at once, and the slots are kept until the read is over.
+Peers see only the *staging slots*, blocks of the same layout in host memory, and leases are for slots. An offer grows
+as its blocks are copied, so no step waits for the copies and no slot is read before it is filled. A reader copies slots
+to its blocks after the receive is committed. A cancelled read can write into slots only: the engine gets its blocks
+back at once, and the slots stay reserved until the read has ended.
 
-Where too few slots are free an offer is refused, which the ticket says, and a receive waits for others to end, for
-`transfer.lease_s` at most.
+If too few slots are free, an offer is refused (the ticket says so), and a receive waits until others end, for at most
+`transfer.lease_s`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 def open_connector(
     region: CacheRegion, *, settings: TransferSettings, copy_socket: GroupSocket | None = None, **arguments: Any
 ) -> TransferConnector | HostBufferConnector:
-    """Open a connector over the blocks themselves or by way of the host's memory, as `settings.buffer` says.
+    """Open a connector for the blocks themselves or through staging slots, as `settings.buffer` says.
 
-    The other arguments are those of `TransferConnector`. The other ranks of a group join for copies at `copy_socket`;
-    it is closed with the connector, and stays open where this raises. Raises `TransportError`.
+    The other arguments are those of `TransferConnector`. The other ranks of a group join for copies at `copy_socket`.
+    `close` closes the socket too; if this function raises, it stays open. Raises `TransportError`.
     """
     if settings.buffer == "host":
         return HostBufferConnector(region, settings=settings, copy_socket=copy_socket, **arguments)
@@ -71,9 +71,9 @@ def open_connector(
 
 
 class HostBufferConnector(GrowingConnector):
-    """A connector by way of the host's memory. The step loop calls it.
+    """A connector through staging slots. The step loop calls it.
 
-    Raises `TransportError` where the buffer holds no block or cannot be registered either.
+    Raises `TransportError` if the buffer is too small for a block, or cannot be registered either.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HostBufferConnector(GrowingConnector):
         clock: Callable[[], float] = lease_now,
         **arguments: Any,
     ) -> None:
-        """`clock` measures how long receives wait for slots; the other arguments are those of `TransferConnector`."""
+        """`clock` measures how long receives wait for slots. `arguments` are those of `TransferConnector`."""
         slots = take_staging_slots(region, settings.buffer_bytes)
         self._slots = SlotPool(region, slots.region)
         self._copy_socket = copy_socket
@@ -141,7 +141,7 @@ class HostBufferConnector(GrowingConnector):
         self._receives.cancel(transfer_id)
 
     def poll(self) -> list[ConnectorEvent]:
-        """Return what has happened since the last call. Raises `TransferThreadDied` once nothing more can happen."""
+        """Return the events since the last call. Raises `TransferThreadDied` once there can be no more."""
         for done in self._copies.poll():
             done()
         for event in self._inner.poll():
@@ -166,7 +166,7 @@ class HostBufferConnector(GrowingConnector):
             self._copy_socket.close()
 
     def _take(self, event: ConnectorEvent, own: TransferId) -> None:
-        """Convert events of slots to events of blocks."""
+        """Turn an event about slots into events about blocks."""
         match event:
             case OfferEnded():
                 self._offers.ended(own, event.outcome)

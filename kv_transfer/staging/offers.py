@@ -1,7 +1,7 @@
-"""The holder's side of hand-offs by way of the host: blocks on offer are copied to staging slots, which peers read.
+"""The holder's side of hand-offs through host memory: blocks on offer are copied to staging slots, which peers read.
 
-offer ──> a slot for each block ──advance: copy──> ready ──ended, and no copy runs──> slots are free
-      └─> too few are free: an offer that says so, and ends at once
+offer ──> a slot for each block ──advance: copy──> ready ──offer ended, no copy runs──> slots are free
+      └─> too few slots: the ticket says so, and the offer ends at once
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _Staged:
-    """An offer: its blocks, the slots to which they are copied, and how many copies are ordered."""
+    """An offer: its blocks, their slots, and the progress of the copies."""
 
     blocks: list[int]
     slots: list[int]
-    num_ordered: int = 0  # leading blocks
-    num_copies: int = 0  # that run
+    num_ordered: int = 0  # leading blocks whose copy is ordered
+    num_copies: int = 0  # running copies
     ended: bool = False
 
 
 class StagedOffers:
-    """Offers slots through the connector `inner`. The step loop calls it; `emit` gets the engine's events."""
+    """Offers slots through the connector `inner`. The step loop calls it, and `emit` gets the engine's events."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class StagedOffers:
         self.num_refused = 0
 
     def offer(self, request_id: str, generation: int, blocks: list[int], num_tokens: int) -> Offer:
-        """Offer blocks of which none is copied yet."""
+        """Offer blocks, none of which is written or copied yet."""
         if not self._slots.fit(blocks):
             return self._refuse(request_id, generation, len(blocks), num_tokens)
         slots = self._slots.allocate(blocks)
@@ -64,7 +64,7 @@ class StagedOffers:
         return Offer(own, inner.ticket)
 
     def advance(self, own: TransferId, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
-        """Copy the leading `num_ready` blocks, which are written now; the slots of `last_blocks` are as offered."""
+        """Copy the first `num_ready` blocks, which are written. `last_blocks` replace as many, but keep their slots."""
         staged, inner = self._offers.get(own), self._ids.inner_of(own)
         if staged is None or inner is None or num_ready <= staged.num_ordered:
             return

@@ -1,4 +1,4 @@
-"""The reader's side of hand-offs by way of the host: peers' slots are read into ours, then copied to the blocks.
+"""The reader's side of hand-offs through host memory: we read peers' slots into ours, then copy them to the blocks.
 
 receive ──> waits for slots ──> reads into them ──Received──> copies to the blocks ──> the engine is told
                  │ cancel, too long    │ failed: told at once; slots are free when nothing writes them any more
@@ -25,12 +25,12 @@ class _Receive:
     arguments: tuple[str, int, bytes, int]  # request id, generation, ticket, first block
     blocks: list[int]
     asked_at: float
-    slots: list[int] = dataclasses.field(default_factory=list)  # none while it waits for them
+    slots: list[int] = dataclasses.field(default_factory=list)  # empty while it waits for slots
     cancelled: bool = False
 
 
 class StagedReceives:
-    """Reads into slots through the connector `inner`. The step loop calls it; `emit` gets the engine's events."""
+    """Reads into slots through the connector `inner`. The step loop calls it, and `emit` gets the engine's events."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StagedReceives:
         wake: Callable[[], None],
         clock: Callable[[], float] = lease_now,
     ) -> None:
-        """`max_wait_s`: how long a receive waits for slots at most, since the holder's lease lasts no longer."""
+        """`max_wait_s` limits how long a receive waits for slots, since the holder's lease lasts no longer."""
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._inner = inner
@@ -58,7 +58,7 @@ class StagedReceives:
         self.num_refused = 0
 
     def start(self, arguments: tuple[str, int, bytes, int], blocks: list[int]) -> TransferId:
-        """Queue a receive. `arguments` are those of the connector's `receive` but for the blocks."""
+        """Queue a receive. `arguments` are those of the connector's `receive`, without the blocks."""
         own = self._ids.new()
         if not self._slots.could_fit(blocks):
             self.num_refused += 1
@@ -82,11 +82,11 @@ class StagedReceives:
             self._waiting.remove(own)
             del self._receives[own]
             self.failed(own, "cancelled")
-        elif (inner := self._ids.inner_of(own)) is not None:  # otherwise it is being copied
+        elif (inner := self._ids.inner_of(own)) is not None:  # None: it is being copied
             self._inner.cancel(inner)
 
     def begin(self) -> None:
-        """Begin waiting receives, in their order, as far as there are slots."""
+        """Begin waiting receives in order, while there are enough free slots."""
         self._give_up_waiting()
         while self._waiting and self._slots.fit(self._receives[self._waiting[0]].blocks):
             own = self._waiting.popleft()
@@ -95,7 +95,7 @@ class StagedReceives:
             self._ids.pair(own, self._inner.receive(*receive.arguments, receive.slots))
 
     def _give_up_waiting(self) -> None:
-        """Fail receives that have waited too long: a read that does not end may keep its slots for long."""
+        """Fail receives that have waited too long. Slots may be taken for long by a read that does not end."""
         while self._waiting and self._clock() - self._receives[self._waiting[0]].asked_at >= self._max_wait_s:
             own = self._waiting.popleft()
             del self._receives[own]
@@ -116,13 +116,13 @@ class StagedReceives:
         self._copies.up(pairs, lambda: self._copied(own, receive, event))
 
     def failed(self, own: TransferId, reason: str, *, offer_ended: bool = False) -> None:
-        """Report a failed receive to the engine; its blocks have not been written."""
+        """Report a failed receive to the engine. Nothing has been written into its blocks."""
         self._emit(ReceiveFailed(own, reason, offer_ended))
         self._emit(BlocksReleased(own))
-        self._wake()  # a receive that is refused at once has no other event that wakes the step loop
+        self._wake()  # if a receive is refused at once, nothing else wakes the step loop
 
     def released(self, own: TransferId) -> None:
-        """Free the slots of a receive: no read writes into them any more."""
+        """Free the slots of a receive, into which no read can write any more."""
         self._slots.release(self._receives.pop(own).slots)
 
     def _copied(self, own: TransferId, receive: _Receive, event: Received) -> None:

@@ -1,7 +1,7 @@
-"""Staging slots: memory of the host that stands in for blocks which a transport cannot register.
+"""Staging slots: host memory in place of blocks that a transport cannot register.
 
 blocks   [ arena of group 0      | arena of group 1 ]       numbered through all arenas
-slots    [ slots | slots ]                                  as large as the blocks of each group, numbered likewise
+slots    [ slots | slots ]                                  of the same size as the group's blocks, numbered likewise
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class StagingSlots(NamedTuple):
 
 
 def take_staging_slots(region: CacheRegion, buffer_bytes: int) -> StagingSlots:
-    """Allocate slots for one rank's blocks, divided between cache groups as their arenas are.
+    """Allocate slots for one rank's blocks. Cache groups share the memory in proportion to their arenas.
 
-    Raises `TransportError` if a group has no slot or memory cannot be pinned.
+    Raises `TransportError` if a group would have no slot, or if the memory cannot be pinned.
     """
     counts = [buffer_bytes * arena.num_bytes // region.num_bytes // arena.block_bytes for arena in region.arenas]
     if min(counts) < 1:
@@ -67,17 +67,17 @@ class SlotPool:
         return sum(pool.num_free for pool in self._pools)
 
     def fit(self, blocks: Sequence[int]) -> bool:
-        """Return whether there are free slots for these blocks."""
+        """Return whether enough slots are free for these blocks."""
         counts = self._counts(blocks)
         return all(count <= pool.num_free for count, pool in zip(counts, self._pools, strict=True))
 
     def could_fit(self, blocks: Sequence[int]) -> bool:
-        """Return whether these blocks would have slots if all were free."""
+        """Return whether there would be enough slots for these blocks if all were free."""
         counts = self._counts(blocks)
         return all(count <= pool.num_blocks for count, pool in zip(counts, self._pools, strict=True))
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
-        """Return a slot for each block."""
+        """Take a free slot for each block and return the slots."""
         groups = arenas_of(self._first_blocks, blocks)
         slots = np.empty(len(blocks), dtype=np.int64)
         for group, count in enumerate(self._counts(blocks)):
@@ -125,7 +125,7 @@ class StagingCopier:
 
 
 class TransferIds:
-    """Pairs of ids: ours, which the engine knows, and that of the connector below. Ours are never used twice."""
+    """Pairs of transfer ids: ours, which the engine knows, and that of the inner connector. Ours are never reused."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
@@ -141,7 +141,7 @@ class TransferIds:
         return own
 
     def inner_of(self, own: TransferId) -> TransferId | None:
-        """Return the id below; None if the transfer has not begun there, or is over."""
+        """Return the inner connector's id. None: the transfer has not begun there, or is over."""
         return self._inner_of.get(own)
 
     def own_of(self, inner: TransferId) -> TransferId:

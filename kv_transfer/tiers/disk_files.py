@@ -1,19 +1,19 @@
-"""One rank's two files of one cache group on a disk: blocks in slots, and an index of which block is in which slot.
+"""The two files of one rank and cache group on a disk: blocks in slots, and an index of which block is in which slot.
 
     blocks-3.kv       slot 0 | slot 1 | ...                         each the size of this rank's share of a block
     blocks-3.index    header (4096 bytes) | record 0 | record 1 | ...   64 bytes each
 
     record            hash of the prefix | digest of the slot's bytes | number | digest of the record
 
-The header is text: `head -c 4096`. A slot is written before its record. So after a process was killed either a record
-matches its slot, or the slot has another digest and is worthless, which the next read finds out. Nothing is ever
-flushed; after a power failure the digests tell as well. Numbers tell which of two records of one block is newer, and
-which block was used last: when a block is used, its record is written again with a higher number.
+The header is text: `head -c 4096`. A slot is written before its record. If a process is killed in between, the slot's
+digest differs from the one in its old record, and the next read discards the block. Nothing is ever flushed, so the
+same check covers a power failure. Numbers tell which of two records of a block is newer, and which block was used last:
+when a block is used, its record is written again with a higher number.
 
 An engine keeps the index of its files locked, and the lock ends with the process. Rank 0 takes the first pair in the
-folder that is not locked and was written for the same blocks, or else creates a new one. A pair belongs to a *set*, one
-pair a rank and cache group: the other ranks take, or create, theirs of rank 0's set, and so do further groups, each in
-a folder of its own.
+folder that is not locked and was written for the same kind of blocks, or creates a new one. The pairs of all ranks and
+cache groups of an engine form a *set*: the other ranks take or create their pair of rank 0's set, and so does each
+further cache group, in a folder of its own.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ DIGEST_BYTES = 16
 _FIELDS = struct.Struct(f"<{HASH_BYTES}s{DIGEST_BYTES}sQ")
 _CHECK = struct.Struct("<Q")
 RECORD_BYTES = 64
-LOCKED_FOR_S = 5.0  # at most, by a process that is about to end
+LOCKED_FOR_S = 5.0  # wait so long for the lock of a process that is about to end
 LOCKED_AGAIN_S = 0.1
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class TierRefused(TransferError):
-    """A setting of tiers cannot be used; the message has the finding and the remedy."""
+    """A setting of tiers cannot work. The message says why, and what to change."""
 
 
 class DiskFull(TransferError):
@@ -61,11 +61,11 @@ class DiskFull(TransferError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks for which a pair of files was made."""
+    """The header of a pair of files: the kind of blocks that it holds, and its owner."""
 
     format: int
-    fingerprint: str  # of the layout: model, type, block size and version; of several groups also kind and layers
-    model: str  # to be read by people
+    fingerprint: str  # of the layout: model, type, block size, version; with several groups also kind and layers
+    model: str  # for people who read the header
     rank: int
     num_ranks: int
     first_head: int
@@ -96,12 +96,12 @@ OF_ALL_RANKS = ("format", "fingerprint", "model", "num_ranks", "num_heads", "slo
 
 
 class FileOwner(msgspec.Struct, frozen=True):
-    """The rank and the cache group whose files are wanted."""
+    """The rank and the cache group for which to open files."""
 
     rank: int = 0
     num_ranks: int = 1
-    file_set: str = ""  # that of rank 0; empty: any that is not locked
-    fingerprint: str = ""  # of the group; empty: that of the layout
+    file_set: str = ""  # rank 0's set; empty: any set that is not locked
+    fingerprint: str = ""  # of the cache group; empty: of the layout
 
 
 SINGLE_RANK = FileOwner()
@@ -111,7 +111,7 @@ class Record(msgspec.Struct, frozen=True):
     slot: int
     block_hash: BlockHash
     digest: bytes
-    number: int  # of the write, or of the last use
+    number: int  # order of the last write or use
 
 
 def digest_of(data: memoryview) -> bytes:
@@ -121,15 +121,15 @@ def digest_of(data: memoryview) -> bytes:
 class DiskFiles:
     """A locked pair of files with space for `num_slots` blocks.
 
-    `records` are those of earlier processes, the least recently used first.
+    `records` are the blocks that earlier processes left, the least recently used first.
 
-    Raises `TierRefused` for a folder that cannot be used, `DiskFull` where the disk has too little space.
+    Raises `TierRefused` for a folder that cannot be used, and `DiskFull` if the disk has too little space.
     """
 
     def __init__(self, folder: Path, region: ArenaRegion, num_slots: int, owner: FileOwner = SINGLE_RANK) -> None:
         self.slot_bytes = region.block_bytes
         self.num_slots = num_slots
-        self._sizes_before: dict[int, int] = {}  # of the files
+        self._sizes_before: dict[int, int] = {}  # of each file, before we allocated
         wanted = Header.of(region, owner)
         self._kept: dict[int, Record] = {}  # by slot
         with contextlib.ExitStack() as failing:
@@ -159,22 +159,22 @@ class DiskFiles:
         return self._header.file_set
 
     def note(self, slot: int, block_hash: BlockHash, data: memoryview) -> None:
-        """Record that a slot holds `data` now, which has been written. Raises `OSError`."""
+        """Record that `data` has been written to a slot. Raises `OSError`."""
         self._write(Record(slot, block_hash, digest_of(data), next(self._numbers)))
 
     def note_use(self, slot: int, block_hash: BlockHash) -> None:
-        """Record a use of the block, unless the slot holds another by now. Raises `OSError`."""
+        """Record a use of the block, unless the slot holds another block by now. Raises `OSError`."""
         known = self._kept.get(slot)
         if known is not None and known.block_hash == block_hash:
             self._write(msgspec.structs.replace(known, number=next(self._numbers)))
 
     def fits(self, slot: int, data: memoryview) -> bool:
-        """Return whether `data`, which has been read from the slot, is what was written."""
+        """Return whether `data`, as read from the slot, matches the digest of what was written."""
         known = self._kept.get(slot)
         return known is not None and digest_of(data) == known.digest
 
     def give_back(self) -> None:
-        """Close files that will not be used, without the space that was taken for them."""
+        """Close files that will not be used, and free the space that was allocated for them."""
         for file, num_bytes in self._sizes_before.items():
             os.truncate(file, num_bytes)
         self.close()
@@ -184,7 +184,7 @@ class DiskFiles:
         os.close(self._index)
 
     def _allocate(self) -> None:
-        """Allocate all of the space now: a disk that fills up later does no harm."""
+        """Allocate all of the space now, so that a disk that fills up later does no harm."""
         for file, num_bytes in ((self._index, HEADER_BYTES + self.num_slots * RECORD_BYTES), (self.fd, self.num_bytes)):
             before = self._sizes_before[file] = os.fstat(file).st_size
             try:
@@ -225,7 +225,7 @@ class DiskFiles:
 
 
 def _open_pair(folder: Path, wanted: Header) -> tuple[Path, int, Header]:
-    """Return the file of blocks, the locked index beside it, and the index's header. Raises `OSError`."""
+    """Return the path of the file of blocks, the locked index's descriptor, and its header. Raises `OSError`."""
     known = sorted(folder.glob("blocks-*.index"), key=lambda path: (len(path.name), path.name))
     for path in known:
         found = _usable_header(path, wanted)
@@ -239,7 +239,7 @@ def _open_pair(folder: Path, wanted: Header) -> tuple[Path, int, Header]:
 
 
 def _create_pair(folder: Path, header: Header) -> tuple[Path, int, Header]:
-    """Create a pair under the first number that is free. Raises `OSError`."""
+    """Create a pair under the first free number. Raises `OSError`."""
     for number in itertools.count():
         path = folder / f"blocks-{number}.index"
         index = _locked(path, 0.0, os.O_CREAT)
@@ -255,7 +255,7 @@ def _create_pair(folder: Path, header: Header) -> tuple[Path, int, Header]:
 
 
 def _locked(path: Path, timeout_s: float, flags: int = 0) -> int | None:
-    """Open and lock an index; None where another process keeps it locked. Raises `OSError`."""
+    """Open and lock an index. Returns None if another process keeps it locked. Raises `OSError`."""
     index = os.open(path, os.O_RDWR | flags, 0o600)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -271,10 +271,10 @@ def _locked(path: Path, timeout_s: float, flags: int = 0) -> int | None:
 
 
 def _usable_header(path: Path, wanted: Header) -> Header | None:
-    """Return the header if the files can be used. Rank 0 logs files that no rank of this engine can use; they stay."""
+    """Return the header if the files can be used. Rank 0 logs files that no rank can use, and leaves them there."""
     with path.open("rb") as index:
         text = index.read(HEADER_BYTES)
-    if not text:  # another process has created it just now
+    if not text:  # another process is just creating it
         return None
     try:
         found = msgspec.json.decode(text, type=Header)

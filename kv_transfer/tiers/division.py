@@ -1,10 +1,10 @@
-"""The division of tiers over cache groups: each group has slots of its own, for blocks of its size.
+"""The division of tiers between cache groups: each group has its own slots, of the size of its blocks.
 
     host_bytes    [ full: slots 0 ... 799 ][ window: 800 ... 899 ][ state: 900 ... 907 ]        as the arenas divide the
     disk_bytes    [ full: slots 0 ... 7999 ][ window: 8000 ... 8999 ][ state: 9000 ... 9079 ]   engine's memory
 
-Slots of a tier are numbered through all groups, as blocks of the pool are: so orders and reports know numbers and
-nothing of groups, and those of a model with one group are what they always were.
+The slots of a tier are numbered through all groups, like the blocks of the pool. So orders and reports contain only
+numbers, and look the same for models with one group.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class GroupTiers(NamedTuple):
     """The tiers of one cache group on one rank."""
 
     arena: ArenaRegion
-    name: str  # of its folder below `disk_path`; empty: the model has one group, whose files are in that itself
-    fingerprint: str  # of its blocks
+    name: str  # of its folder below `disk_path`; empty: the only group, whose files are in `disk_path` itself
+    fingerprint: str  # of the group's blocks
     num_host_slots: int
     num_disk_slots: int
 
 
 class TierDivision:
-    """The tiers of all groups of one rank, as its settings ask for them."""
+    """The tiers of all cache groups of one rank, in the sizes that its settings ask for."""
 
     def __init__(self, region: CacheRegion, settings: TierSettings) -> None:
         block_bytes = [arena.block_bytes for arena in region.arenas]
@@ -48,7 +48,7 @@ class TierDivision:
         self.groups = [
             GroupTiers(*each) for each in zip(region.arenas, names, fingerprints, host_slots, disk_slots, strict=True)
         ]
-        self.block_sizes = [size / block_bytes[0] for size in block_bytes]  # in blocks of the first group
+        self.block_sizes = [size / block_bytes[0] for size in block_bytes]  # relative to a block of the first group
         self._firsts = {
             Tier.POOL: first_blocks([arena.num_blocks for arena in region.arenas]),
             Tier.HOST: first_blocks(host_slots),
@@ -56,36 +56,36 @@ class TierDivision:
         }
 
     def firsts(self, tier: Tier) -> Sequence[int]:
-        """Return the number of the first slot, or block of the pool, of each group."""
+        """Return the number of each group's first slot, or first block in the pool."""
         return self._firsts[tier]
 
     def group_of(self, move: Move) -> int:
         return group_of(move.source_slot, self._firsts[move.source])
 
     def joins_groups(self, move: Move) -> bool:
-        """Return whether a move goes from the slot of one group to that of another, which no right one does."""
+        """Return whether a move goes from one group to another, which is never valid."""
         return self.group_of(move) != group_of(move.target_slot, self._firsts[move.target])
 
     def in_group(self, move: Move, group: int) -> Move:
-        """Return a move with the numbers that slots and blocks have in their group."""
+        """Return the move with slot and block numbers that count within the group."""
         source, target = self._firsts[move.source][group], self._firsts[move.target][group]
         return move._replace(source_slot=move.source_slot - source, target_slot=move.target_slot - target)
 
 
 def divide_bytes(num_bytes: int, arena_bytes: Sequence[int], block_bytes: Sequence[int]) -> list[int]:
-    """Return the slots that each group has of `num_bytes`, which are divided as the arenas are."""
+    """Return how many slots each group gets if `num_bytes` are divided in proportion to the arenas."""
     total = sum(arena_bytes)
     return [num_bytes * arena // total // block for arena, block in zip(arena_bytes, block_bytes, strict=True)]
 
 
 def fewest_bytes(arena_bytes: Sequence[int], block_bytes: Sequence[int]) -> int:
-    """Return the bytes of which every group has a slot."""
+    """Return the fewest bytes of which every group gets a slot."""
     total = sum(arena_bytes)
     return max(-(-block * total // arena) for arena, block in zip(arena_bytes, block_bytes, strict=True))
 
 
 def check_sizes(region: CacheRegion, settings: TierSettings) -> None:
-    """Raise `TierRefused` where a tier is too small for a block of each group."""
+    """Raise `TierRefused` if a tier is too small for a block of each group."""
     fewest = fewest_bytes([arena.num_bytes for arena in region.arenas], [arena.block_bytes for arena in region.arenas])
     for name in ("host_bytes", "disk_bytes"):
         given = getattr(settings, name)

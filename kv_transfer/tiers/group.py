@@ -1,11 +1,11 @@
-"""Tiers of a group of ranks: each keeps its share of a block, in the slot of the same number.
+"""Tiers of a group of ranks: each rank keeps its share of a block, in the slot of the same number.
 
     rank 0     TierStore ── TierIndex ──moves──> TierGroup ──┬── TierWorker            memory and files of rank 0
                                                              └── TpCopyGroup ──moves──> TierHandler ── TierWorker
                                                                                                    of rank 1
 
-Only rank 0 has the indexes. A block is stored, or restored, when it is so on every rank, and lost when it is on any.
-A block from an earlier process counts where every rank's files have it in the same slot.
+Only rank 0 has the indexes. A block is stored, or restored, when that is done on every rank, and lost when one rank has
+lost it. A block of an earlier process can be used if every rank's files have it in the same slot.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .worker import KeptBlock, Losses, TierWorker, take_disk_space
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 1024  # of one order: at most 70 KB
-MAX_FOUND = 16384  # of one report: at most 500 KB
+MAX_MOVES = 1024  # in one order: at most 70 KB
+MAX_FOUND = 16384  # in one report: at most 500 KB
 
 FoundBlock = tuple[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], Id]  # its hash, its slot
 
 
 class FoundBlocks(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Some of the blocks that a group's files have from earlier processes; `OpenedTiers` follows the last ones."""
+    """Some of the blocks of earlier processes in a cache group's files. `OpenedTiers` follows the last of them."""
 
     kept: Annotated[list[FoundBlock], Meta(max_length=MAX_FOUND)]
 
 
 class OpenedTiers(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The answer to `OpenTiers`: one for each cache group, in order."""
+    """The answer to `OpenTiers`, once for each cache group, in order."""
 
     num_host_slots: Id
     num_disk_slots: Id
@@ -58,12 +58,12 @@ class OpenedTiers(msgspec.Struct, frozen=True, array_like=True, tag=11):
 class MovedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """The answer to `MoveBlocks`."""
 
-    losses: Annotated[list[Loss | None], Meta(max_length=MAX_MOVES)]  # one a move
+    losses: Annotated[list[Loss | None], Meta(max_length=MAX_MOVES)]  # one for each move
     disk_failed: bool
 
 
 class OpenTiers(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    file_set: Annotated[str, Meta(max_length=64)]  # to which rank 0's files belong; empty where it has none
+    file_set: Annotated[str, Meta(max_length=64)]  # of rank 0; empty: rank 0 has no files
 
 
 class MoveBlocks(msgspec.Struct, frozen=True, array_like=True, tag=11):
@@ -77,7 +77,7 @@ TIERS = Service.of(TierOrder, TierReport)
 
 
 class _RankTiers(NamedTuple):
-    """The tiers of one group on another rank."""
+    """The tiers of one cache group on another rank."""
 
     num_host_slots: int
     num_disk_slots: int
@@ -86,15 +86,15 @@ class _RankTiers(NamedTuple):
 
 
 class TierGroup:
-    """The `TierMover` of rank 0 of a group: moves blocks on all ranks.
+    """Rank 0's `TierMover` of a group: it moves blocks on all ranks.
 
-    Raises `TransportError` where a rank does not come or cannot keep its share. Calls raise `RankLost`.
+    Raises `TransportError` if a rank does not join or cannot keep its share. Calls raise `RankLost`.
     """
 
     def __init__(
         self, fingerprint: str, division: TierDivision, settings: TierSettings, name: str, socket: GroupSocket
     ) -> None:
-        """`fingerprint`: of all that the model keeps."""
+        """`fingerprint` identifies the layout of all cache groups."""
         space = take_disk_space(division, settings, FileOwner(0, socket.size))
         num_groups = len(division.groups)
         try:
@@ -106,7 +106,7 @@ class TierGroup:
             raise TransportError(f"KV tiers: {error}") from error
         full = [space.disk_full, *(groups[0].disk_full for groups in opened)]
         self.disk_full = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(full) if reason)
-        alike = list(zip(*opened, strict=True))  # what the other ranks have of each group
+        alike = list(zip(*opened, strict=True))  # for each cache group, the other ranks' tiers
         self.num_host_slots = [
             min(own, *(other.num_host_slots for other in others))
             for own, others in zip(self._own.num_host_slots, alike, strict=True)
@@ -123,7 +123,7 @@ class TierGroup:
         self._another_disk_failed = False
 
     def _check_numbers(self, division: TierDivision) -> None:
-        """Raise `TransportError` where slots of several groups would have other numbers on other ranks."""
+        """Raise `TransportError` if slots of several cache groups would have other numbers on other ranks."""
         found = list(zip(self.num_host_slots, self.num_disk_slots, strict=True))
         asked = [(group.num_host_slots, group.num_disk_slots) for group in division.groups]
         without_disk = [(group.num_host_slots, 0) for group in division.groups]
@@ -141,7 +141,7 @@ class TierGroup:
         return losses
 
     def note_use(self, used: Sequence[tuple[int, BlockHash]]) -> None:
-        """Record uses on rank 0's disk: its order of blocks is that of all ranks."""
+        """Record uses on rank 0's disk, whose order of blocks is used for all ranks."""
         self._own.note_use(used)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class TierGroup:
         return [next((loss for loss in losses if loss is not None), None) for losses in zip(*by_rank, strict=True)]
 
     def _opened(self, rank: int) -> _RankTiers:
-        """Return what a rank has of the next group."""
+        """Return a rank's tiers of the next cache group."""
         kept: set[KeptBlock] = set()
         while isinstance(report := self._group.next_report(rank), FoundBlocks):
             kept.update(report.kept)
@@ -171,7 +171,7 @@ class TierGroup:
 
 
 class TierHandler:
-    """Opens another rank's tiers and moves its share of blocks when rank 0 orders it to."""
+    """Opens the tiers of a rank other than 0, and moves its share of blocks, when rank 0 orders it."""
 
     def __init__(self, region: CacheRegion, settings: TierSettings, name: str, rank: int, num_ranks: int) -> None:
         self._region, self._settings, self._name = region, settings, name
@@ -212,7 +212,7 @@ class TierHandler:
             yield OpenedTiers(num_host, num_disk, full)
 
     def _checked(self, moves: Sequence[Move]) -> TierWorker:
-        """Return the worker. Raises `MalformedMessage` for slots that do not exist, or are not of one group."""
+        """Return the worker. Raises `MalformedMessage` for slots that do not exist, and for moves between groups."""
         if self._worker is None:
             raise MalformedMessage("moves come before anything is open")
         num_slots = {
@@ -239,9 +239,9 @@ def follow_tiers(
     name: str,
     cpu_affinity: str,
 ) -> MemberThread:
-    """Keep another rank's share of the blocks of rank 0's `TierStore`, until closed. Raises `TransportError`.
+    """Start the thread that keeps a rank's share of the blocks of rank 0's `TierStore`. Raises `TransportError`.
 
-    `leader` is the address of the socket that rank 0's store was given; `name` must be unique in this process.
+    `leader` is the address of the socket that rank 0's store was given. `name` must be unique in this process.
     """
 
     def begin(channel: Channel, route: Route) -> GroupMember:

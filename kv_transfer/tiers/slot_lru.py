@@ -1,9 +1,9 @@
-"""The slots of one tier in the order of their last use: which block is in which slot, and which is evicted first.
+"""The slots of one tier in order of use: which block is in which slot, and which is evicted first.
 
     absent ──put──> WRITING ──written──> KEPT ──evicted──> absent
                        └─not written─> absent  └─corrupt─> CORRUPT ──last reader done──> absent
 
-A block that is being written or read (pinned) cannot be evicted: its slot is in use.
+A block that is being written or read (pinned) cannot be evicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.engine.core.tiers import Tier, TierWatcher
 class SlotState(enum.Enum):
     WRITING = "writing"
     KEPT = "kept"
-    CORRUPT = "corrupt"  # its bytes are wrong, and it is still being read
+    CORRUPT = "corrupt"  # its bytes are wrong, but reads of it still run
 
 
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
@@ -34,11 +34,11 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 class _Entry:
     slot: int
     state: SlotState
-    pins: int = 0  # reads that have not ended
+    pins: int = 0  # running reads
 
 
 class SlotLru:
-    """The slots of one tier. `watcher` is called when a block becomes readable, and when it no longer is."""
+    """The slots of one tier. Tells `watcher` when a block becomes readable, and when it no longer is."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SlotLru:
         *,
         first_slot: int = 0,
     ) -> None:
-        """`kept` is what an earlier process left, least recently used first; no block and no slot twice."""
+        """`kept` are the blocks and slots of an earlier process, each once, the least recently used first."""
         self.num_slots = num_slots
         self._tier = tier
         self._watcher = watcher
@@ -65,7 +65,7 @@ class SlotLru:
 
     @property
     def is_open(self) -> bool:
-        """True while blocks may be put here."""
+        """True while blocks may be put into this tier."""
         return self._open
 
     @property
@@ -80,7 +80,7 @@ class SlotLru:
         return entry is not None and entry.state is SlotState.KEPT
 
     def touch(self, block_hash: BlockHash) -> bool:
-        """Make a block the last to be evicted. Returns whether it is here."""
+        """Make a block the last to be evicted. Returns whether it is in this tier."""
         if block_hash not in self._entries:
             return False
         self._entries.move_to_end(block_hash)
@@ -91,15 +91,15 @@ class SlotLru:
         return bool(self._free)
 
     def victim(self) -> BlockHash | None:
-        """Return the block to be evicted first; None where all are in use."""
+        """Return the block to evict first. None: all are in use."""
         return next(self._idle(self._entries.items()), None)
 
     def newest(self) -> BlockHash | None:
-        """Return the block to be evicted last; None where all are in use."""
+        """Return the block to evict last. None: all are in use."""
         return next(self._idle(reversed(self._entries.items())), None)
 
     def slot_of(self, block_hash: BlockHash) -> int | None:
-        """Return the slot of a block that can be read now, valid until something is put here; None: it cannot."""
+        """Return the slot of a block, valid until the next `put`. None: the block cannot be read now."""
         return self._entries[block_hash].slot if self.keeps(block_hash) else None
 
     def put(self, block_hash: BlockHash) -> int:
@@ -109,7 +109,7 @@ class SlotLru:
         return slot
 
     def written(self, block_hash: BlockHash) -> None:
-        """Make a block readable: its slot has been written."""
+        """Make a block readable, whose slot has been written."""
         self._set_state(self._entries[block_hash], SlotState.KEPT)
         self.num_kept += 1
         self._watcher.kept(block_hash, self._tier)
@@ -125,7 +125,7 @@ class SlotLru:
         return entry.slot
 
     def pin(self, block_hash: BlockHash) -> int:
-        """Return a block's slot, which stays unchanged until `unpin`."""
+        """Begin a read of a block and return its slot, which does not change until `unpin`."""
         entry = self._entries[block_hash]
         assert entry.state is SlotState.KEPT, "only what is kept can be read"
         entry.pins += 1
@@ -151,14 +151,14 @@ class SlotLru:
         self._watcher.lost(block_hash, self._tier)
 
     def close(self) -> int:
-        """Forget all blocks, and accept no more. Returns how many were lost."""
+        """Forget all blocks and accept no more. Returns how many were lost."""
         lost, self._open = self.num_kept, False
         for block_hash in list(self._entries):
             self.mark_corrupt(block_hash)
         return lost
 
     def check(self) -> None:
-        """Assert that every slot is free or holds one block. Walks everything; for tests."""
+        """Assert that every slot is free or holds one block. Slow; for tests."""
         used = [entry.slot for entry in self._entries.values()]
         assert sorted([*used, *self._free]) == list(self._slots), "a slot is lost or in use twice"
         kept = sum(entry.state is SlotState.KEPT for entry in self._entries.values())

@@ -1,10 +1,10 @@
-"""An engine's `KVTiers`: blocks in the host's memory and on a disk.
+"""An engine's `KVTiers`: blocks in host memory and on a disk.
 
 step loop ──store, restore──> TierIndex ──moves──> queues ──> tier thread: TierMover  ──losses──> poll()
                               of each group                                           └──> wake()
 
-Restores overtake stores: a request waits for them. The mover is that of one rank (`worker.py`) or of all ranks of a
-group (`group.py`); the index is the same.
+Restores overtake stores, because requests wait for them. The mover moves blocks on one rank (`worker.py`) or on all
+ranks of a group (`group.py`); the index is the same.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .worker import Losses, TierMover, TierWorker, take_disk_space
 logger = logging.getLogger(__name__)
 
 SAVE_BLOCKS = 32  # moved at a time
-CLOSE_TIMEOUT_S = 10.0  # for the copy that is under way, and for saving
+CLOSE_TIMEOUT_S = 10.0  # for the running copy and for saving
 RECORD_USES_EVERY_S = 10.0
 
 
 class TierThreadDied(TransferError):
-    """The tier thread met an error of our own making (its cause is chained): the process should be replaced."""
+    """The tier thread died of a bug in Baton (its cause is chained): replace the process."""
 
 
 class _Job(NamedTuple):
@@ -55,18 +55,18 @@ class _Done(NamedTuple):
 
 
 class _Uses(NamedTuple):
-    """Blocks on the disk that were used, to be recorded there."""
+    """Uses of blocks on the disk, to be recorded there."""
 
     used: list[tuple[int, BlockHash]]
 
 
 class TierStore(IndexedTiers):
-    """Implements `engine.core.tiers.KVTiers`. The step loop calls it; `wake` is called from the tier thread.
+    """Implements `engine.core.tiers.KVTiers`. The step loop calls it; the tier thread calls `wake`.
 
-    `name` must be unique in this process. The other ranks of a group, of which this is rank 0, join at `group_socket`;
-    it is closed with the store, and stays open where this raises. Raises `TierRefused` for a folder that cannot be used
-    and for sizes that hold no block of some cache group, `TransportError` where NIXL cannot read and write files, or
-    another rank does not come or cannot keep its share.
+    `name` must be unique in this process. The other ranks of a group join rank 0, which this is, at `group_socket`.
+    `close` closes the socket too; if the constructor raises, it stays open. Raises `TierRefused` for a folder that
+    cannot be used, and for sizes of which some cache group gets no slot; `TransportError` if NIXL cannot read and write
+    files, or another rank does not join or cannot keep its share.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class TierStore(IndexedTiers):
         return self._enqueue(self._restores, self._begin_restore(hashes, block_ids), is_restore=True)
 
     def poll(self) -> list[TierEvent]:
-        """Return the copies that have ended. Raises `TierThreadDied` once nothing more can happen."""
-        failure = self._failure  # read first: copies that ended before the thread died are returned before this raises
+        """Return the copies that have ended. Raises `TierThreadDied` once there can be no more."""
+        failure = self._failure  # read before the copies, so that all copies of a thread that died are returned first
         events: list[TierEvent] = []
         while self._finished:
             events.append(self._settle(*self._finished.popleft()))
@@ -135,7 +135,7 @@ class TierStore(IndexedTiers):
         )
 
     def close(self) -> None:
-        """Finish stores, then save the host's blocks to the disk, for at most `SAVE_S`. No other call may follow."""
+        """Finish stores, then save the host tier to the disk, for at most `SAVE_S`. No other call may follow."""
         with self._work:
             self._closing = True
             self._work.notify()
@@ -173,7 +173,7 @@ class TierStore(IndexedTiers):
 
     def _run(self, ready: Callable[[], None]) -> None:
         mover = self._open_mover()
-        self._indexes = _open_indexes(mover, self._division)  # used by the step loop from here on, until `close`
+        self._indexes = _open_indexes(mover, self._division)  # used by the step loop from now until `close`
         ready()
         try:
             while (job := self._next_job()) is not None:
@@ -204,7 +204,7 @@ class TierStore(IndexedTiers):
         self._wake()
 
     def _read(self, mover: TierMover, moves: Sequence[Move]) -> _Done:
-        """Carry out restores, and measure how long each tier took."""
+        """Carry out restores, and measure the time for each tier."""
         losses: Losses = []
         reads = []
         for tier, group in itertools.groupby(moves, key=attrgetter("source")):
@@ -229,7 +229,7 @@ class TierStore(IndexedTiers):
         return None
 
     def _save_blocks(self, mover: TierMover) -> None:
-        """Save blocks for the next process, of all groups in turn. Only this thread uses the indexes now."""
+        """Save blocks of all groups in turn for the next process. Only this thread uses the indexes now."""
         deadline = time.monotonic() + SAVE_S
         while self._stores and time.monotonic() < deadline:
             self._do(mover, self._stores.popleft())
@@ -249,7 +249,7 @@ class TierStore(IndexedTiers):
 
 
 def _open_indexes(mover: TierMover, division: TierDivision) -> list[TierIndex]:
-    """Return the index of each group."""
+    """Return the index of each cache group."""
     first_host, first_disk = division.firsts(Tier.HOST), division.firsts(Tier.DISK)
     indexes = []
     for number, group in enumerate(division.groups):

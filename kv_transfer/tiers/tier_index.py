@@ -1,15 +1,15 @@
-"""The index of one cache group's tiers: which block is in which slot of which tier, and what moves when one more comes.
+"""The index of one cache group's tiers: which block is in which slot of which tier, and what moves for a new block.
 
-No I/O. Slots are numbered through all groups, from the group's first one on.
+It does no I/O. Slots are numbered through all groups, so this group's begin at its first slot.
 
-    store      pool ──> host                                 where there is a host tier
-                        host ──> disk                        first, for the block that had the slot
-               pool ──> disk                                 where there is none
-    restore    host | disk ──> pool                          the block stays where it is, now the last to be evicted
-    save       host ──> disk                                 when the engine ends; the block used last comes first
+    store      pool ──> host                                 if there is a host tier
+                        host ──> disk                        before that, for the block that had the slot
+               pool ──> disk                                 if there is no host tier
+    restore    host | disk ──> pool                          the block stays in its tier, now the last to be evicted
+    save       host ──> disk                                 at shutdown, the most recently used block first
 
-A block is in one tier. Moves are carried out in the order in which they were asked for, except that restores may
-overtake: their slots are pinned.
+A block is in one tier only. Moves are carried out in the order of the calls, except that restores may overtake others,
+since their slots are pinned.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Move(NamedTuple):
 
 
 class _Watchers(TierWatcher):
-    """Passes events on to every watcher."""
+    """Passes events on to all watchers."""
 
     def __init__(self) -> None:
         self.all: list[TierWatcher] = []
@@ -61,7 +61,7 @@ class _Watchers(TierWatcher):
 
 
 class TierIndex:
-    """The slots of all tiers. Moves begin in `store`, `restore` and `save`, and end in `stored` and `restored`."""
+    """The slots of all tiers. Moves begin with `store`, `restore` or `save`, and end with `stored` or `restored`."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class TierIndex:
         first_host_slot: int = 0,
         first_disk_slot: int = 0,
     ) -> None:
-        """`on_disk` are blocks and slots of an earlier process, the least recently used first."""
+        """`on_disk` are the blocks and slots of an earlier process, the least recently used first."""
         self._watchers = _Watchers()
         self._tiers = {
             Tier.HOST: SlotLru(Tier.HOST, num_host_slots, self._watchers, first_slot=first_host_slot),
             Tier.DISK: SlotLru(Tier.DISK, num_disk_slots, self._watchers, on_disk, first_slot=first_disk_slot),
         }
-        self._used: dict[BlockHash, None] = {}  # on the disk, since `take_used`; the last one used comes last
-        self._saved: list[BlockHash] = []  # the last one used comes first
+        self._used: dict[BlockHash, None] = {}  # on the disk, since the last `take_used`, in order of use
+        self._saved: list[BlockHash] = []  # the most recently used block first
         self.evictions = 0
         self.losses: Counter[Loss] = Counter()
 
@@ -125,7 +125,7 @@ class TierIndex:
         return bool(self._used)
 
     def take_used(self) -> list[tuple[int, BlockHash]]:
-        """Return the slots of the disk that were used since the last call, with their blocks, in the order of use."""
+        """Return slot and block of each use of the disk since the last call, in order of use."""
         disk = self._tiers[Tier.DISK]
         found = [(slot, block_hash) for block_hash in self._used if (slot := disk.slot_of(block_hash)) is not None]
         self._used.clear()
@@ -134,7 +134,7 @@ class TierIndex:
     # ------------------------------------------------------------------ down
 
     def store(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[Move]:
-        """Assign slots to blocks that no tier has. Returns what to move, in this order."""
+        """Assign slots to blocks that no tier has. Returns the moves to carry out, in order."""
         demotions: list[Move] = []
         moves: list[Move] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
@@ -146,7 +146,7 @@ class TierIndex:
         return [*demotions, *moves]
 
     def _make_room(self, tier: Tier, demotions: list[Move]) -> bool:
-        """Free a slot if need be; its block moves on to the disk or is lost. Returns whether the tier has one now."""
+        """Make sure that a slot is free. An evicted block moves to the disk or is lost. Returns False if impossible."""
         slots = self._tiers[tier]
         if not slots.is_open:
             return False
@@ -165,7 +165,7 @@ class TierIndex:
         return True
 
     def stored(self, move: Move, loss: Loss | None) -> None:
-        """End a move down. `loss` is the reason why it was not carried out."""
+        """End a move of `store` or `save`. `loss` is why it was not carried out. None: it was."""
         slots = self._tiers[move.target]
         if loss is None and slots.is_open:
             slots.written(move.block_hash)
@@ -175,7 +175,7 @@ class TierIndex:
             self.losses[loss] += 1
 
     def save(self, most: int) -> list[Move]:
-        """Begin `most` moves from the host to the disk, in all as many as the disk has slots. `stored` ends each."""
+        """Begin up to `most` moves from host to disk, but no more in all than disk slots. `stored` ends each."""
         host, disk = self._tiers[Tier.HOST], self._tiers[Tier.DISK]
         moves: list[Move] = []
         while len(moves) < most and len(self._saved) < disk.num_slots and disk.is_open:
@@ -188,13 +188,13 @@ class TierIndex:
         return moves
 
     def saved(self) -> None:
-        """End saving: put what was saved in the order of its use again, behind all that was on the disk before."""
+        """End saving. Put the saved blocks back into their order of use, after all older blocks on the disk."""
         self.touch(self._saved)
 
     # ------------------------------------------------------------------ up
 
     def restore(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[Move]:
-        """Begin to restore blocks that `find` has just found. Each move ends with `restored`."""
+        """Begin to restore blocks that `find` has just found. `restored` ends each move."""
         moves: list[Move] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
             tier = self.tier_of(block_hash)
@@ -204,7 +204,7 @@ class TierIndex:
         return moves
 
     def restored(self, move: Move, loss: Loss | None) -> None:
-        """End a move up. `loss` is the reason why it was not carried out."""
+        """End a move of `restore`. `loss` is why it was not carried out. None: it was."""
         slots = self._tiers[move.source]
         if loss is not None:
             self.losses[loss] += 1
@@ -212,7 +212,7 @@ class TierIndex:
         slots.unpin(move.block_hash)
 
     def close_disk(self) -> None:
-        """Forget all that is on the disk, and put nothing there any more: it cannot be relied on."""
+        """Stop using the disk, which has failed, and forget all blocks on it."""
         self._tiers[Tier.DISK].close()
 
     def check(self) -> None:
@@ -222,18 +222,18 @@ class TierIndex:
 
 
 class IndexedTiers:
-    """The questions of a `KVTiers` that its indexes answer, one of each cache group. Subclasses add the copies.
+    """The lookups of a `KVTiers`, answered by one index for each cache group. Subclasses add the copies.
 
-    Blocks and slots are numbered through all groups, so a number tells which group it is of.
+    Blocks and slots are numbered through all groups, so a number tells its group.
     """
 
     block_sizes: Sequence[float]
     _indexes: Sequence[TierIndex]
-    _first_blocks: Sequence[int]  # of each group's arena
+    _first_blocks: Sequence[int]  # first block of each group's arena
 
     @property
     def num_slots(self) -> int:
-        """Number of blocks of the first group, by which prefixes are found, that fit into all tiers."""
+        """Number of blocks of the first cache group, by which prefixes are found, that fit into all tiers together."""
         return self._indexes[0].num_slots
 
     def find(self, hashes: Sequence[BlockHash], group: int = 0) -> int:
@@ -255,11 +255,11 @@ class IndexedTiers:
         self._indexes[group].touch(hashes)
 
     def _begin_store(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> list[Move]:
-        """Begin to store blocks of one group. Returns what to move."""
+        """Begin to store blocks of one group. Returns the moves."""
         return self._index_of(block_ids[0]).store(hashes, block_ids)
 
     def _begin_restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> list[Move]:
-        """Begin to restore blocks, group by group. Returns what to move, a move a block."""
+        """Begin to restore blocks, group by group. Returns one move for each block."""
         moves: list[Move] = []
         pairs = zip(hashes, block_ids, strict=True)
         for index, some in itertools.groupby(pairs, key=lambda pair: self._index_of(pair[1])):
@@ -268,7 +268,7 @@ class IndexedTiers:
         return moves
 
     def _index_of(self, block: int) -> TierIndex:
-        """Return the index of the group that a block of the pool is of."""
+        """Return the index of the group to which a block of the pool belongs."""
         return self._indexes[group_of(block, self._first_blocks)]
 
 

@@ -1,10 +1,10 @@
-"""Carry out moves between one rank's blocks, slots in the host's memory, and slots of files.
+"""Carry out moves between one rank's blocks, slots in host memory, and slots of files.
 
-    pool <──copies──> host                          slots of the host tier, then a few bounce slots
+    pool <──copies──> host                          slots of the host tier, and a few bounce slots
                       host <──FileTransport──> disk
 
-A block from a disk is checked against its digest before it is copied to the pool. Each cache group has memory and files
-of its own, and moves stay within a group.
+A block from disk is checked against its digest before it is copied to the pool. Each cache group has its own memory and
+files, and moves stay within a group.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .tier_index import Loss, Move, group_of
 
 logger = logging.getLogger(__name__)
 
-BOUNCE_BYTES = 32 << 20  # of the host's memory, through which blocks go between pool and disk
+BOUNCE_BYTES = 32 << 20  # of host memory, through which blocks go between pool and disk
 BOUNCE_SLOTS = 64  # at most
-RETRY_WRITES_AFTER_S = 30.0  # after a write has failed
-TRANSFER_TIMEOUT_S = 30.0  # a disk that takes longer for one transfer is given up
+RETRY_WRITES_AFTER_S = 30.0  # pause after a failed write
+TRANSFER_TIMEOUT_S = 30.0  # a disk that takes longer for one transfer is not used any more
 POLL_S = 50e-6
 
-Losses = list[Loss | None]  # one a move; None: it was carried out
+Losses = list[Loss | None]  # one for each move; None: it was carried out
 
 
 class Disk:
-    """The slots of a pair of files, reached through memory of the host."""
+    """The slots of a pair of files. Blocks are written from, and read into, slots of host memory."""
 
     def __init__(self, files: DiskFiles, transport: FileTransport, memory: HostMemory) -> None:
         self._files = files
@@ -52,7 +52,7 @@ class Disk:
         self._memory = memory
         self._retry_writes_at = 0.0
         self._warned = False
-        self.failed = False  # a read has failed, or a transfer has not ended: the disk cannot be relied on
+        self.failed = False  # a read has failed, or a transfer has not ended: do not use the disk any more
 
     @property
     def records(self) -> list[Record]:
@@ -63,7 +63,7 @@ class Disk:
         return self._files.num_slots
 
     def write(self, moves: Sequence[Move], memory_slots: Sequence[int]) -> Losses:
-        """Write slots of memory to the target slots of the moves."""
+        """Write these slots of memory to the target slots of the moves."""
         lost: Losses = [Loss.DISK_WRITE] * len(moves)
         if self.failed or time.monotonic() < self._retry_writes_at:
             return lost
@@ -81,14 +81,14 @@ class Disk:
         return [None] * len(moves)
 
     def read(self, moves: Sequence[Move], memory_slots: Sequence[int]) -> Losses:
-        """Read the source slots of the moves into slots of memory, and check their digests."""
+        """Read the source slots of the moves into these slots of memory, and check their digests."""
         if self.failed:
             return [Loss.DISK_READ] * len(moves)
         slots = [move.source_slot for move in moves]
         try:
             self._run(self._transport.read, slots, memory_slots)
         except TransportError as error:
-            self.failed = True  # the read may still write, into memory that is used again
+            self.failed = True  # the read may still write into memory that the next one would use
             logger.error("%s: a read failed, the disk tier is off until the next start: %s", self._files.path, error)
             return [Loss.DISK_READ] * len(moves)
         views = map(self._memory.view, memory_slots)
@@ -96,7 +96,7 @@ class Disk:
         return [None if good else Loss.CORRUPT for good in fits]
 
     def note_use(self, used: Iterable[tuple[int, BlockHash]]) -> None:
-        """Record uses of slots and their blocks, in the order of use."""
+        """Record uses of slots and their blocks, in order of use."""
         try:
             for slot, block_hash in used:
                 self._files.note_use(slot, block_hash)
@@ -128,8 +128,8 @@ class Disk:
 class DiskSpace(NamedTuple):
     """A rank's files on the disk."""
 
-    files: Sequence[DiskFiles]  # of each group; empty: there are none
-    disk_full: str = ""  # why there are none, although the settings ask for them
+    files: Sequence[DiskFiles]  # of each cache group; empty: there are none
+    disk_full: str = ""  # why there are none although the settings ask for them
 
     @property
     def file_set(self) -> str:
@@ -137,9 +137,9 @@ class DiskSpace(NamedTuple):
 
 
 def take_disk_space(division: TierDivision, settings: TierSettings, owner: FileOwner = SINGLE_RANK) -> DiskSpace:
-    """Open or create a rank's files of all groups, if the settings ask for a disk tier. Raises `TierRefused`.
+    """Open or create a rank's files of all cache groups, if the settings ask for a disk tier. Raises `TierRefused`.
 
-    Files of one group alone are of no use: where the disk has no room for all of them, there are none.
+    If the disk has no room for the files of all groups, there are none, since some groups alone restore nothing.
     """
     if not all(group.num_disk_slots for group in division.groups):
         return DiskSpace(())
@@ -157,26 +157,26 @@ def take_disk_space(division: TierDivision, settings: TierSettings, owner: FileO
     return DiskSpace(files)
 
 
-KeptBlock = tuple[BlockHash, int]  # on the disk, with its slot
+KeptBlock = tuple[BlockHash, int]  # a block on the disk, and its slot
 
 
 class TierMover(Protocol):
-    """Carries out moves: of one rank's share of each block, or of all ranks'. One thread makes, uses and closes it."""
+    """Moves blocks on one rank or on all ranks of a group. One thread makes, uses and closes it."""
 
     num_host_slots: list[int]  # of each group
     num_disk_slots: list[int]
     kept: list[list[KeptBlock]]  # of each group: blocks of earlier processes, the least recently used first
-    disk_full: str  # why there is no disk tier, although the settings ask for one
+    disk_full: str  # why there is no disk tier although the settings ask for one
 
     @property
     def disk_failed(self) -> bool: ...
 
     def move(self, moves: Sequence[Move]) -> Losses:
-        """Carry out moves in order; neighbours with the same source and target tier go together."""
+        """Carry out moves in order. Consecutive ones with the same source and target tier go together."""
         ...
 
     def note_use(self, used: Sequence[tuple[int, BlockHash]]) -> None:
-        """Record uses of slots of the disk and their blocks, in the order of use."""
+        """Record uses of slots of the disk and their blocks, in order of use."""
         ...
 
     def close(self) -> None: ...
@@ -224,7 +224,7 @@ class TierWorker:
 
 
 class _GroupWorker:
-    """Moves blocks of one group between its arena, its memory and its files."""
+    """Moves blocks of one cache group between its arena, its host memory and its files."""
 
     def __init__(self, group: GroupTiers, name: str, files: DiskFiles | None) -> None:
         region = group.arena
@@ -245,7 +245,7 @@ class _GroupWorker:
 
     @property
     def records(self) -> Sequence[Record]:
-        """The blocks that earlier processes have left, the least recently used first."""
+        """The blocks that earlier processes left on the disk, the least recently used first."""
         return self._disk.records if self._disk else ()
 
     @property

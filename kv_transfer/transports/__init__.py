@@ -1,7 +1,7 @@
 """Transports: one-sided reads of another engine's memory. One thread uses a transport.
 
-add_peer ──> CONNECTING ──> CONNECTED ──a read fails──> BROKEN ──> remove_peer (when no read of it is left)
-read ──> RUNNING ──> DONE | FAILED ──> release (until it says that nothing can write any more)
+add_peer ──> CONNECTING ──> CONNECTED ──a read fails──> BROKEN ──> remove_peer (once no read of it is left)
+read ──> RUNNING ──> DONE | FAILED ──> release (call it until it returns True: then nothing can write any more)
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ReadHandle = int
 
 
 class ByteRange(NamedTuple):
-    """One contiguous range to read; offsets count from the start of the peer's region and of ours."""
+    """One contiguous range to read. `remote` and `local` are offsets in the peer's region and in ours."""
 
     remote: int
     local: int
     num_bytes: int
 
 
-RangeTable = NDArray[np.int64]  # [n, 3]: a `ByteRange` a row
+RangeTable = NDArray[np.int64]  # [n, 3], each row a `ByteRange`
 Ranges = Sequence[ByteRange] | RangeTable
 
 
@@ -46,12 +46,12 @@ class Lane(msgspec.Struct, frozen=True):
     """The lane over which a peer's memory is read."""
 
     transport: str  # its name
-    bytes_per_s: float | None  # of the few MB that are read when a peer is connected; None before, and if not measured
-    is_slow: bool = False  # a GPU's memory travels so slowly that it probably goes through TCP
+    bytes_per_s: float | None  # measured with a few MB when the peer is connected; None: not measured
+    is_slow: bool = False  # GPU memory comes so slowly that it probably goes through TCP
 
 
 class Memory(Protocol):
-    """A range of memory that a transport registers: an arena, or all of them."""
+    """A range of memory that a transport registers: one arena, or a region with all arenas."""
 
     @property
     def address(self) -> int: ...
@@ -66,21 +66,21 @@ class Memory(Protocol):
 
 
 class Transport(Protocol):
-    """Reads byte ranges of peers' registered regions into our own, which was registered when the transport was made.
+    """Reads byte ranges of peers' regions into our own region. The constructor registers our region.
 
-    Calls return at once, except that `read` may do its copying before it returns (shared memory works like that).
-    Faults of a peer become a state or a `TransportError`.
+    Calls return at once, except that `read` may copy before it returns, as over shared memory. Faults of a peer become
+    a state or a `TransportError`.
     """
 
     name: str  # must be the same at both ends, such as `nixl/UCX`
 
     @property
     def num_fallbacks(self) -> int:
-        """Reads that failed in one way and were begun again in another."""
+        """Number of reads that failed over one transport and began again over another."""
         ...
 
     def metadata(self) -> bytes:
-        """Return what a peer's `add_peer` needs to read our region."""
+        """Return the metadata with which a peer's `add_peer` connects to our region."""
         ...
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
@@ -90,15 +90,15 @@ class Transport(Protocol):
     def peer_state(self, peer: PeerHandle) -> PeerState: ...
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the lane of a read of this peer now; None if it is not connected."""
+        """Return the lane that a read of this peer would use now. None: it is not connected."""
         ...
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        """Forget a peer of which no read is left."""
+        """Forget a peer. No read of it may be left."""
         ...
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
-        """Begin to read. Raises `TransportError` for ranges outside the regions; nothing was started then."""
+        """Begin to read. Raises `TransportError` for ranges outside the regions, and then has started nothing."""
         ...
 
     def poll(self, read: ReadHandle) -> ReadState: ...
@@ -117,16 +117,15 @@ class Transport(Protocol):
 class FileTransport(Protocol):
     """Reads and writes byte ranges of one file, as a `Transport` does with a peer's memory.
 
-    `remote` of a range counts from the start of the file, `local` from the start of the memory that was registered when
-    the transport was made.
+    `remote` of a range is an offset in the file, `local` one in the memory that the constructor registered.
     """
 
     def read(self, ranges: Ranges) -> ReadHandle:
-        """Begin to read. Raises `TransportError` if nothing was started."""
+        """Begin to read. If it raises `TransportError`, nothing was started."""
         ...
 
     def write(self, ranges: Ranges) -> ReadHandle:
-        """Begin to write. Raises `TransportError` if nothing was started."""
+        """Begin to write. If it raises `TransportError`, nothing was started."""
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState: ...

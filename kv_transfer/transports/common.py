@@ -15,7 +15,7 @@ from . import Ranges, RangeTable
 logger = logging.getLogger(__name__)
 
 WARM_BYTES = 64  # size of the small read that connects to a peer
-PROBE_BYTES = 4 << 20  # size of the read behind it, whose time gives the rate
+PROBE_BYTES = 4 << 20  # size of the read after it, whose time gives the lane's rate
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,9 +27,9 @@ class Scratch:
 
 
 def use_device(device: str) -> int | None:
-    """Return a GPU's number after making it the calling thread's current device, where UCX looks for it. None: a CPU.
+    """Make a GPU the calling thread's current device, as UCX needs it, and return its number. None: a CPU.
 
-    Raises `TransportError` for a device whose memory cannot be registered.
+    Raises `TransportError` for other kinds of devices.
     """
     kind, _, index = device.partition(":")
     if kind == "cpu":
@@ -55,9 +55,7 @@ def make_scratch(device: str) -> Scratch:
 
 
 def check_ranges(ranges: Ranges, our_bytes: int, their_bytes: int, peer_name: str) -> RangeTable:
-    """Return the ranges as an array. Raises `TransportError` for one outside a registered region, whatever UCX would
-    make of it.
-    """
+    """Return the ranges as an array. Raises `TransportError` for a range outside a registered region."""
     table = np.asarray(ranges, dtype=np.int64).reshape(-1, 3)
     remote, local, num_bytes = table[:, 0], table[:, 1], table[:, 2]
     for starts, limit, region in ((remote, their_bytes, peer_name), (local, our_bytes, "our region")):
@@ -69,9 +67,9 @@ def check_ranges(ranges: Ranges, our_bytes: int, their_bytes: int, peer_name: st
 
 
 class ErrorLatch:
-    """Logs errors of calls whose result nobody waits for: the first of several in a row, and when they end.
+    """Logs errors of background calls: the first of several in a row, and the first success after them.
 
-    A library that fails so may work the next time. If it does not, its reads fail or end too late: the engine goes on.
+    The library may work the next time. If it does not, its reads fail or end too late, and the engine goes on.
     """
 
     def __init__(self, library: str, errors: tuple[type[Exception], ...]) -> None:
@@ -79,7 +77,7 @@ class ErrorLatch:
         self._is_down = False
 
     def call(self, function: Callable[[], object]) -> bool:
-        """Call `function`. Returns whether it returned something true; False where it raised one of `errors`."""
+        """Call `function` and return the truth of its result. Returns False if it raises one of `errors`."""
         try:
             result = bool(function())
         except self._errors as error:

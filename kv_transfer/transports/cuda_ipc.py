@@ -1,17 +1,17 @@
-"""A transport between GPUs of one machine: the peer's blocks are mapped here, and copied by our own GPU.
+"""A transport between GPUs of one machine: we map the peer's blocks into our process, and our own GPU copies them.
 
     holder    allocates its blocks ── handle of the allocation ──> metadata
-    reader    add_peer: opens the handle: nonce right? copies some blocks: rate?  ──> CONNECTED
-              read: one kernel or a few copies in a stream of their own         ──> event reached: DONE
+    reader    add_peer: open the handle, check the nonce, time copies of blocks  ──> CONNECTED
+              read: one kernel or a few copies in a stream of their own          ──> event reached: DONE
 
-UCX moves bytes between two processes of one GPU over TCP (0.4 GB/s on an H200). A mapping of the same memory is read at
-the memory's own speed, and over NVLink at the link's.
+Between two processes on one GPU, UCX goes over TCP (0.4 GB/s on an H200). A mapping is read at the speed of the memory,
+and over NVLink at the speed of the link.
 
 * The holder takes no part in a read: `progress` does nothing.
-* The driver keeps an allocation that another process has mapped, also after its owner has died. So a read of a dead
-  peer ends well, with bytes of no worth, and leases decide as always; and `remove_peer` gives the memory back.
-* A handle says nothing of whose memory it is. The nonce in the probe buffer proves that the mapping is the peer's, for
-  example where `CUDA_VISIBLE_DEVICES` numbers devices differently on both sides.
+* The driver keeps an allocation while another process has it mapped, even after its owner has died. So a read of a dead
+  peer succeeds; whether its bytes may be used is decided by the lease, as always. `remove_peer` frees the memory.
+* A handle does not prove whose memory it opens: `CUDA_VISIBLE_DEVICES` may number devices differently on both sides.
+  The nonce in the probe buffer proves that the mapping is the peer's memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 NAME = "cuda_ipc"
 PROBE_BYTES = 8 << 20
-PROBE_COPIES = 64  # of `PROBE_BYTES` each: 0.3 ms of a GPU's memory, 20 ms over PCIe
+PROBE_COPIES = 64  # of `PROBE_BYTES` each: they take 0.3 ms within a GPU, 20 ms over PCIe
 NONCE_BYTES = 16
-ALIGNMENT = 16  # bytes, of addresses and lengths that `kernels.block_copy.gpu` copies
-LONG_RANGE_BYTES = 16 << 20  # ranges of this length on average are copied one by one, shorter ones by one kernel
+ALIGNMENT = 16  # bytes; `kernels.block_copy.gpu` requires it of addresses and lengths
+LONG_RANGE_BYTES = 16 << 20  # from this average length on, ranges are copied one by one, shorter ones by one kernel
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Offset = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -51,7 +51,7 @@ _Length = Annotated[int, Meta(ge=1, lt=2**62)]
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):
-    """Some memory inside an allocation that other processes can open."""
+    """A part of an allocation that other processes can open."""
 
     handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
     offset: _Offset
@@ -59,7 +59,7 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """Handles and numbers with which a peer maps our memory."""
+    """The metadata with which a peer maps our memory."""
 
     name: str
     machine: str
@@ -77,10 +77,10 @@ class _Peer:
     metadata: _Metadata
     blocks: _Mapping
     probe: _Mapping
-    probe_events: list[torch.cuda.Event]  # before, between and behind the copies that are timed
-    probe_bytes: int  # by which the second copy is longer
-    nonce: torch.Tensor  # as the peer's memory has it, once the probe has ended
-    tables: list[torch.Tensor | None]  # which the probe's kernels read
+    probe_events: list[torch.cuda.Event]  # before, between and after the two timed copies
+    probe_bytes: int  # difference in size of the two copies
+    nonce: torch.Tensor  # read from the peer's memory; valid once the probe has ended
+    tables: list[torch.Tensor | None]  # tables of ranges that the probe's kernels read
     state: PeerState = PeerState.CONNECTING
     bytes_per_s: float | None = None
 
@@ -88,7 +88,7 @@ class _Peer:
 @dataclasses.dataclass(slots=True)
 class _Read:
     ended: torch.cuda.Event
-    table: torch.Tensor | None  # of ranges, which the kernel reads
+    table: torch.Tensor | None  # table of ranges that the kernel reads
     state: ReadState = ReadState.RUNNING
 
 
@@ -114,9 +114,9 @@ class _Mapping:
 
 
 class CudaIpcTransport:
-    """A `Transport` between GPUs of one machine. Made, used and closed by one thread.
+    """A `Transport` between GPUs of one machine. One thread makes, uses and closes it.
 
-    Raises `NotRegistrable` where the region cannot be shared with other processes.
+    Raises `NotRegistrable` if the region cannot be shared with other processes.
     """
 
     name = NAME
@@ -143,7 +143,7 @@ class CudaIpcTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self._tables: dict[int, list[torch.Tensor]] = {}  # pinned ones that no kernel reads, by their length
+        self._tables: dict[int, list[torch.Tensor]] = {}  # free pinned tables, by their length
         self._compile()
 
     def metadata(self) -> bytes:
@@ -177,7 +177,7 @@ class CudaIpcTransport:
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
-        known.probe_events[-1].synchronize()  # a few MB; nothing may be unmapped under a copy
+        known.probe_events[-1].synchronize()  # waits for a few MB: memory must not be unmapped during a copy
         known.blocks.close()
         known.probe.close()
 
@@ -186,7 +186,7 @@ class CudaIpcTransport:
         table = check_ranges(ranges, self._num_bytes, known.metadata.blocks.num_bytes, known.metadata.name)
         try:
             entry = self._copy(table + np.array((known.blocks.address, self._address, 0)))
-        except RuntimeError as error:  # torch's and Triton's errors of the driver
+        except RuntimeError as error:  # torch and Triton raise it for errors of the driver
             known.state = PeerState.BROKEN
             raise TransportError(f"the GPU refuses to copy from {known.metadata.name}: {error}") from error
         read = next(self._ids)
@@ -198,7 +198,7 @@ class CudaIpcTransport:
         if entry.state is ReadState.RUNNING:
             try:
                 entry.state = ReadState.DONE if entry.ended.query() else ReadState.RUNNING
-            except RuntimeError as error:  # nothing runs on this device any more
+            except RuntimeError as error:  # a CUDA error: nothing runs on this device any more
                 logger.error("a copy between GPUs failed: %s", error)
                 entry.state = ReadState.FAILED
         return entry.state
@@ -212,7 +212,7 @@ class CudaIpcTransport:
         return True
 
     def progress(self) -> None:
-        """Do nothing: no peer needs us to read our memory."""
+        """Do nothing: peers read our memory without our help."""
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -220,14 +220,14 @@ class CudaIpcTransport:
             self.remove_peer(peer)
 
     def _compile(self) -> None:
-        """Run the kernel once, that no hand-off waits for its compilation."""
+        """Run the kernel once, so that no hand-off waits for its compilation."""
         source, target = self._probe.data_ptr(), self._scratch.data_ptr()
         self._launch(_rows((source, target, NONCE_BYTES), (source, target, NONCE_BYTES))).ended.synchronize()
 
     def _begin_probe(self, known: _Metadata, blocks: _Mapping, probe: _Mapping) -> _Peer:
-        """Copy the nonce, then blocks twice: a few, and many. What a launch takes is the same for both.
+        """Copy the nonce, then time two copies of blocks, of a few and of many: both take the same time to launch.
 
-        The blocks are different ones, if there are so many: caches make a second copy of the same ones faster.
+        They copy different blocks if there are enough, because caches make a second copy of the same blocks faster.
         """
         import torch
 
@@ -252,12 +252,12 @@ class CudaIpcTransport:
             return
         before, between, behind = peer.probe_events
         few_ms, many_ms = before.elapsed_time(between), between.elapsed_time(behind)
-        milliseconds = many_ms - few_ms if many_ms > 2 * few_ms else many_ms  # a launch that was held up says nothing
+        milliseconds = many_ms - few_ms if many_ms > 2 * few_ms else many_ms  # else the first was held up
         peer.bytes_per_s = peer.probe_bytes / max(milliseconds, 1e-3) * 1e3
         peer.state = PeerState.CONNECTED
 
     def _copy(self, pieces: RangeTable) -> _Read:
-        """Begin to copy `pieces`: rows of source address, target address, bytes."""
+        """Begin to copy `pieces`, rows of source address, target address and number of bytes."""
         if pieces[:, 2].sum() >= LONG_RANGE_BYTES * len(pieces) or (pieces % ALIGNMENT).any():
             return self._copy_one_by_one(pieces)
         return self._launch(pieces)
@@ -290,7 +290,7 @@ class CudaIpcTransport:
         return event
 
     def _table(self, pieces: RangeTable) -> torch.Tensor:
-        """Return the ranges in pinned memory, of a power of two in length."""
+        """Return the ranges in a pinned table, whose length is rounded up to a power of two."""
         import torch
 
         length = 1 << (len(pieces) - 1).bit_length()
@@ -301,7 +301,7 @@ class CudaIpcTransport:
 
 
 def _shared(address: int, num_bytes: int) -> _Shared:
-    """Return the handle of memory for other processes. Raises `NotRegistrable`."""
+    """Return the description with which other processes open this memory. Raises `NotRegistrable`."""
     from baton.kernels.p2p.cuda_ipc import DriverError, shared_handle
 
     try:

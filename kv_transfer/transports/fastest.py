@@ -1,13 +1,13 @@
-"""A transport made of two, of which each peer is read over the faster one that works.
+"""A transport made of two, which reads each peer over the faster one that works.
 
     network   NIXL or UCX: reaches every machine
     direct    CUDA IPC: GPUs of one machine
 
-    add_peer: both connect and measure a few MB ──> CONNECTED once either is, and stays so while either is
-    read:     over the faster ──fails──> over the other, once, counted ──fails──> FAILED
+    add_peer: both connect and time a few MB ──> CONNECTED as long as either is
+    read:     over the faster ──fails──> again over the other, and counted ──fails──> FAILED
 
-The name is the network's: both ends must have that in common, and either may lack the direct transport.
-`open_transport` makes all of it as the settings say.
+Its name is the network transport's, since both ends must have that one, and either may lack the direct one.
+`open_transport` makes the transport that the settings ask for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
 
-SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand bring ten times as much: below it, GPU memory travels through TCP
+SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand are ten times faster; a slower lane of a GPU goes through TCP
 START_TIMEOUT_S = 60.0
 
 
@@ -68,11 +68,11 @@ class _Route:
 @dataclasses.dataclass(slots=True)
 class _Peer:
     name: str
-    routes: list[_Route]  # the direct one first, so that it comes first among equals
-    is_told: bool = False  # the lane is in the log
+    routes: list[_Route]  # the direct one first, so that it wins a tie
+    is_told: bool = False  # the lane has been logged
 
     def best(self) -> _Route | None:
-        """Return the fastest of those that are connected."""
+        """Return the fastest connected route. None: none is connected."""
         connected = [route for route in self.routes if route.state is PeerState.CONNECTED]
         return max(connected, key=lambda route: route.rate, default=None)
 
@@ -84,14 +84,14 @@ class _Read:
     route: _Route
     handle: ReadHandle
     is_second: bool = False
-    letting_go: list[tuple[Transport, ReadHandle]] = dataclasses.field(default_factory=list)  # of a failed first try
+    letting_go: list[tuple[Transport, ReadHandle]] = dataclasses.field(default_factory=list)  # unreleased first tries
 
 
 class FastestTransport:
-    """A `Transport` made of two. `direct` may be None: then only names and rates are added to what the network does."""
+    """A `Transport` made of two. Without `direct` it only adds logs of names and rates to the network transport."""
 
     def __init__(self, network: Transport, direct: Transport | None, name: str, *, on_gpu: bool) -> None:
-        """`name`: this engine, in logs of peers. `on_gpu`: the memory is a GPU's, which should not be read slowly."""
+        """`name` is this engine's name in peers' logs. `on_gpu`: the memory is a GPU's, so a slow lane is a warning."""
         self.name = network.name
         self._network, self._direct = network, direct
         self._on_gpu = on_gpu
@@ -100,7 +100,7 @@ class FastestTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self.num_fallbacks = 0  # reads that failed over the fastest route and were begun again over the other
+        self.num_fallbacks = 0  # reads that failed over the faster route and began again over the other
 
     def metadata(self) -> bytes:
         return self._metadata
@@ -151,7 +151,7 @@ class FastestTransport:
         if state is ReadState.FAILED and not entry.is_second and self._begin_again(entry):
             return self.poll(read)
         if state is ReadState.DONE and entry.letting_go:
-            return ReadState.RUNNING  # what is left of the first try may still write
+            return ReadState.RUNNING  # the failed first try may still write
         return state
 
     def release(self, read: ReadHandle) -> bool:
@@ -173,7 +173,7 @@ class FastestTransport:
         self._network.close()
 
     def _begin(self, peer: _Peer, ranges: Ranges, route: _Route) -> _Read:
-        """Begin a read; if its transport refuses it, over the other one. Raises `TransportError`."""
+        """Begin a read, over the other route if this one refuses it. Raises `TransportError` if both do."""
         try:
             return _Read(peer, ranges, route, route.transport.read(route.peer, ranges))
         except TransportError as error:
@@ -184,7 +184,7 @@ class FastestTransport:
         return _Read(peer, ranges, other, other.transport.read(other.peer, ranges), is_second=True)
 
     def _begin_again(self, entry: _Read) -> bool:
-        """Begin a failed read again over the other transport. Returns False if there is none that works."""
+        """Begin a failed read again over the other route. Returns False if that does not work either."""
         other = self._other(entry.peer, entry.route)
         if other is None:
             return False
@@ -233,7 +233,7 @@ def _shown(route: _Route) -> str:
 def open_transport(settings: TransferSettings, region: Memory, agent_name: str) -> Transport:
     """Open a transport for the calling thread, pin that thread to CPUs, and make it wake up on time.
 
-    Raises `TransportError` where the region cannot be registered.
+    Raises `TransportError` if the region cannot be registered.
     """
     pin_thread(settings.cpu_affinity, region.device)
     sleep_precisely()
@@ -252,7 +252,7 @@ def _network(settings: TransferSettings, region: Memory, agent_name: str) -> Tra
 
 
 def _direct(region: Memory, agent_name: str) -> Transport | None:
-    """Return the transport between GPUs of one machine; None, with one log line, for memory that cannot be shared."""
+    """Return the transport between GPUs of one machine. None: a CPU, or GPU memory that cannot be shared (logged)."""
     if region.device == "cpu":
         return None
     try:

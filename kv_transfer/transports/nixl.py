@@ -2,14 +2,14 @@
 
 Properties of NIXL 1.5 with UCX 1.23 that shaped this file:
 
-* Its progress thread polls without pause and so burns a core. There is none here: the engine that is read calls
-  `progress`.
-* The first read of a peer takes round trips and the peer's progress: a peer is connected after one small read. A
-  second read, of a few MB, is timed: some lanes are a thousand times slower than others, and nothing else tells.
-* Over shared memory `transfer` copies before it returns (and lets other Python threads run).
-* Releasing a read that still runs cancels it in UCX, "which may not be enough": the data may land later. So a read that
-  runs is never released.
-* A read that failed may have siblings inside the same request that are not yet cancelled. The endpoint is dead by then
+* NIXL's progress thread polls without pause and keeps a core busy. We do not start it: the engine that is read calls
+  `progress` instead.
+* The first read of a peer needs round trips and the peer's `progress`, so a peer counts as connected after one small
+  read. Then a read of a few MB is timed, because some lanes are a thousand times slower and nothing else shows it.
+* Over shared memory `transfer` copies before it returns, and releases the GIL meanwhile.
+* Releasing a running read cancels it in UCX, "which may not be enough": its data may land later. So we never release a
+  running read.
+* A NIXL request has several UCX operations. When one has failed, others may not be cancelled yet. The endpoint is dead,
   and UCX cancels them as it makes progress, so a failed read is released only after `SETTLE_S` of progress.
 * A failed endpoint stays failed: the peer must be removed and added again.
 """
@@ -42,8 +42,8 @@ SETTLE_S = 0.1
 
 T = TypeVar("T")
 _Memory = Literal["DRAM", "VRAM"]  # NIXL's names
-_Descriptors = list[tuple[int, int, int]] | NDArray[np.uint64]  # address, bytes, device of each
-_ucx_log = UcxLog()  # one UCX library, one log in a process
+_Descriptors = list[tuple[int, int, int]] | NDArray[np.uint64]  # address, bytes, device
+_ucx_log = UcxLog()  # NIXL's UCX is one library with one log in this process
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +63,7 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 class _Peer:
     name: str
     metadata: _Metadata
-    warm_read: Any  # NIXL's handle; once it is done that of the probe, None where that could not be prepared
+    warm_read: Any  # NIXL's handle of the warm-up read, then of the probe; None if that could not be prepared
     state: PeerState = PeerState.CONNECTING
     probe_began: float | None = None  # when the probe was posted
     bytes_per_s: float | None = None
@@ -78,9 +78,9 @@ class _Read:
 
 
 class NixlTransport:
-    """NIXL as a `Transport`, through the library's `agent`. Made, used and closed by one thread.
+    """A `Transport` over NIXL's `agent`. One thread makes, uses and closes it.
 
-    Raises `TransportError` where a backend is missing or the region cannot be registered.
+    Raises `TransportError` if a backend is missing or the region cannot be registered.
     """
 
     num_fallbacks = 0
@@ -120,7 +120,7 @@ class NixlTransport:
 
     @property
     def lanes(self) -> list[str]:
-        """The lanes that UCX has chosen so far, in its own words."""
+        """The lanes that UCX has chosen so far, as in its log."""
         return _ucx_log.lanes
 
     def metadata(self) -> bytes:
@@ -160,7 +160,7 @@ class NixlTransport:
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
         if known.state is PeerState.CONNECTING:
-            self._lingering.append(known.warm_read)  # it runs, into the scratch only
+            self._lingering.append(known.warm_read)  # it still runs, but writes only into the scratch
         elif known.warm_read is not None:
             self._let_go(known.warm_read)
         self._forget(known.name)
@@ -205,7 +205,7 @@ class NixlTransport:
         self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
 
     def close(self) -> None:
-        """Close, unless reads still run: they keep the agent and the region's registration until the process ends."""
+        """Close. If reads still run, keep the agent and the region registered until the process ends."""
         for peer in list(self._peers):
             self.remove_peer(peer)
         running = len(self._reads) + len(self._lingering)
@@ -232,7 +232,7 @@ class NixlTransport:
         return self._asking(what, self.agent.initialize_xfer, "READ", ours, theirs, peer.name, b"", self._backends)
 
     def _into_scratch(self, peer: _Peer, num_bytes: int) -> Any:
-        """Prepare a read of the first bytes of a peer's region, of at most so many."""
+        """Prepare a read of the first `num_bytes` of a peer's region, or of all of it if it is smaller."""
         known = peer.metadata
         size = min(num_bytes, known.num_bytes)
         ours, theirs = (self._scratch.address, size, self._device), (known.address, size, known.device)
@@ -315,7 +315,7 @@ def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
 
 
 def import_nixl() -> tuple[Any, Any]:
-    """Import NIXL late: all else works without it, and UCX must be loaded while its log is captured."""
+    """Import NIXL late, because everything else works without it and UCX must load while its log is captured."""
     try:
         from nixl import _api, _bindings
     except ImportError as error:

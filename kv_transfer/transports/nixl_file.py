@@ -1,8 +1,8 @@
-"""A file over NIXL's POSIX backend, which asks the kernel asynchronously (Linux AIO, io_uring or POSIX AIO).
+"""A file over NIXL's POSIX backend, which uses asynchronous I/O (Linux AIO, io_uring or POSIX AIO).
 
-The file is a peer of the agent itself: a transfer names it as FILE memory, whose addresses are offsets and whose device
-is the file descriptor. Older versions of NIXL take a write for done that was short because the disk had no room, so
-a reader must check what it reads.
+The agent transfers to itself. The file is memory of type FILE, whose addresses are offsets in the file and whose device
+is the file descriptor. Older versions of NIXL report a write that a full disk has cut short as done, so a reader must
+check the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Transfer:
 
 
 class NixlFile:
-    """A `FileTransport`. Made, used and closed by one thread; the file stays the caller's.
+    """A `FileTransport` over NIXL. One thread makes, uses and closes it; the caller opens and closes the file.
 
-    Raises `TransportError` where the backend is missing or refuses.
+    Raises `TransportError` if the backend is missing or refuses.
     """
 
     def __init__(self, agent_name: str, fd: int, file_bytes: int, address: int, num_bytes: int) -> None:

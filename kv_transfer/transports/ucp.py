@@ -1,6 +1,6 @@
-"""One-sided reads of UCX (`ucp.h`, 1.21): the part of its C interface that UCXX has in C++ but not in Python.
+"""One-sided reads of UCX (`ucp.h`, 1.21): the part of its C API that UCXX wraps in C++ but not in Python.
 
-Contexts, workers and endpoints are UCXX's, which shows their handles. All calls return at once.
+Contexts, workers and endpoints are UCXX's, which exposes their handles. All calls return at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Handle = int
 
 OK = 0
 IN_PROGRESS = 1
-LAST_ERROR = -100  # UCS_ERR_LAST: a pointer above it, as an unsigned number, is an error instead
+LAST_ERROR = -100  # UCS_ERR_LAST: a returned pointer from here to -1, read as a signed number, is an error code
 
 _MAP_ADDRESS, _MAP_LENGTH, _MAP_MEMORY_TYPE = 1 << 0, 1 << 1, 1 << 4
 _MEMORY_TYPES = {"cpu": 0, "cuda": 1}
@@ -67,7 +67,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Ucp:
-    """The library that UCXX has loaded. Its `TransportError`s name the call and UCX's answer."""
+    """The UCX library that UCXX has loaded. Its `TransportError`s name what failed and UCX's reason."""
 
     def __init__(self) -> None:
         self._ucp = ctypes.CDLL("libucp.so.0")
@@ -80,7 +80,7 @@ class Ucp:
 
     @property
     def version(self) -> str:
-        """The version of the interface and the wire, such as `1.21`."""
+        """The version of the API and of the wire protocol, such as `1.21`."""
         major, minor, release = c_uint(), c_uint(), c_uint()
         self._ucp.ucp_get_version(byref(major), byref(minor), byref(release))
         return f"{major.value}.{minor.value}"
@@ -127,7 +127,7 @@ class Ucp:
         self._ucp.ucp_rkey_destroy(key)
 
     def registered(self, memory: Handle) -> _RequestParams:
-        """Return the parameters of `get`s into registered memory."""
+        """Return the parameters for a `get` into registered memory."""
         return _RequestParams(op_attr_mask=_GET_WITH_REGISTERED_MEMORY, memh=memory)
 
     def get(
@@ -139,7 +139,7 @@ class Ucp:
         num_bytes: int,
         params: _RequestParams | None = None,
     ) -> tuple[int, Handle]:
-        """Begin to read. Returns the status and, if it is `IN_PROGRESS`, a request for `check` and `free`."""
+        """Begin to read. Returns the status and, if that is `IN_PROGRESS`, a request for `check` and `free`."""
         request = self._ucp.ucp_get_nbx(endpoint, address, num_bytes, remote_address, key, params or self._plain)
         if not request:
             return OK, 0

@@ -1,13 +1,13 @@
-"""A transport over UCX alone, through UCXX: the same lanes as NIXL's UCX backend, without NIXL between.
+"""A transport over UCX alone, through UCXX: the same lanes as NIXL's UCX backend, without NIXL in between.
 
 Differences from `nixl.py`:
 
-* Active messages are never sent, but the context must ask for them: with RMA alone UCX makes no lanes for large data,
-  and reads between processes of a host go over TCP.
-* Every range is one `ucp_get_nbx`, whose request says when UCX has done with it. So a read that failed is released when
-  each of its requests has completed, and there is no time to wait for siblings that might still write.
+* We never send active messages, but the context must ask for them: with RMA alone, UCX makes no lanes for large data,
+  and reads between processes of one host go over TCP.
+* Each range is one `ucp_get_nbx`, whose request tells when UCX has finished with it. So a failed read is released once
+  all of its requests have completed, without a waiting time.
 * UCXX's progress thread is not used: both ends of a read call `progress` or `poll`.
-* A failed endpoint stays failed, as with NIXL; here it says so itself (`alive`), even when nothing is read.
+* A failed endpoint stays failed, as with NIXL. Here it reports that itself (`alive`), even if there is no read.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .ucx_process import UcxLog
 
 logger = logging.getLogger(__name__)
 
-# Where a message may become a rendezvous, UCX shuns lanes on which a reader's access cannot be revoked, as over CMA.
-# We send no messages, and a reader whose read outlasts the lease discards what it has read.
+# If messages may use rendezvous, UCX avoids lanes such as CMA, on which it cannot revoke a reader's access.
+# We send no messages, and a reader whose read outlasts the lease discards the data.
 CONFIG = {"RNDV_THRESH": "inf"}
-PROGRESS_S = 2e-3  # of one call at most: while data flow, UCX always finds more to do
+PROGRESS_S = 2e-3  # limit of one call: while data flow, UCX always finds more to do
 CLOSE_PERIOD_NS, CLOSE_ATTEMPTS = 10_000_000, 10
 
-_ucx_log = UcxLog()  # not NIXL's: its UCX is another library
+_ucx_log = UcxLog()  # NIXL has its own UCX library, and its own log
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """Names, UCX's own addresses and keys, and the address of the region."""
+    """The version and address of the UCX worker, and the key and address of the region."""
 
     version: Name
     name: Name
@@ -59,10 +59,10 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 
 @dataclasses.dataclass(slots=True)
 class _Transfer:
-    """Requests of one endpoint, in the order in which they began. Those that have completed leave."""
+    """The requests of one read that have not completed, in the order in which they began."""
 
     running: deque[Handle] = dataclasses.field(default_factory=deque)
-    status: int = OK  # or the first error
+    status: int = OK  # of the first request that failed
 
     @property
     def state(self) -> ReadState:
@@ -76,9 +76,9 @@ class _Peer:
     metadata: _Metadata
     endpoint: Any  # UCXX's
     key: Handle
-    warm_read: _Transfer  # and the probe behind it
+    warm_read: _Transfer  # the warm-up read, then the probe
     state: PeerState = PeerState.CONNECTING
-    probe_began: float | None = None  # when the probe was asked for
+    probe_began: float | None = None  # when the probe was posted
     bytes_per_s: float | None = None
 
 
@@ -89,9 +89,9 @@ class _Read:
 
 
 class UcxTransport:
-    """UCXX as a `Transport`. Made, used and closed by one thread.
+    """A `Transport` over UCXX. One thread makes, uses and closes it.
 
-    Raises `TransportError` where UCXX is missing or the region cannot be registered.
+    Raises `TransportError` if UCXX is missing or the region cannot be registered.
     """
 
     name = "ucx"
@@ -120,13 +120,13 @@ class UcxTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self._lingering: list[_Peer] = []  # removed ones whose warm read still runs, into the scratch
+        self._lingering: list[_Peer] = []  # removed peers whose warm-up read still writes into the scratch
         _ucx_log.drain()
         logger.info("UCX %s worker %s: %.1f MB of %s", self._ucp.version, agent_name, self._num_bytes / 1e6, kind)
 
     @property
     def lanes(self) -> list[str]:
-        """The lanes that UCX has chosen so far, in its own words."""
+        """The lanes that UCX has chosen so far, as in its log."""
         return _ucx_log.lanes
 
     def metadata(self) -> bytes:
@@ -213,7 +213,7 @@ class UcxTransport:
         self._advance()
 
     def close(self) -> None:
-        """Close, unless reads still run: they keep the worker and the region's registration until the process ends."""
+        """Close. If reads still run, keep the worker and the region registered until the process ends."""
         for read in self._reads.values():
             self._settle(read.transfer)
         running = sum(bool(read.transfer.running) for read in self._reads.values())
@@ -242,7 +242,7 @@ class UcxTransport:
         _ucx_log.drain()
 
     def _probe(self, peer: _Peer) -> None:
-        """Time a read of a few MB, once the small one has ended; the peer is connected when it has come."""
+        """Time a read of a few MB once the warm-up read has ended. The peer is connected when it is done."""
         if peer.probe_began is None:
             peer.probe_began = time.perf_counter()
             self._into_scratch(peer, PROBE_BYTES)
@@ -254,7 +254,7 @@ class UcxTransport:
             _ucx_log.drain()
 
     def _into_scratch(self, peer: _Peer, num_bytes: int) -> None:
-        """Read the first bytes of a peer's region, at most so many."""
+        """Read the first `num_bytes` of a peer's region, or all of it if it is smaller."""
         size = min(num_bytes, peer.metadata.num_bytes)
         self._get(peer, peer.warm_read, peer.metadata.address, self._scratch.address, size)
 
@@ -268,7 +268,7 @@ class UcxTransport:
             transfer.status = transfer.status or status
 
     def _settle(self, transfer: _Transfer) -> None:
-        """Remove requests that have completed, in order: a later one is not looked at before the first has ended."""
+        """Remove completed requests from the front. Later ones are not checked before the first has completed."""
         while transfer.running and (status := self._ucp.check(transfer.running[0])) != IN_PROGRESS:
             self._ucp.free(transfer.running.popleft())
             transfer.status = transfer.status or status
@@ -288,7 +288,7 @@ class UcxTransport:
             self._settle(peer.warm_read)
             if not peer.warm_read.running:
                 self._lingering.remove(peer)
-                self._ucp.destroy_key(peer.key)  # after whatever uses it, and before the endpoint
+                self._ucp.destroy_key(peer.key)  # after the reads that use it, and before the endpoint
                 self._close_endpoint(peer.endpoint)
 
 
@@ -296,12 +296,12 @@ _abandoned: list[UcxTransport] = []
 
 
 def _import_ucxx() -> tuple[Any, Ucp]:
-    """Import UCXX late: all else works without it, and UCX must be loaded while its log is captured."""
+    """Import UCXX late, because everything else works without it and UCX must load while its log is captured."""
     ours = dict(os.environ)
     try:
         from ucxx._lib import libucxx
     except ImportError as error:
         raise TransportError(f"UCXX cannot be imported ({error}); install `baton[ucx]`") from error
     for name in os.environ.keys() - ours.keys():
-        del os.environ[name]  # UCXX sets variables for tagged messages: child processes would inherit them
+        del os.environ[name]  # UCXX sets variables for its own messages, and child processes would inherit them
     return libucxx, Ucp()

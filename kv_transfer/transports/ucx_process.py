@@ -1,11 +1,11 @@
 """UCX's environment and log in this process.
 
-UCX takes its settings from the environment when its library is loaded and when a context is made. Variables that are
-set here are set only for that time: child processes do not inherit them.
+UCX reads its settings from the environment when its library is loaded and when a context is made. We set variables only
+for that time, so that child processes do not inherit them.
 
-UCX decides at run time how a peer's memory is read (shared memory, InfiniBand, TCP) and tells it only in its own log.
-That log goes to a file in memory, from which the chosen lanes, once each, and the warnings go into Python's log. Where
-UCX_LOG_FILE or UCX_LOG_LEVEL is set already, UCX's log is left alone.
+UCX decides at run time how it reads a peer's memory (shared memory, InfiniBand, TCP) and reports that only in its own
+log. We direct that log to a file in memory, and copy its warnings and each chosen lane into Python's log. If
+UCX_LOG_FILE or UCX_LOG_LEVEL is already set, UCX's log is left alone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LANES = re.compile(r"UCX  INFO\s+(?P<lanes>.*cfg#\d+.*)")
 _TROUBLE = re.compile(r"UCX  (?P<level>WARN|ERROR|FATAL)\s+(?P<text>.*)")
 
 
-# UCX's own probes keep a TCP connection whose other end was lost in mid-read from timing out: the kernel would give it
-# up only after a quarter of an hour, and the read's blocks would be kept as long.
+# If the other end of a TCP connection is lost during a read, UCX's own probes keep the connection from timing out. The
+# kernel would give it up after a quarter of an hour, and the blocks of the read would stay quarantined until then.
 LOST_TCP = {"UCX_TCP_USER_TIMEOUT": "10s"}
 
 
 @contextlib.contextmanager
 def environment_defaults(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the context, except those that are set already."""
+    """Set environment variables inside the context, except those that are already set."""
     ours = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -47,20 +47,20 @@ class UcxLog:
         self._fd: int | None = None
         self._offset = 0
         self._rest = b""
-        self.lanes: list[str] = []  # in UCX's words, in the order in which they were chosen
+        self.lanes: list[str] = []  # as UCX logs them, in the order of its choice
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Direct UCX's log to this object; UCX must be loaded inside the context."""
+        """Direct UCX's log to this object. UCX must be loaded inside the context."""
         has_log = bool({"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys()) or self._fd is not None
         with environment_defaults({} if has_log else self._settings()):
             yield
 
     def drain(self) -> None:
-        """Log what UCX has written since the last call."""
+        """Copy what UCX has written since the last call into Python's log."""
         if self._fd is None:
             return
-        ctypes.CDLL(None).fflush(None)  # UCX's stream is buffered, and only the C library knows it
+        ctypes.CDLL(None).fflush(None)  # UCX writes to a buffered C stream
         while chunk := os.pread(self._fd, 1 << 16, self._offset):
             self._offset += len(chunk)
             self._rest += chunk
