@@ -2,7 +2,7 @@
 
     down     a block is full ── its step is settled ──> stored: a reference keeps it from being overwritten ── Stored
     up       restore ── Restored ──> the request's again, filled as far as the restore got
-                    └─ abort, PATIENCE_S ──> quarantined ── Restored ──> released
+                    └─ abort, RESTORE_TIMEOUT_S ──> quarantined ── Restored ──> released
 
 A block is stored as soon as it is full, not when it is evicted: so eviction never has to wait for a copy, and a process
 that is killed leaves its blocks in the tiers. Only a few blocks are being stored at a time (`STORING_SHARE`). A block
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 STORING_SHARE = 16  # stores reference at most 1 / STORING_SHARE of the blocks of an arena
 BATCH_BLOCKS = 32  # most blocks of one store, counted in those of the first group: a restore may have to wait for it
-PATIENCE_S = 10.0  # after this, a request is computed instead; nothing more is asked of the tiers until they answer
+RESTORE_TIMEOUT_S = 10.0  # after this, a request is computed instead; nothing more is asked of the tiers until they answer
 
 
 class Restoration(NamedTuple):
@@ -309,11 +309,11 @@ class TierCopies:
         if not self._copy_of:
             return []
         since_s = min(self._restores[copy_id].since for copy_id in self._copy_of.values())
-        if self._clock() - since_s < PATIENCE_S:
+        if self._clock() - since_s < RESTORE_TIMEOUT_S:
             return []
         self._answers = False
         late = list(self._copy_of)
-        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", PATIENCE_S, len(late))
+        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", RESTORE_TIMEOUT_S, len(late))
         for request in late:
             restore = self._restores[self._copy_of[request]]
             self._given_up += len(restore.plan.missing)

@@ -9,7 +9,7 @@ guess that it allows.
 
 Compiling a grammar takes up to seconds, and a mask from microseconds to seconds: both happen in threads. A request
 without a mask skips steps (`Request.horizon`), or, if it was preempted, is passed over in the queue; no step waits for
-it longer than `PATIENCE_S`. So such a request draws a token only when the one before it is known or guessed, while
+it longer than `MASK_WAIT_S`. So such a request draws a token only when the one before it is known or guessed, while
 other requests have two steps in flight.
 """
 
@@ -29,7 +29,7 @@ from .request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 0.001  # the longest that a step waits for masks after tokens that came since the step before
+MASK_WAIT_S = 0.001  # the longest that a step waits for masks after tokens that came since the step before
 OPENING_LIMIT_S = 90.0  # from a request's arrival to its first mask; compilations wait for each other
 MASK_LIMIT_S = 10.0  # from a token to the next mask
 MOST_THREADS = 4
@@ -99,7 +99,7 @@ class Constraints:
             return []
         fresh = [task for task in self._tasks.values() if task.is_fresh]
         if fresh:
-            wait([task.work for task in fresh], PATIENCE_S)
+            wait([task.work for task in fresh], MASK_WAIT_S)
             for task in fresh:
                 task.is_fresh = False
         now = self._clock()
@@ -108,7 +108,7 @@ class Constraints:
 
     def pause(self) -> None:
         """Wait briefly for any mask. Called when no request can run without one."""
-        wait([task.work for task in self._tasks.values()], PATIENCE_S, return_when="FIRST_COMPLETED")
+        wait([task.work for task in self._tasks.values()], MASK_WAIT_S, return_when="FIRST_COMPLETED")
 
     def drop(self, request: Request) -> None:
         """Forget a request that has ended, and cancel its compilation. A mask that is being computed is discarded."""

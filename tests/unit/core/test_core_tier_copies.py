@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from baton.engine.core.kv.tier_copies import PATIENCE_S
+from baton.engine.core.kv.tier_copies import RESTORE_TIMEOUT_S
 from baton.engine.core.messages import KVSource
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
@@ -232,7 +232,7 @@ class TestUp:
         lose_the_pool(engine)
         engine.run()
         assert engine.tiers.restores
-        clock.now_s += PATIENCE_S + 1
+        clock.now_s += RESTORE_TIMEOUT_S + 1
         engine.step()
         engine.run()
         assert not engine.connector.pulls
@@ -246,7 +246,7 @@ class TestUp:
         assert engine.tiers is not None
         engine.add(*(request(name, PROMPT, max_tokens=2) for name in "ab"))
         engine.run()
-        clock.now_s += PATIENCE_S + 1
+        clock.now_s += RESTORE_TIMEOUT_S + 1
         engine.step()
         engine.run()
         assert engine.is_answered("a")
@@ -281,7 +281,7 @@ class TestUp:
         engine.add(request("hangs", PROMPT, max_tokens=2))
         engine.run()
         (hung,) = engine.tiers.restores
-        clock.now_s += PATIENCE_S + 1
+        clock.now_s += RESTORE_TIMEOUT_S + 1
         engine.step()
         engine.add(request("another", 9, max_tokens=2))
         engine.run()
@@ -289,7 +289,7 @@ class TestUp:
         engine.step()
         engine.add(request("later", other, max_tokens=2))
         engine.run()
-        clock.now_s += PATIENCE_S - 1
+        clock.now_s += RESTORE_TIMEOUT_S - 1
         engine.step()
         assert engine.core.stats().num_requests_waiting_for_kv == 1
         engine.tiers.finish_restore(max(engine.tiers.restores))
