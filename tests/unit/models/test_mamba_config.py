@@ -69,6 +69,11 @@ def test_each_layer_of_nemotron_has_one_block(read: Callable[..., ModelConfig]) 
     assert older.identity == config.identity
 
 
+def test_experts_of_nemotron_may_have_the_name_of_other_families(read: Callable[..., ModelConfig]) -> None:
+    config = read("nemotron_h", n_routed_experts=None, num_local_experts=16)
+    assert config.identity == read("nemotron_h", n_routed_experts=16).identity
+
+
 def test_layers_of_falcon_have_attention_and_mamba_beside_it(read: Callable[..., ModelConfig]) -> None:
     config = read("falcon_h1")
     assert config.mamba is not None
