@@ -76,6 +76,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
     ),
+    "gemma4_text-even-heads": ("gemma4_text", {"global_head_dim": 32, "num_global_key_value_heads": 2}),
     "gemma4_text-experts": ("gemma4_text", GEMMA_4_EXPERTS),
     "gemma4_text-experts-own-caches": (
         "gemma4_text",
