@@ -42,8 +42,9 @@ def ssd(
     nowhere else. Sums are float32; products of chunks take operands in x's dtype. `drafts`, of the inputs' types, are
     the places of a batch with a `Replay`.
 
-    Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, P and N
-    are powers of two, from 16 to 128 and from 16 to 256. Raises `ValueError` for tensors that do not fit each other.
+    Tokens may lie any number of elements apart (views of one tensor), a token's heads are contiguous. On a GPU, P is a
+    multiple of 16 up to 128, and N a power of two from 16 to 256. Raises `ValueError` for tensors that do not fit each
+    other.
     """
     _check(x, b, c, time_steps, state, skip, out)
     _check_drafts(x, b, time_steps, batch, drafts)

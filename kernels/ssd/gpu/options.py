@@ -55,5 +55,5 @@ def scan_options(shape: SSDShape, num_seqs: int, num_tokens: int, dtype: torch.d
 
 
 def _narrowed(options: Options, shape: SSDShape) -> Options:
-    """Return options for programs with no more rows of a state than there are."""
-    return {**options, "VALUES": min(options["VALUES"], shape.head_dim)}
+    """Return options for programs whose rows of a state, a power of two, divide those of a head."""
+    return {**options, "VALUES": min(options["VALUES"], shape.head_dim & -shape.head_dim)}

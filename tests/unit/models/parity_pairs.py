@@ -150,6 +150,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid-biases": ("granitemoehybrid", {"attention_bias": True, "mamba_proj_bias": True}),
     "nemotron_h-no-latents": ("nemotron_h", {"moe_latent_size": None, "n_group": 1, "topk_group": 1}),
     "nemotron_h-dense": ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    "nemotron_h-heads-of-80": ("nemotron_h", {"mamba_head_dim": 80, "mamba_num_heads": 6}),  # as in Nemotron Nano 2
     "nemotron_h-biases": ("nemotron_h", {"use_bias": True, "norm_topk_prob": False}),
     "kimi_linear-low-rank-queries": ("kimi_linear", {"q_lora_rank": 24, "attention_bias": True}),
     "kimi_linear-narrow": (
