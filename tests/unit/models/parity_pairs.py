@@ -147,6 +147,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1-plain": ("falcon_h1", {"ssm_multipliers": None, "mlp_multipliers": None, "key_multiplier": 1.0}),
     "granitemoehybrid-no-rope": ("granitemoehybrid", {"position_embedding_type": None}),
     "granitemoehybrid-dense": ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 1}),
+    "granitemoehybrid-attention-alone": (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 3, "num_local_experts": 0, "mamba_n_heads": 128, "mamba_d_head": 1},
+    ),
     "granitemoehybrid-biases": ("granitemoehybrid", {"attention_bias": True, "mamba_proj_bias": True}),
     "nemotron_h-no-latents": ("nemotron_h", {"moe_latent_size": None, "n_group": 1, "topk_group": 1}),
     "nemotron_h-dense": ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),

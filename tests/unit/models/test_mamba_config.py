@@ -94,6 +94,15 @@ def test_granite_without_experts_has_an_mlp_of_the_shared_width(read: Callable[.
     assert read("granitemoehybrid").num_mlps == 0
 
 
+def test_granite_with_attention_alone_keeps_no_states(read: Callable[..., ModelConfig]) -> None:
+    """As granite-4.0-micro, whose config has sizes of Mamba-2 all the same."""
+    config = read("granitemoehybrid", layer_types=[ATTENTION] * 3, num_local_experts=0, mamba_d_head=40)
+    assert not config.has_states
+    assert len(config.caches.groups) == 1
+    check_division(config, EngineConfig(model="m", tensor_parallel_size=2, disable_hybrid_kv_cache_manager=True))
+    assert read("granitemoehybrid").has_states
+
+
 @pytest.mark.parametrize("infinity", [math.inf, "Infinity", {"__float__": "Infinity"}])
 def test_time_steps_may_have_no_upper_limit(infinity: object, read: Callable[..., ModelConfig]) -> None:
     config = read("bamba", time_step_limit=[0.25, infinity])
