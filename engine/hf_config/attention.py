@@ -83,8 +83,10 @@ def read_heads_by_window(keys: Keys) -> tuple[HeadShape, HeadShape]:
 def _of_full_layers(keys: Keys, kinds: object) -> Keys | None:
     """Return the keys that `per_layer_config` repeats for every layer with full attention; None without it."""
     given = keys.values.get("per_layer_config")
-    if not given:
+    if given is None:
         return None
+    if given == {}:  # full layers have the heads of the others
+        return Keys("config.json: per_layer_config", {})
     full = {str(layer) for layer, kind in enumerate(kinds) if kind == FULL} if isinstance(kinds, list) else None
     first = next(iter(given.values())) if isinstance(given, dict) else None
     if not isinstance(first, dict) or set(given) != full or any(each != first for each in given.values()):

@@ -73,6 +73,8 @@ def read_config(
     if is_text_part:
         folder = text_part(folder, rules.inside)
     given = {rules.key_names.get(name, name): value for name, value in folder.config.items()}
+    if given.get("rope_parameters") is None:  # null stands for the family's own, as in transformers
+        given.pop("rope_parameters", None)
     keys = Keys("config.json", {**rules.defaults, **given})
     computed = _computed(folder, rules, keys)
     computed_in = _dtype(dtype, keys, folder.checkpoint)

@@ -375,7 +375,8 @@ class ModelConfig:
     @property
     def has_states(self) -> bool:
         """True if some layers keep recurrent states."""
-        return self.linear is not None or self.mamba is not None
+        linear, mamba = self.linear, self.mamba
+        return (linear is not None and any(linear.layers)) or (mamba is not None and mamba.count(MAMBA) > 0)
 
     @property
     def rotary_dim(self) -> int:

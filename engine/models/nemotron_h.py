@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine import layers
 from baton.engine.hf_config.errors import UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.mamba import (
     ATTENTION,
@@ -92,7 +92,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig | None:
     if (MOE,) not in blocks:
         return None
     return ExpertsConfig(
-        num_experts=keys.integer("n_routed_experts", 8),
+        num_experts=read_num_experts(keys, ("n_routed_experts", "num_local_experts"), 8),
         top_k=keys.integer("num_experts_per_tok", 2),
         intermediate_size=keys.integer("moe_intermediate_size", 7688),
         shared_intermediate_size=keys.integer("moe_shared_expert_intermediate_size", 7688),

@@ -152,6 +152,11 @@ def longest_sequence(caches: CacheLayout, arenas: Sequence[int]) -> int:
     return int(min(needs_of(group).longest_sequence(num_blocks) for group, num_blocks in pairs))
 
 
+def least_blocks(caches: CacheLayout, num_tokens: int) -> int:
+    """Return how many blocks in each arena hold one sequence of so many tokens."""
+    return max(needs_of(group).least(num_tokens) for group in caches.groups)
+
+
 def least_bytes(caches: CacheLayout, num_tokens: int) -> int:
     """Return the bytes of arenas that hold one sequence of `num_tokens`."""
     return sum(needs.least(num_tokens) * needs.block_bytes for needs in map(needs_of, caches.groups))

@@ -43,7 +43,7 @@ def _divided_by_tensor_parallelism(model: ModelConfig, experts_spread: bool) -> 
     if model.linear is not None:
         name = "linear_num_key_heads" if model.linear.gate_rank is None else "linear_num_heads"
         yield name, model.linear.num_key_heads
-    if model.mamba is not None:
+    if model.mamba is not None and model.has_states:
         yield "number of Mamba-2 heads", model.mamba.num_heads
     experts = model.moe
     if model.num_mlps:

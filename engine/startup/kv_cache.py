@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
-from ..core.layout import BLOCK_SIZE, CacheLayout, GroupLayout, StateLayout, draft_places
+from ..core.layout import CacheLayout, GroupLayout, StateLayout, draft_places
 from ..core.regions import ArenaRegion, CacheRegion
 from ..hf_config.model_config import ModelConfig
 from ..worker.shapes import StepLimits
-from .arenas import arenas_of, divide_memory, engine_caches, least_bytes, longest_sequence
+from .arenas import arenas_of, divide_memory, engine_caches, least_blocks, least_bytes, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ def size_kv_cache(
 
     Raises `InvalidEngineConfig` if the blocks cannot hold one sequence of the `max_model_len` that was given.
     """
-    blocks_per_seq = -(-context_len // BLOCK_SIZE)
     if config.num_gpu_blocks_override is not None:
         given_blocks = config.num_gpu_blocks_override
         arenas = arenas_of(caches, given_blocks, max_num_seqs, context_len)
-        setting, given, enough = "num_gpu_blocks_override", f"{given_blocks} blocks", f"{blocks_per_seq} blocks"
+        setting, given = "num_gpu_blocks_override", f"{given_blocks} blocks"
+        enough = f"{least_blocks(caches, context_len)} blocks"
     else:
         asked = config.kv_cache_memory_bytes
         budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")

@@ -42,8 +42,8 @@ def ssd(
     are float32; matrix products over chunks have operands in x's dtype. `drafts` stores the inputs of draft tokens, for
     a batch with a `Replay`.
 
-    Tokens may have any stride (views of one tensor); a token's heads are contiguous. On a GPU, P and N must be powers
-    of two, from 16 to 128 and from 16 to 256. Raises `ValueError` for tensors that do not match.
+    Tokens may have any stride (views of one tensor); a token's heads are contiguous. On a GPU, P must be a multiple of
+    16 up to 128, and N a power of two from 16 to 256. Raises `ValueError` for tensors that do not match.
     """
     _check(x, b, c, time_steps, state, skip, out)
     _check_drafts(x, b, time_steps, batch, drafts)

@@ -239,7 +239,7 @@ class CpuStep:
         counts = np.array(batch.num_wanted)
         ends = counts.cumsum()
         num_wanted = int(ends[-1])
-        query_ends = self._query_start[1 : len(counts) + 1]
+        query_ends = np.cumsum(batch.lens)  # the table of where queries start is not written for single tokens
         if num_wanted:
             self._wanted[:num_wanted] = np.arange(num_wanted) + np.repeat(query_ends - ends, counts)
         else:

@@ -55,5 +55,5 @@ def scan_options(shape: SSDShape, num_seqs: int, num_tokens: int, dtype: torch.d
 
 
 def _narrowed(options: Options, shape: SSDShape) -> Options:
-    """Return the options, with a program's rows limited to the rows of a state."""
-    return {**options, "VALUES": min(options["VALUES"], shape.head_dim)}
+    """Return the options with a program's rows limited to the largest power of two that divides the rows of a state."""
+    return {**options, "VALUES": min(options["VALUES"], shape.head_dim & -shape.head_dim)}

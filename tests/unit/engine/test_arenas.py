@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCache, LayerState, StatePart
 from baton.engine.startup.arenas import (
     LEAST_SLOTS,
@@ -15,6 +18,7 @@ from baton.engine.startup.arenas import (
     longest_sequence,
     needs_of,
 )
+from baton.engine.startup.kv_cache import KVBudget, size_kv_cache
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 WINDOW = msgspec.structs.replace(FULL, kind=CacheKind.WINDOW, window=128)
@@ -125,6 +129,16 @@ def test_at_full_load_each_sequence_has_two_slots_and_one_for_each_stretch_of_it
     assert (blocks, slots) == (64 * WHOLE, LEAST_SLOTS + 64 * (2 + 8))
     assert needs_of(caches.groups[1]).requests_at_once(slots, 32_768) >= 64
     assert list(arenas_of(caches, 10**6, 64, 32_768)) == [10**6, slots]
+
+
+def test_the_blocks_that_a_refusal_asks_for_are_enough_for_states() -> None:
+    def size(num_blocks: int) -> tuple[int, Sequence[int]]:
+        config = EngineConfig(model="m", num_gpu_blocks_override=num_blocks, max_model_len=31)
+        return size_kv_cache(config, 4, 31, layout(FULL, STATE), lambda: KVBudget(0, "kv_cache_memory_bytes"))
+
+    with pytest.raises(InvalidEngineConfig, match=f"2 blocks hold 0 tokens, .* give at least {LEAST_SLOTS} blocks"):
+        size(2)
+    assert size(LEAST_SLOTS) == (31, [LEAST_SLOTS, LEAST_SLOTS])
 
 
 def test_without_slots_there_is_no_sequence() -> None:

@@ -118,6 +118,23 @@ def test_a_step_mixes_decodes_and_chunks_and_answers_in_the_order_of_the_plan(
     assert results == [decoded, ChunkResult([]), other]
 
 
+def test_single_tokens_are_drawn_from_behind_a_prompt_that_begins_with_one(
+    make_runner: Callable[[], ModelRunner],
+) -> None:
+    """A prompt's first token draws none, though every chunk of its step is as long as a decode."""
+    apart = make_runner()
+    started = (row_start(0, PROMPT[:20], [0, 1]), row_start(1, PROMPT[:34], [2, 3, 4]))
+    prompts = (Chunk(0, 0, 20, True, []), Chunk(1, 0, 33, False, []))
+    expected = step(apart, *prompts, started=started)
+    (decoded,) = step(apart, Chunk(0, 20, 1, True, []))
+    (first,) = step(apart, Chunk(1, 33, 1, True, []))
+
+    mixed = make_runner()
+    assert step(mixed, *prompts, started=started) == expected
+    singles = (Chunk(2, 0, 1, False, []), Chunk(0, 20, 1, True, []), Chunk(1, 33, 1, True, []))
+    assert step(mixed, *singles, started=(row_start(2, PROMPT, [5, 6, 7, 8]),)) == [ChunkResult([]), decoded, first]
+
+
 def test_a_step_without_chunks_only_updates_rows(make_runner: Callable[[], ModelRunner]) -> None:
     assert step(make_runner(), started=(row_start(0, PROMPT, [0]),), freed=[1, 2]) == []
 

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 gpu = pytest.importorskip("baton.kernels.ssd.gpu")
 
 from baton.kernels.ssd.gpu import scan, step, time_steps  # noqa: E402
-from baton.kernels.ssd.gpu.options import SCAN, STEP, SUMS  # noqa: E402
+from baton.kernels.ssd.gpu.options import SCAN, STEP, SUMS, SSDShape, scan_options  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 
@@ -39,7 +39,15 @@ def test_ragged_sequences_with_states_and_checkpoints(
 
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(1, 1), Sizes(2, 2, 16, 64), Sizes(4, 1, 64, 16), Sizes(6, 2, 16, 256), Sizes(2, 1, 128, 16)],
+    [
+        Sizes(1, 1),
+        Sizes(2, 2, 16, 64),
+        Sizes(4, 1, 64, 16),
+        Sizes(6, 2, 16, 256),
+        Sizes(2, 1, 128, 16),
+        Sizes(2, 1, 80, 16),  # as wide as in Nemotron Nano 2
+        Sizes(2, 1, 48, 16),
+    ],
     ids=str,
 )
 def test_all_groups_and_sizes_equal_the_reference(sizes: Sizes, triton_device: torch.device) -> None:
@@ -205,6 +213,14 @@ def test_wide_states_run_on_tensor_cores() -> None:
     made = compiled(scan.scan_chunks, {**SCAN, "num_warps": 8}, max_spill_bytes=320, STATE_DIM=256)
     assert made.wgmma
     assert "mma.sync" not in made.ptx
+
+
+def test_few_rows_of_a_state_run_on_tensor_cores() -> None:
+    """A program has 16 of a head's 80 dimensions: what divides them and is a power of two."""
+    shape = SSDShape(num_heads=128, group=16, head_dim=80, state_dim=128)
+    narrow = scan_options(shape, 1, 1024, torch.bfloat16, torch.device("cpu"))
+    assert narrow["VALUES"] == 16
+    assert "mma.sync" in compiled(scan.scan_chunks, narrow, HEAD_DIM=80).ptx
 
 
 @pytest.mark.parametrize("num_places", [0, 7])

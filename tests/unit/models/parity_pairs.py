@@ -76,6 +76,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
     ),
+    "gemma4_text-even-heads": ("gemma4_text", {"global_head_dim": 32, "num_global_key_value_heads": 2}),
     "gemma4_text-experts": ("gemma4_text", GEMMA_4_EXPERTS),
     "gemma4_text-experts-own-caches": (
         "gemma4_text",
@@ -146,9 +147,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1-plain": ("falcon_h1", {"ssm_multipliers": None, "mlp_multipliers": None, "key_multiplier": 1.0}),
     "granitemoehybrid-no-rope": ("granitemoehybrid", {"position_embedding_type": None}),
     "granitemoehybrid-dense": ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 1}),
+    "granitemoehybrid-attention-alone": (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 3, "num_local_experts": 0, "mamba_n_heads": 128, "mamba_d_head": 1},
+    ),
     "granitemoehybrid-biases": ("granitemoehybrid", {"attention_bias": True, "mamba_proj_bias": True}),
     "nemotron_h-no-latents": ("nemotron_h", {"moe_latent_size": None, "n_group": 1, "topk_group": 1}),
     "nemotron_h-dense": ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    "nemotron_h-heads-of-80": ("nemotron_h", {"mamba_head_dim": 80, "mamba_num_heads": 6}),  # as in Nemotron Nano 2
     "nemotron_h-biases": ("nemotron_h", {"use_bias": True, "norm_topk_prob": False}),
     "kimi_linear-low-rank-queries": ("kimi_linear", {"q_lora_rank": 24, "attention_bias": True}),
     "kimi_linear-narrow": (

@@ -96,6 +96,11 @@ def test_heads_may_be_written_for_each_layer_as_transformers_does(read: Callable
     assert other.identity == read().identity
 
 
+def test_full_layers_for_which_nothing_is_written_have_the_heads_of_others(read: Callable[..., ModelConfig]) -> None:
+    config = read(global_head_dim=None, num_global_key_value_heads=None, per_layer_config={})
+    assert config.full_heads == config.window_heads
+
+
 def test_kv_heads_of_full_layers_count_where_their_values_are_keys(read: Callable[..., ModelConfig]) -> None:
     assert read(num_global_key_value_heads=4).full_heads == HeadShape(1, 512, 512)
     shared = read(num_global_key_value_heads=4, attention_k_eq_v=True)

@@ -69,6 +69,17 @@ def test_each_layer_of_nemotron_has_one_block(read: Callable[..., ModelConfig]) 
     assert older.identity == config.identity
 
 
+def test_heads_of_nemotron_nano_2_are_served(read: Callable[..., ModelConfig]) -> None:
+    config = read("nemotron_h", mamba_head_dim=80, mamba_num_heads=128, n_groups=8, ssm_state_size=128)
+    assert config.mamba is not None
+    assert (config.mamba.head_dim, config.mamba.width, config.mamba.group_width) == (80, 10_240, 1024)
+
+
+def test_experts_of_nemotron_may_have_the_name_of_other_families(read: Callable[..., ModelConfig]) -> None:
+    config = read("nemotron_h", n_routed_experts=None, num_local_experts=16)
+    assert config.identity == read("nemotron_h", n_routed_experts=16).identity
+
+
 def test_layers_of_falcon_have_attention_and_mamba_beside_it(read: Callable[..., ModelConfig]) -> None:
     config = read("falcon_h1")
     assert config.mamba is not None
@@ -81,6 +92,15 @@ def test_granite_without_experts_has_an_mlp_of_the_shared_width(read: Callable[.
     assert config.moe is None
     assert (config.intermediate_size, config.num_mlps) == (48, 3)
     assert read("granitemoehybrid").num_mlps == 0
+
+
+def test_granite_with_attention_alone_keeps_no_states(read: Callable[..., ModelConfig]) -> None:
+    """As granite-4.0-micro, whose config has sizes of Mamba-2 all the same."""
+    config = read("granitemoehybrid", layer_types=[ATTENTION] * 3, num_local_experts=0, mamba_d_head=40)
+    assert not config.has_states
+    assert len(config.caches.groups) == 1
+    check_division(config, EngineConfig(model="m", tensor_parallel_size=2, disable_hybrid_kv_cache_manager=True))
+    assert read("granitemoehybrid").has_states
 
 
 @pytest.mark.parametrize("infinity", [math.inf, "Infinity", {"__float__": "Infinity"}])
@@ -102,7 +122,8 @@ def test_states_are_kept_in_float32_beside_a_tail_in_the_type_of_the_model(read:
     [
         ("bamba", {"mamba_d_conv": 5}, UnsupportedModel, "mamba_d_conv 5 is not supported, only 2 to 4"),
         ("bamba", {"mamba_d_state": 24}, UnsupportedModel, "mamba_d_state 24 .* powers of two from 16 to 256"),
-        ("bamba", {"mamba_d_head": 256}, UnsupportedModel, "mamba_d_head 256 .* powers of two from 16 to 128"),
+        ("bamba", {"mamba_d_head": 256}, UnsupportedModel, "mamba_d_head 256 .* multiples of 16 from 16 to 128"),
+        ("bamba", {"mamba_d_head": 24}, UnsupportedModel, "mamba_d_head 24 .* multiples of 16 from 16 to 128"),
         ("bamba", {"mamba_n_groups": 3}, InvalidModelConfig, r"mamba_n_heads \(8\) must be a multiple"),
         ("bamba", {"attn_layer_indices": []}, UnsupportedModel, "without a layer of attention"),
         ("bamba", {"attn_layer_indices": [3]}, InvalidModelConfig, "layers from 0 to 2"),

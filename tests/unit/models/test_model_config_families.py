@@ -303,6 +303,13 @@ def test_what_a_gpt_oss_config_leaves_out_is_what_transformers_assumes(read: Cal
     assert read(**{**GPT_OSS_20B, **dict.fromkeys(left_out)}).identity == read(**GPT_OSS_20B).identity
 
 
+def test_null_ropes_are_what_transformers_assumes(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    expected = read(**GPT_OSS_20B)
+    keys = {**PLAIN, **GPT_OSS_20B, "rope_scaling": None, "rope_parameters": None}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert load_config(tmp_path, load_format="dummy").rope == expected.rope
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
