@@ -26,9 +26,11 @@ import httpx
 import msgspec
 
 from baton.cluster.disks import full_disks
-from baton.cluster.spec import REPLICA_CPUS, FleetSpec
+from baton.cluster.planning.model_checks import WeightsCheck
+from baton.cluster.spec import REPLICA_CPUS, FleetSpec, InvalidSpec
 from baton.engine.net.sockets import endpoint
 
+from .cli_common import EXIT_USAGE
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
 from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacity
 
@@ -43,6 +45,10 @@ CONTROLLER_CPUS = 0.5
 
 class ServeFailed(RuntimeError):
     """The application could not be started. The message has the reason, and the folder of the logs."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,18 @@ class LocalApplication:
     ) -> None:
         self._shut_down()
 
-    def deploy(self, show: Show) -> None:
-        """Start everything, and return when the application answers (or `stop` is set). Raises `ServeFailed`."""
+    def deploy(self, show: Show, weights: WeightsCheck | None = None) -> None:
+        """Start everything, and return when the application answers (or `stop` is set). Raises `ServeFailed`.
+
+        `weights`: a check that has begun, without which nothing is deployed.
+        """
         if not self._stop.is_set():
             with _step("Ray cluster", show):
                 self._start_ray()
+        if not self._stop.is_set():
+            self._start_serve(show)
+        if not self._stop.is_set() and weights is not None:
+            _wait_for(weights, self._stop)
         if not self._stop.is_set():
             self._start_application(show)
         if not self._stop.is_set():
@@ -148,10 +161,8 @@ class LocalApplication:
         replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
         return workers + replicas + spec.num_gateways(nodes=1) * spec.gateway.num_cpus + CONTROLLER_CPUS
 
-    def _start_application(self, show: Show) -> None:
+    def _start_serve(self, show: Show) -> None:
         from ray import serve
-
-        from baton.cluster.app import build_app
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with _step("Ray Serve", show):
@@ -162,6 +173,12 @@ class LocalApplication:
                     "end it with `serve shutdown`, which ends all that run there, or give this one another name in a "
                     "--config file"
                 )
+
+    def _start_application(self, show: Show) -> None:
+        from ray import serve
+
+        from baton.cluster.app import build_app
+
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True
         route = (
@@ -258,6 +275,14 @@ class LocalApplication:
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
             ray.get(ray.get_actor(directory_name(self.name), namespace=NAMESPACE).end.remote())
+
+
+def _wait_for(weights: WeightsCheck, stop: threading.Event) -> None:
+    """Wait for the check's end, or until `stop` is set. Raises `ServeFailed`."""
+    try:
+        weights.wait(stop)
+    except InvalidSpec as error:
+        raise ServeFailed(str(error), EXIT_USAGE) from error
 
 
 def is_whole(table: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
