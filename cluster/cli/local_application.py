@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
+from baton.cluster.contracts import LoadBalancing
 from baton.cluster.disks import full_disks
 from baton.cluster.planning.model_checks import WeightsCheck
 from baton.cluster.spec import REPLICA_CPUS, FleetSpec, InvalidSpec
@@ -35,10 +36,13 @@ from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_
 from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacity
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
     from ray.serve.schema import ApplicationStatusOverview
 
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing large travels through Ray
-POLL_S = 0.2
+POLL_S = 0.2  # between questions to Serve, which cost 20 ms of a core
+GATEWAY_POLL_S = 0.05
+ANSWER_S = 10.0  # for a gateway's answer
 GRACE_S = 5.0  # for processes to end by themselves once Ray is shut down
 CONTROLLER_CPUS = 0.5
 
@@ -84,13 +88,16 @@ class LocalApplication:
         """
         self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
+        self._directory: ActorHandle | None = None  # of a cluster of its own, once it has started
         self._spec, self.name, self._ray_address = spec, name, ray_address
         self._deployed = False
         host = spec.gateway.host
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{endpoint(self._host, spec.gateway.port)}"
         keys = spec.gateway.keys()
-        self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        # Plain HTTP on this machine: no proxy, and no certificates, whose reading takes longer than an answer.
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=ANSWER_S, trust_env=False, verify=False)
 
     def __enter__(self) -> LocalApplication:
         if self._ray_address is None:
@@ -101,6 +108,7 @@ class LocalApplication:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._client.close()
         self._shut_down()
 
     def deploy(self, show: Show, weights: WeightsCheck | None = None) -> None:
@@ -123,7 +131,7 @@ class LocalApplication:
 
     def ranks(self) -> dict[str, Any]:
         """Return the engines and gateways as a gateway lists them."""
-        answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0, headers=self._headers)
+        answer = self._client.get("/v1/cluster/ranks")
         return dict(msgspec.json.decode(answer.raise_for_status().content))
 
     @property
@@ -144,7 +152,7 @@ class LocalApplication:
                 connect(
                     self._ray_address,
                     include_dashboard=False,
-                    num_cpus=max(os.cpu_count() or 1, math.ceil(self._logical_cpus())),
+                    num_cpus=cluster_cpus(self._spec),
                     object_store_memory=OBJECT_STORE_BYTES,
                 )
         except NoRayCluster as error:
@@ -154,16 +162,13 @@ class LocalApplication:
         if missing := missing_capacity(self._spec, self._stop):
             raise ServeFailed(missing)
 
-    def _logical_cpus(self) -> float:
-        """Return the CPUs that the application reserves with Ray. A machine with fewer runs it all the same, slower."""
-        spec = self._spec
-        workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
-        replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
-        return workers + replicas + spec.num_gateways(nodes=1) * spec.gateway.num_cpus + CONTROLLER_CPUS
-
     def _start_serve(self, show: Show) -> None:
         from ray import serve
 
+        from baton.cluster.membership.directory import get_directory
+
+        if self._ray_address is None:  # each member waits for it: so its process starts while Serve's does
+            self._directory = get_directory(self.name)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with _step("Ray Serve", show):
             serve.start(proxy_location="Disabled")
@@ -208,6 +213,8 @@ class LocalApplication:
             show(StartProgress(name, done=False))
         waiting = dict(expected)
         while waiting and not self._stop.is_set():
+            if self._directory is not None:  # which ends where nobody calls it for long
+                self._directory.application_lives.remote()
             application = self._application()
             if application is not None and application.status == "DEPLOY_FAILED":
                 raise self._failed(application.message)
@@ -240,9 +247,9 @@ class LocalApplication:
         wanted = {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         while not self._stop.is_set():
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5.0).is_success and is_whole(self.ranks(), wanted):
+                if self._client.get("/health").is_success and is_whole(self.ranks(), wanted):
                     return
-            self._stop.wait(POLL_S)
+            self._stop.wait(GATEWAY_POLL_S)
 
     def _shut_down(self) -> None:
         import ray
@@ -275,6 +282,21 @@ class LocalApplication:
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
             ray.get(ray.get_actor(directory_name(self.name), namespace=NAMESPACE).end.remote())
+
+
+def cluster_cpus(spec: FleetSpec) -> int:
+    """Return the CPUs that a Ray cluster for this application alone counts: those that it reserves, or one a process.
+
+    They bind no process to a core. But Ray starts a process ahead for each of them: with a CPU for each core of a large
+    machine, dozens that nobody needs would start beside those that everybody waits for.
+    """
+    gateways, fleets = spec.num_gateways(nodes=1), spec.fleets.present
+    reserved = CONTROLLER_CPUS + gateways * spec.gateway.num_cpus
+    processes = gateways + (2 if spec.load_balancing is LoadBalancing.INTERNAL else 3)  # controllers, and the directory
+    for role, fleet in fleets.items():
+        reserved += spec.num_workers_of(role) * fleet.num_cpus + fleet.bounds.max_replicas * REPLICA_CPUS
+        processes += fleet.first_replicas * (1 + spec.engine_config(role).world_size)
+    return max(math.ceil(reserved), processes)
 
 
 def _wait_for(weights: WeightsCheck, stop: threading.Event) -> None:
