@@ -25,24 +25,34 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
+from baton.cluster.contracts import LoadBalancing
 from baton.cluster.disks import full_disks
-from baton.cluster.spec import REPLICA_CPUS, FleetSpec
+from baton.cluster.planning.model_checks import WeightsCheck
+from baton.cluster.spec import REPLICA_CPUS, FleetSpec, InvalidSpec
 from baton.engine.net.sockets import endpoint
 
+from .cli_common import EXIT_USAGE
 from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
 from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacity
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
     from ray.serve.schema import ApplicationStatusOverview
 
 OBJECT_STORE_BYTES = 100 * 2**20  # small, because nothing large travels through Ray's object store
-POLL_S = 0.2
+POLL_S = 0.2  # between requests to Serve's controller, each of which takes 20 ms of a core
+GATEWAY_POLL_S = 0.05
+ANSWER_S = 10.0  # timeout of a gateway's answer
 GRACE_S = 5.0  # in which processes may end by themselves once Ray is shut down
 CONTROLLER_CPUS = 0.5
 
 
 class ServeFailed(RuntimeError):
     """The application could not be started. The message names the reason and the folder of the logs."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -78,13 +88,16 @@ class LocalApplication:
         """
         self._stop, self._on_ray_end = stop, on_ray_end
         self._watch: RayWatch | None = None
+        self._directory: ActorHandle | None = None  # of a cluster of its own, once it has started
         self._spec, self.name, self._ray_address = spec, name, ray_address
         self._deployed = False
         host = spec.gateway.host
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{endpoint(self._host, spec.gateway.port)}"
         keys = spec.gateway.keys()
-        self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        # Plain HTTP on this machine: no proxy, and no certificates, whose reading takes longer than an answer.
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=ANSWER_S, trust_env=False, verify=False)
 
     def __enter__(self) -> LocalApplication:
         if self._ray_address is None:
@@ -95,13 +108,21 @@ class LocalApplication:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._client.close()
         self._shut_down()
 
-    def deploy(self, show: Show) -> None:
-        """Start everything, and return when the application answers (or `stop` is set). Raises `ServeFailed`."""
+    def deploy(self, show: Show, weights: WeightsCheck | None = None) -> None:
+        """Start everything, and return when the application answers (or `stop` is set). Raises `ServeFailed`.
+
+        `weights`: a check that has begun, without which nothing is deployed.
+        """
         if not self._stop.is_set():
             with _step("Ray cluster", show):
                 self._start_ray()
+        if not self._stop.is_set():
+            self._start_serve(show)
+        if not self._stop.is_set() and weights is not None:
+            _wait_for(weights, self._stop)
         if not self._stop.is_set():
             self._start_application(show)
         if not self._stop.is_set():
@@ -110,7 +131,7 @@ class LocalApplication:
 
     def ranks(self) -> dict[str, Any]:
         """Return the table of engines and gateways that a gateway serves."""
-        answer = httpx.get(f"{self.url}/v1/cluster/ranks", timeout=10.0, headers=self._headers)
+        answer = self._client.get("/v1/cluster/ranks")
         return dict(msgspec.json.decode(answer.raise_for_status().content))
 
     @property
@@ -131,7 +152,7 @@ class LocalApplication:
                 connect(
                     self._ray_address,
                     include_dashboard=False,
-                    num_cpus=max(os.cpu_count() or 1, math.ceil(self._logical_cpus())),
+                    num_cpus=cluster_cpus(self._spec),
                     object_store_memory=OBJECT_STORE_BYTES,
                 )
         except NoRayCluster as error:
@@ -141,18 +162,13 @@ class LocalApplication:
         if missing := missing_capacity(self._spec, self._stop):
             raise ServeFailed(missing)
 
-    def _logical_cpus(self) -> float:
-        """Return the CPUs that the application reserves with Ray: more than the machine has only make it slower."""
-        spec = self._spec
-        workers = sum(spec.num_workers_of(role) * fleet.num_cpus for role, fleet in spec.fleets.present.items())
-        replicas = sum(fleet.bounds.max_replicas for fleet in spec.fleets.present.values()) * REPLICA_CPUS
-        return workers + replicas + spec.num_gateways(nodes=1) * spec.gateway.num_cpus + CONTROLLER_CPUS
-
-    def _start_application(self, show: Show) -> None:
+    def _start_serve(self, show: Show) -> None:
         from ray import serve
 
-        from baton.cluster.app import build_app
+        from baton.cluster.membership.directory import get_directory
 
+        if self._ray_address is None:  # each member waits for it: so its process starts while Serve's does
+            self._directory = get_directory(self.name)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with _step("Ray Serve", show):
             serve.start(proxy_location="Disabled")
@@ -162,6 +178,12 @@ class LocalApplication:
                     "end it with `serve shutdown`, which ends all that run there, or give this one another name in a "
                     "--config file"
                 )
+
+    def _start_application(self, show: Show) -> None:
+        from ray import serve
+
+        from baton.cluster.app import build_app
+
         args = self._spec.model_dump(mode="json", exclude_unset=True)
         self._deployed = True
         # A Ray cluster that others use has one route "/" for all of its applications.
@@ -190,6 +212,8 @@ class LocalApplication:
             show(StartProgress(name, done=False))
         waiting = dict(expected)
         while waiting and not self._stop.is_set():
+            if self._directory is not None:  # which ends where nobody calls it for long
+                self._directory.application_lives.remote()
             application = self._application()
             if application is not None and application.status == "DEPLOY_FAILED":
                 raise self._failed(application.message)
@@ -222,9 +246,9 @@ class LocalApplication:
         wanted = {role.value: fleet.first_replicas for role, fleet in self._spec.fleets.present.items()}
         while not self._stop.is_set():
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5.0).is_success and is_whole(self.ranks(), wanted):
+                if self._client.get("/health").is_success and is_whole(self.ranks(), wanted):
                     return
-            self._stop.wait(POLL_S)
+            self._stop.wait(GATEWAY_POLL_S)
 
     def _shut_down(self) -> None:
         import ray
@@ -257,6 +281,29 @@ class LocalApplication:
 
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended already, or does so at once
             ray.get(ray.get_actor(directory_name(self.name), namespace=NAMESPACE).end.remote())
+
+
+def cluster_cpus(spec: FleetSpec) -> int:
+    """Return the CPUs that a Ray cluster for this application alone counts: those that it reserves, or one a process.
+
+    They bind no process to a core. But Ray starts a process ahead for each of them: with a CPU for each core of a large
+    machine, dozens that nobody needs would start beside those that everybody waits for.
+    """
+    gateways, fleets = spec.num_gateways(nodes=1), spec.fleets.present
+    reserved = CONTROLLER_CPUS + gateways * spec.gateway.num_cpus
+    processes = gateways + (2 if spec.load_balancing is LoadBalancing.INTERNAL else 3)  # controllers, and the directory
+    for role, fleet in fleets.items():
+        reserved += spec.num_workers_of(role) * fleet.num_cpus + fleet.bounds.max_replicas * REPLICA_CPUS
+        processes += fleet.first_replicas * (1 + spec.engine_config(role).world_size)
+    return max(math.ceil(reserved), processes)
+
+
+def _wait_for(weights: WeightsCheck, stop: threading.Event) -> None:
+    """Wait for the check's end, or until `stop` is set. Raises `ServeFailed`."""
+    try:
+        weights.wait(stop)
+    except InvalidSpec as error:
+        raise ServeFailed(str(error), EXIT_USAGE) from error
 
 
 def is_whole(table: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:

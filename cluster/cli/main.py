@@ -84,10 +84,10 @@ def serve(context: typer.Context, options: ServeOptions) -> None:
     baton serve --config configs/serve/demo.yaml --port 9000
     """
     from baton.cluster.logs import LogSettings, configure
-    from baton.cluster.planning.model_checks import check_model, check_model_files, needs_weights
+    from baton.cluster.planning.model_checks import check_headers, check_model
     from baton.cluster.spec import InvalidSpec
 
-    from .serve import application_spec, is_fetched_here, run
+    from .serve import application_spec, reads_weights, run
 
     engine_args = engine_args_from(context.args)
     short = {
@@ -103,10 +103,11 @@ def serve(context: typer.Context, options: ServeOptions) -> None:
     try:
         name, spec = application_spec(options, engine_args)
         check_model(spec)
-        check_model_files(spec, with_weights=needs_weights(spec) and is_fetched_here(spec, options.address))
+        has_weights = reads_weights(spec, options.address)
+        folder = check_headers(spec, with_weights=has_weights)
     except InvalidSpec as error:
         fail(str(error))
-    raise SystemExit(run(spec, name, options.address))
+    raise SystemExit(run(spec, name, options.address, unchecked_weights=folder if has_weights else None))
 
 
 @app.command()

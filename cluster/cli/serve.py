@@ -18,6 +18,7 @@ from rich.status import Status
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.disks import full_disks
 from baton.cluster.logs import configure
+from baton.cluster.planning.model_checks import WeightsCheck, needs_weights
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
 from baton.engine.hf_config.hub import is_hub_name
 from baton.engine.net.sockets import socket_family
@@ -75,12 +76,12 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
     return name, load_spec(args)
 
 
-def is_fetched_here(spec: FleetSpec, ray_address: str | None) -> bool:
-    """Return whether this command needs the weights: its engines run here, or the model is a folder.
+def reads_weights(spec: FleetSpec, ray_address: str | None) -> bool:
+    """Return whether this command needs the weights: some engine reads them, and runs here, or the model is a folder.
 
     A cluster that runs already fetches a model of the Hub on its own nodes.
     """
-    return ray_address is None or not is_hub_name(spec.model)
+    return needs_weights(spec) and (ray_address is None or not is_hub_name(spec.model))
 
 
 def _num_gateways(engine_args: Mapping[str, Any]) -> int:
@@ -106,14 +107,17 @@ def _application_in(config: Path) -> tuple[str, dict[str, Any]]:
     return next(iter(applications.items()))
 
 
-def run(spec: FleetSpec, name: str, ray_address: str | None) -> int:
-    """Serve until Ctrl-C, and return the exit code."""
+def run(spec: FleetSpec, name: str, ray_address: str | None, *, unchecked_weights: Path | None = None) -> int:
+    """Serve until Ctrl-C, and return the exit code.
+
+    `unchecked_weights`: the folder of weights whose tensors are accounted for while Ray starts (`WeightsCheck`).
+    """
     configure(spec.logging, "serve", "serve")
     stop = StopSignals(kill_descendants)
     stop.listen()
     try:
         with claimed_ports(spec):
-            return Session(spec, name, ray_address, stop).run()
+            return Session(spec, name, ray_address, stop).run(unchecked_weights)
     except (PortTaken, InvalidSpec) as error:
         fail(str(error), code=1)
 
@@ -135,14 +139,14 @@ class Session:
         self._disks = DiskWatch(self._console)
         self._ending = threading.Lock()
 
-    def run(self) -> int:
+    def run(self, unchecked_weights: Path | None) -> int:
         """Serve until asked to stop, and return the exit code."""
         code = 0
         try:
-            with self._disks, self._application:
-                self._serve()
+            with self._disks, self._application, _check_of(unchecked_weights) as weights:
+                self._serve(weights)
         except ServeFailed as error:
-            code = 1
+            code = error.exit_code
             self._display.close()
             if not self._stop.asked.is_set():
                 print_error(str(error))
@@ -156,8 +160,8 @@ class Session:
         self._console.print(ALL_STOPPED if self._has_own_ray else "Stopped.")
         return self._stop.code if self._stop.asked.is_set() else code
 
-    def _serve(self) -> None:
-        self._application.deploy(self._display.show)
+    def _serve(self, weights: WeightsCheck | None) -> None:
+        self._application.deploy(self._display.show, weights)
         self._display.close()
         if not self._stop.asked.is_set():
             _print_ready(self._console, self._application, self._spec)
@@ -175,6 +179,10 @@ class Session:
         self._console.print(ALL_STOPPED)
         sys.stdout.flush()
         os._exit(self._stop.code if asked else 1)
+
+
+def _check_of(weights: Path | None) -> contextlib.AbstractContextManager[WeightsCheck | None]:
+    return contextlib.nullcontext() if weights is None else WeightsCheck(weights)
 
 
 class DiskWatch:

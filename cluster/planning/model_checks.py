@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec, InvalidSpec
 from baton.engine.config import InvalidEngineConfig
+from baton.engine.hf_config.checkpoint import Checkpoint
 from baton.engine.hf_config.errors import ModelError, ModelNotFetched
 from baton.engine.hf_config.hub import Files
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 from baton.engine.startup.model_config import read_model_config
+
+POLL_S = 0.05
+NICENESS = 10  # of the check: Ray, which starts meanwhile, has only so long for it
 
 
 def check_model(spec: FleetSpec) -> None:
@@ -43,22 +53,88 @@ def check_model_files(spec: FleetSpec, *, with_weights: bool) -> None:
 
     Raises `InvalidSpec` with one line for each problem.
     """
-    from baton.engine.models import check_weights
+    folder = _fetch(spec, Files.ALL if with_weights else Files.TEXT)
+    _refuse([*(_weights_problems(folder) if with_weights else []), *_text_problems(folder)])
+
+
+def check_headers(spec: FleetSpec, *, with_weights: bool) -> Path:
+    """Do the part of `check_model_files` that needs no torch, and return the folder: a `WeightsCheck` does the rest.
+
+    Raises `InvalidSpec` with one line a problem.
+    """
+    folder = _fetch(spec, Files.ALL if with_weights else Files.TEXT)
+    _refuse([*(_header_problems(folder) if with_weights else []), *_text_problems(folder)])
+    return folder
+
+
+class WeightsCheck:
+    """The account of a folder's tensors in a process of its own, from the construction on, while this process goes on.
+
+    It takes some seconds, and torch, which this process needs for nothing else. Leaving the context ends the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # In a session of its own: Ctrl-C in a terminal is its parent's.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+
+    def __enter__(self) -> WeightsCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with self._process:  # closes the pipe, and waits
+            pass
+
+    def wait(self, stop: threading.Event) -> None:
+        """Wait for the end of the check, or until `stop` is set. Raises `InvalidSpec` as `check_model_files` does."""
+        while self._process.poll() is None:
+            if stop.wait(POLL_S):
+                return
+        problem, _ = self._process.communicate()
+        _refuse([problem.strip()] if problem else [])
+        if self._process.returncode != 0:
+            raise RuntimeError(f"the process that checks the weights ended with exit code {self._process.returncode}")
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise InvalidSpec("\n".join(f"model: {problem}" for problem in problems))
+
+
+def _text_problems(folder: Path) -> list[str]:
     from baton.engine.text import TextError, Tokenizer
 
-    problems = []
-    folder = _fetch(spec, Files.ALL if with_weights else Files.TEXT)
-    try:
-        if with_weights:
-            check_weights(load_config(folder))
-    except ModelError as error:
-        problems.append(str(error))
     try:
         Tokenizer.from_folder(folder)
     except TextError as error:
-        problems.append(str(error))
-    if problems:
-        raise InvalidSpec("\n".join(f"model: {problem}" for problem in problems))
+        return [str(error)]
+    return []
+
+
+def _header_problems(folder: Path) -> list[str]:
+    try:
+        Checkpoint.open(folder)
+    except ModelError as error:
+        return [str(error)]
+    return []
+
+
+def _weights_problems(folder: Path) -> list[str]:
+    from baton.engine.models import check_weights
+
+    try:
+        check_weights(load_config(folder))
+    except ModelError as error:
+        return [str(error)]
+    return []
 
 
 def _fetch(spec: FleetSpec, files: Files) -> Path:
@@ -72,3 +148,8 @@ def _fetch(spec: FleetSpec, files: Files) -> Path:
 def needs_weights(spec: FleetSpec) -> bool:
     """Return whether any fleet reads the model's weights, rather than drawing random ones."""
     return any(spec.engine_config(role).load_format != "dummy" for role in spec.fleets.present)
+
+
+if __name__ == "__main__":
+    for problem in _weights_problems(Path(sys.argv[1])):
+        print(problem)

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from baton.cluster.cli.processes import Process, descendants, kill, wait_until_gone
 
@@ -133,6 +135,22 @@ def test_ctrl_c_while_ray_starts_leaves_nothing_behind() -> None:
         threading.Thread(target=read_to_the_end, args=(window,), daemon=True).start()
         assert process.wait(END_S) == 128 + signal.SIGINT
         assert wait_until_gone(started, 0.0) == []
+
+
+def test_weights_that_do_not_fit_are_told_before_anything_is_deployed(tmp_path: Path) -> None:
+    """They are accounted for while Ray starts."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors")
+    words = [BATON, "serve", str(model), "--port", str(free_port())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 2
+    assert "1 missing: model.norm.weight" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1] == "Stopped: every process has ended."
+    assert "gateway" not in done.stdout
 
 
 def its_terminal_closes(_: Path) -> None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 STORING_SHARE = 16  # stores reference at most 1 / STORING_SHARE of the blocks of an arena
 BATCH_BLOCKS = 32  # most blocks of one store, counted in those of the first group: a restore may have to wait for it
-RESTORE_TIMEOUT_S = 10.0  # after this, a request is computed instead; nothing more is asked of the tiers until they answer
+RESTORE_TIMEOUT_S = 10.0  # then a request is computed instead, and the tiers get no more work until they answer
 
 
 class Restoration(NamedTuple):
@@ -313,7 +313,8 @@ class TierCopies:
             return []
         self._answers = False
         late = list(self._copy_of)
-        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", RESTORE_TIMEOUT_S, len(late))
+        waited_s = RESTORE_TIMEOUT_S
+        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", waited_s, len(late))
         for request in late:
             restore = self._restores[self._copy_of[request]]
             self._given_up += len(restore.plan.missing)

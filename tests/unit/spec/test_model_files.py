@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +18,9 @@ from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import serve
 from baton.cluster.cli.main import app
+from baton.cluster.cli.processes import descendants, kill
+from baton.cluster.planning.model_checks import WeightsCheck
+from baton.cluster.spec import InvalidSpec
 from baton.engine.hf_config.errors import ModelNotFetched
 from baton.engine.hf_config.hub import Files, model_folder
 
@@ -82,7 +90,6 @@ def as_bin(folder: Path) -> None:
 NOWHERE = "(a link to ../../blobs/0a1b2c, where nothing is)"
 AGAIN = "hf download NAME --local-dir FOLDER"
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "a tensor is missing": (without_a_tensor, ["1 missing: ", f"{NORM} (of {LAST})", AGAIN]),
     "a file is missing": (lambda folder: (folder / LAST).unlink(), [INDEX, LAST, AGAIN]),
     "a file of several is missing": (lambda folder: without_index(folder, LAST), ["not there: ", LAST, AGAIN]),
     "a file is cut off": (lambda folder: cut_off(folder / LAST, 100_000), [LAST, "is cut off: tensor", AGAIN]),
@@ -109,7 +116,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damage_is_told_before_anything_starts(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr(serve, "run", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(serve, "run", lambda *given, **_: started.append(given) or 0)
     do, told = DAMAGES[damage]
     do(folder)
     file = application(folder)
@@ -121,9 +128,55 @@ def test_a_damage_is_told_before_anything_starts(folder: Path, damage: str, monk
         assert "Traceback" not in output
 
 
+def test_tensors_are_accounted_for_by_a_process_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`baton serve` starts Ray meanwhile, and deploys nothing before it has ended."""
+    started: list[Path] = []
+    monkeypatch.setattr(serve, "run", lambda *_, unchecked_weights: started.append(unchecked_weights) or 0)
+    without_a_tensor(folder)
+    checked, served = baton("check", application(folder)), baton("serve", "--config", application(folder))
+    assert (checked.exit_code, served.exit_code, started) == (1, 0, [folder])
+    with WeightsCheck(folder) as check, pytest.raises(InvalidSpec) as refused:
+        check.wait(threading.Event())
+    for told in (" ".join(checked.output.split()), str(refused.value)):
+        assert "1 missing: " in told
+        assert f"{NORM} (of {LAST})" in told
+        assert AGAIN in told
+
+
+def test_a_check_of_weights_that_hangs_holds_up_nobody_who_stops(folder: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with WeightsCheck(folder) as check:
+        begun = descendants(os.getpid())
+        assert begun
+        for process in begun:
+            os.kill(process.pid, signal.SIGSTOP)
+        check.wait(stop)
+    assert not [process for process in begun if process.alive()]
+
+
+def test_a_check_of_weights_that_breaks_off_is_no_consent(folder: Path) -> None:
+    with WeightsCheck(folder) as check:
+        kill(descendants(os.getpid()))
+        with pytest.raises(RuntimeError, match="exit code -9"):
+            check.wait(threading.Event())
+
+
+def test_what_comes_before_ray_loads_no_torch() -> None:
+    code = (
+        "import sys; from baton.cluster.cli.options import ServeOptions; from baton.cluster.cli import main, serve;"
+        "from baton.cluster.planning.model_checks import check_headers, check_model;"
+        "_, spec = serve.application_spec(ServeOptions(model=sys.argv[1]), {});"
+        "check_model(spec); check_headers(spec, with_weights=serve.reads_weights(spec, None));"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'ray', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, DEMO], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["[]"]
+
+
 def test_a_whole_folder_is_fine_and_no_tensor_of_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr(serve, "run", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(serve, "run", lambda *given, **_: started.append(given) or 0)
     for file in folder.glob("*.safetensors"):
         header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
         size = file.stat().st_size
@@ -133,6 +186,8 @@ def test_a_whole_folder_is_fine_and_no_tensor_of_it_is_read(folder: Path, monkey
     assert (done.exit_code, "is fine" in done.output) == (0, True), done.output
     assert baton("serve", "--config", application(folder)).exit_code == 0
     assert len(started) == 1
+    with WeightsCheck(folder) as check:
+        check.wait(threading.Event())
 
 
 def test_dummy_weights_need_none(folder: Path) -> None:
@@ -154,7 +209,7 @@ def test_a_folder_without_weights_is_enough_to_check_the_rest(folder: Path, monk
     done = baton("check", application(folder))
     assert done.exit_code == 0
     assert "not checked: the weights and the tokenizer of" in " ".join(done.output.split())
-    monkeypatch.setattr(serve, "run", lambda *given: pytest.fail("it starts"))
+    monkeypatch.setattr(serve, "run", lambda *_, **__: pytest.fail("it starts"))
     served = baton("serve", "--config", application(folder))
     assert served.exit_code == 2
     assert "no *.safetensors files" in " ".join(served.output.replace("│", " ").split())
