@@ -16,6 +16,7 @@ When blocks run out, or a request of higher priority needs them, the last runnin
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter, itemgetter
@@ -32,6 +33,7 @@ from .step_builder import NO_BLOCKS, StepBuilder
 
 TOP = 16  # entries of the heap to look at: there may be thousands, and to search all in every step would cost time
 SPARE_ENTRIES = 256  # entries of requests that have left; with more of them, the heap is built anew
+ASIDE = -1  # the number of no entry
 
 _queue_key = attrgetter("queue_key")
 
@@ -43,12 +45,14 @@ class WaitingQueue:
          └──────────────────────────────────────^
 
     The entry of a request that has left stays in the heap until it comes to the top, or until the heap is mostly such
-    entries.
+    entries. It counts no more, also if its request is pushed again: each entry has a number, and each member one of
+    them.
     """
 
     def __init__(self, backlog: PromptBacklog) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Request]] = []
-        self._members: set[Request] = set()
+        self._heap: list[tuple[tuple[int, float, int], int, Request]] = []
+        self._members: dict[Request, int] = {}  # with the number of their entry; ASIDE: they have none
+        self._numbers = itertools.count()
         self._backlog = backlog
 
     def __len__(self) -> int:
@@ -62,35 +66,43 @@ class WaitingQueue:
         return request in self._members
 
     def push(self, request: Request) -> None:
-        self._members.add(request)
+        """Add a request that is not in the queue."""
+        self._members[request] = ASIDE
         self._backlog.add(request)
         if request.may_draw:
-            heapq.heappush(self._heap, (request.queue_key, request))
+            self._add_entry(request)
 
     def mask_known(self, request: Request) -> None:
-        """Move a request that was kept aside into the heap."""
-        heapq.heappush(self._heap, (request.queue_key, request))
+        """Move a request that was kept aside into the heap. One that is not aside is ignored."""
+        if self._members.get(request) == ASIDE:
+            self._add_entry(request)
 
     def peek(self) -> Request | None:
         """Return the next request; None if none may draw."""
-        return self._heap[0][1] if self._heap else None
+        return self._heap[0][2] if self._heap else None
 
     def behind_head(self) -> list[Request]:
         """Return requests of the head's priority that come soon after it, in order: those near the top of the heap."""
-        near = sorted(self._heap[1:TOP], key=itemgetter(0))
-        return [
-            request for _, request in near if request in self._members and request.priority == self._heap[0][1].priority
-        ]
+        near = sorted(filter(self._counts, self._heap[1:TOP]), key=itemgetter(0))
+        return [request for _, _, request in near if request.priority == self._heap[0][2].priority]
 
     def remove(self, request: Request) -> None:
         """Remove a request. One that is not in the queue is ignored."""
-        self._members.discard(request)
+        self._members.pop(request, None)
         self._backlog.remove(request)
         if len(self._heap) > 2 * len(self._members) + SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            self._heap = [entry for entry in self._heap if self._counts(entry)]
             heapq.heapify(self._heap)
-        while self._heap and self._heap[0][1] not in self._members:
+        while self._heap and not self._counts(self._heap[0]):
             heapq.heappop(self._heap)
+
+    def _add_entry(self, request: Request) -> None:
+        self._members[request] = number = next(self._numbers)
+        heapq.heappush(self._heap, (request.queue_key, number, request))
+
+    def _counts(self, entry: tuple[tuple[int, float, int], int, Request]) -> bool:
+        _, number, request = entry
+        return self._members.get(request) == number
 
 
 class ReadyQueue:

@@ -18,6 +18,7 @@ from baton.engine.core.requests.request import (
     Request,
     RequestStatus,
 )
+from baton.engine.core.sampling import StructuredOutputsParams
 from baton.engine.core.scheduling.queues import WaitingQueue
 from baton.engine.core.scheduling.request_table import refusal
 from baton.engine.core.stages import Stages
@@ -88,6 +89,37 @@ class TestQueue:
         assert len(queue) == 2
         queue.remove(requests[0])
         assert queue.peek() is requests[2]
+
+    def test_a_request_that_comes_back_is_there_once(self, queue: WaitingQueue) -> None:
+        """It left from the middle, and was preempted, or was not restored."""
+        requests = [make(str(index), index) for index in range(3)]
+        for each in requests:
+            queue.push(each)
+        for _ in range(3):
+            queue.remove(requests[1])
+            queue.push(requests[1])
+        assert queue.behind_head() == requests[1:]
+        order = []
+        while (head := queue.peek()) is not None:
+            order.append(head)
+            queue.remove(head)
+        assert order == requests
+
+    def test_a_request_that_comes_back_before_its_mask_is_known_is_kept_aside(self, queue: WaitingQueue) -> None:
+        constrained = make("constrained", 1, structured_outputs=StructuredOutputsParams(regex="a"))
+        requests = [make("head", 0), constrained, make("last", 2)]
+        constrained.allow(b"\xff")
+        for each in requests:
+            queue.push(each)
+        queue.remove(constrained)
+        constrained.take_masks(1)
+        queue.push(constrained)
+        assert queue.behind_head() == [requests[2]]
+        queue.remove(requests[0])
+        assert queue.peek() is requests[2]
+        constrained.allow(b"\xff")
+        queue.mask_known(constrained)
+        assert queue.peek() is constrained
 
 
 class TestFinishRule:
