@@ -233,6 +233,19 @@ class DirectorySnapshot(msgspec.Struct, frozen=True):
     directory: str = ""  # name of its actor
     metrics_address: str = ""  # of the directory's `MetricsExporter`
     starting: list[StartingGroup] = []
+    is_complete: bool = True  # False: the directory has restarted, and some members may not have found it again
+
+    def completed_by(self, before: DirectorySnapshot) -> DirectorySnapshot:
+        """Return this snapshot with the members of an earlier one that it lacks, where it is not complete."""
+        if self.is_complete:
+            return self
+        engines, gateways = {each.engine_id for each in self.engines}, {each.identity for each in self.gateways}
+        missing = [each for each in before.engines if each.engine_id not in engines]
+        return msgspec.structs.replace(
+            self,
+            engines=sorted([*self.engines, *missing], key=lambda engine: engine.rank),
+            gateways=[*self.gateways, *(each for each in before.gateways if each.identity not in gateways)],
+        )
 
 
 class ClientCounters(msgspec.Struct):

@@ -51,6 +51,9 @@ NAMESPACE = "baton"  # of the actor's name
 HEAD_NODE = "node:__internal_head__"  # which also has Ray's own state, so only the loss of that machine can hit both
 HEARTBEAT_S = 1.0
 RECOVERY_S = 3.0  # for which watchers wait after a restart, because an incomplete list would look like losses
+# After a restart, until members that are not listed count as gone. A member whose call was lost with the predecessor
+# gives it up after 10 s, and then registers again.
+COMPLETE_S = 15.0
 WATCH_S = 20.0  # after which a watch is answered even if nothing has changed
 
 
@@ -61,22 +64,25 @@ class Directory:
         self._key = key
         self._name = ray.get_runtime_context().get_actor_name() or "directory"
         self._log_as(LogSettings())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
+            restarted = ray.get_runtime_context().was_current_actor_reconstructed
         # Milliseconds of the wall clock, so that a restarted directory repeats no version of its predecessor.
-        self._members = Membership(time.monotonic, first_version=time.time_ns() // 1_000_000)
+        first_version = time.time_ns() // 1_000_000
+        self._members = Membership(time.monotonic, first_version, is_complete=not restarted)
         self._changed = asyncio.Event()
         self._watched: dict[tuple[str, int | None], asyncio.Task[None]] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}  # of silent members
         self._actor_names: dict[str, list[str]] = {}  # by group
         self._free_standing: dict[str, ActorHandle] = {}  # gateways that are no Serve replicas
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's context warns of names that only Ray itself uses
-            restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._complete_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
+        self._answers_at_s = time.monotonic() + (RECOVERY_S if restarted else 0.0)
         self._app_liveness = AppLiveness(time.monotonic)
         self._scaler: Scaler | None = None
         self._exporter = MetricsExporter(DirectoryMetrics(self._members), host=ray.util.get_node_ip_address(), key=key)
         self._exporter.start()
         self._tasks = [asyncio.create_task(self._check_members()), asyncio.create_task(self._scale())]
+        if restarted:
+            self._tasks.append(asyncio.create_task(self._complete_list()))
 
     async def cluster_key(self, logs: LogSettings) -> ClusterKey:
         """Return the key of all sockets between members. It is a member's first call, and brings the log settings."""
@@ -194,7 +200,7 @@ class Directory:
 
     async def watch(self, version: int) -> DirectorySnapshot:
         """Return the first snapshot of another version, or the current one after `WATCH_S` seconds."""
-        await asyncio.sleep(max(0.0, self._complete_at_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._answers_at_s - time.monotonic()))
         deadline_s = time.monotonic() + WATCH_S
         while self._members.version == version and time.monotonic() < deadline_s:
             try:
@@ -247,6 +253,11 @@ class Directory:
             if self._app_liveness.is_gone:
                 logger.info("the application is gone, so the directory ends")
                 await self.end()
+
+    async def _complete_list(self) -> None:
+        await asyncio.sleep(COMPLETE_S)
+        self._members.complete()
+        self._announce()
 
     def _probe_suspects(self) -> None:
         for name, addresses in self._members.suspects().items():

@@ -43,11 +43,16 @@ class DirectoryClient:
         self._app = app
         self._actor = get_directory(app)
         self._has_answered = False
+        self._newest: DirectorySnapshot | None = None
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """See `Directory.watch`. Raises like `call`."""
+        """See `Directory.watch`. Raises like `call`.
+
+        Members that a restarted directory does not list yet stay in the snapshot until its list is complete.
+        """
         snapshot: DirectorySnapshot = await self._ask(WATCH_S, "watch", version)
-        return snapshot
+        self._newest = snapshot if self._newest is None else snapshot.completed_by(self._newest)
+        return self._newest
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the actor. Raises Ray's errors, and `GetTimeoutError` if there is no answer.

@@ -72,11 +72,13 @@ class ListedMember:
 class Membership:
     """The list of members and its versions. It uses neither Ray nor a clock of its own.
 
-    Versions count up from `first_version`; a restarted directory must not repeat versions of its predecessor.
+    Versions count up from `first_version`; a restarted directory must not repeat versions of its predecessor. Its list
+    is not complete until `complete` is called.
     """
 
-    def __init__(self, clock: Callable[[], float], first_version: int) -> None:
+    def __init__(self, clock: Callable[[], float], first_version: int, *, is_complete: bool = True) -> None:
         self._clock = clock
+        self._is_complete = is_complete
         self._members: dict[str, ListedMember] = {}
         self._starting: dict[str, tuple[float, StartingGroup]] = {}  # by group, with the time of its last message
         self.version = first_version
@@ -85,6 +87,12 @@ class Membership:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def complete(self) -> None:
+        """Note that members which are not listed by now are gone."""
+        if not self._is_complete:
+            self._is_complete = True
+            self.version += 1
 
     def add_group(self, group: EngineGroup) -> EngineGroup:
         """List a group, and give its engines ranks.
@@ -218,7 +226,7 @@ class Membership:
         engines = sorted((engine for _, engine in self._engines()), key=lambda engine: engine.rank)
         gateways = [member.gateway for member in self._members.values() if member.gateway is not None]
         starting = [group for _, group in self._starting.values()]
-        return DirectorySnapshot(self.version, engines, gateways, starting=starting)
+        return DirectorySnapshot(self.version, engines, gateways, starting=starting, is_complete=self._is_complete)
 
     def _engines(self) -> Iterator[tuple[str, EngineRecord]]:
         """Yield all engines, each with the name of its group."""

@@ -74,6 +74,44 @@ def test_a_process_that_missed_where_the_directory_is_reaches_it_all_the_same(se
     assert done.stdout.strip() == "{0, 1} unknown", done.stderr
 
 
+OUTLIVES = """
+import asyncio, sys, ray
+from baton.cluster.contracts import GatewayRecord, Reach
+from baton.cluster.logs import LogSettings
+from baton.cluster.membership.directory import NAMESPACE, directory_name
+from baton.cluster.membership.directory_client import DirectoryClient
+
+async def watch_on():
+    directory = DirectoryClient("another")
+    await directory.call("cluster_key", LogSettings())
+    where = {"node_id": "node", "node_ip": "127.0.0.1", "pid": 1, "host": "127.0.0.1", "port": 1, "reach": Reach()}
+    await directory.call("register_gateway", GatewayRecord(identity="lives", **where))
+    heard = [await directory.watch(-1)]
+    ray.kill(ray.get_actor(directory_name("another"), NAMESPACE), no_restart=False)
+    while len(heard) == 1 or not heard[-1].is_complete:
+        try:
+            snapshot = await directory.watch(heard[-1].version)
+        except ray.exceptions.RayError:
+            await asyncio.sleep(0.2)
+            continue
+        if snapshot.version != heard[-1].version:
+            heard.append(snapshot)
+    ray.kill(ray.get_actor(directory_name("another"), NAMESPACE))
+    print([(each.is_complete, [gateway.identity for gateway in each.gateways]) for each in heard])
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+asyncio.run(watch_on())
+"""
+
+
+@pytest.mark.exhaustive
+def test_members_are_listed_on_while_a_new_directory_may_not_have_heard_from_all(server: Server) -> None:
+    command = [sys.executable, "-c", OUTLIVES, server.gcs_address()]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.strip() == "[(True, ['lives']), (False, ['lives']), (True, [])]", done.stderr
+
+
 RECOVERS = """
 import sys, time, ray
 from ray import serve

@@ -146,6 +146,34 @@ def test_a_group_that_registers_again_says_whether_it_drains(members: Membership
     assert fresh.add_group(group.with_draining(True)).draining, "so that a restarted directory knows it, too"
 
 
+def test_members_that_a_restarted_directory_lacks_are_still_listed_until_its_list_is_complete(clock: Clock) -> None:
+    before = Membership(clock, first_version=1)
+    for group in (alone("lost", rank=0), alone("new process", epoch=1, rank=1), alone("found", rank=2)):
+        before.add_group(group)
+    for gateway in ("lost gateway", "found gateway"):
+        before.add_gateway(make_gateway(gateway))
+    members = Membership(clock, first_version=100, is_complete=False)
+    members.add_group(alone("found", rank=2).with_draining(True))
+    members.add_group(alone("new process", epoch=2, rank=1))
+    members.add_gateway(make_gateway("found gateway"))
+
+    partly = members.snapshot().completed_by(before.snapshot())
+    assert [(record.engine_id, record.epoch, record.draining) for record in partly.engines] == [
+        ("lost", 1, False),
+        ("new process", 2, False),
+        ("found", 1, True),
+    ]
+    assert {gateway.identity for gateway in partly.gateways} == {"lost gateway", "found gateway"}
+
+    members.complete()
+    assert members.snapshot().version > partly.version, "or nobody would hear of it"
+    assert members.snapshot().completed_by(partly) == members.snapshot()
+    assert [record.engine_id for record in members.snapshot().engines] == ["new process", "found"]
+    version = members.version
+    members.complete()
+    assert members.version == version
+
+
 def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: Membership) -> None:
     members.add_group(group_of("d", size=2))
     group = members.group_with(1)

@@ -84,6 +84,32 @@ async def test_a_member_whose_heartbeat_is_lost_registers_again(directory: Handl
     heart.cancel()
 
 
+async def test_a_watcher_keeps_members_that_a_restarted_directory_has_not_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = (make_record(engine_id=name, rank=rank) for rank, name in enumerate("ab"))
+    answers = [
+        DirectorySnapshot(1, [a, b], []),
+        DirectorySnapshot(100, [], [], is_complete=False),
+        DirectorySnapshot(101, [b], [], is_complete=False),
+        DirectorySnapshot(102, [b], []),
+    ]
+
+    async def answer(version: int) -> DirectorySnapshot:
+        return next(each for each in answers if each.version > version)
+
+    handle = SimpleNamespace(watch=SimpleNamespace(remote=answer))
+    monkeypatch.setattr(directory_client, "get_directory", lambda _: handle)
+    watch = DirectoryClient("app")
+    heard = [await watch.watch(version) for version in (-1, 1, 100, 101)]
+    assert [(each.version, [record.engine_id for record in each.engines]) for each in heard] == [
+        (1, ["a", "b"]),
+        (100, ["a", "b"]),
+        (101, ["a", "b"]),
+        (102, ["b"]),
+    ]
+
+
 async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> None:
     """The directory restarted on another machine: its versions begin at that machine's time."""
 
