@@ -32,7 +32,7 @@ from baton.cluster.spec import REPLICA_CPUS, FleetSpec, InvalidSpec
 from baton.engine.net.sockets import endpoint
 
 from .cli_common import EXIT_USAGE
-from .processes import adopt_orphans, descendants, kill, kill_below, wait_until_gone
+from .processes import adopt_orphans, children, descendants, kill, kill_below, reap_orphans, wait_until_gone
 from .ray_cluster import NoRayCluster, RayWatch, connect, leave, missing_capacity
 
 if TYPE_CHECKING:
@@ -143,8 +143,10 @@ class LocalApplication:
 
     def wait(self) -> None:
         """Wait until `stop` is set."""
+        own = children()
         while not self._stop.wait(1.0):
-            pass
+            if self._watch is not None:  # orphans are adopted
+                reap_orphans(own)
 
     def _start_ray(self) -> None:
         try:

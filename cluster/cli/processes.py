@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def adopt_orphans() -> None:
     """Become the parent of orphaned descendants, so that `descendants` still finds them."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def children() -> set[int]:
+    """Return the ids of this process's children."""
+    found = (_read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {process.pid for parent, process, _ in filter(None, found) if parent == os.getpid()}
+
+
+def reap_orphans(own: Container[int]) -> None:
+    """Let go of adopted processes that have ended. Children of `own` are left to what started them in this process.
+
+    The kernel names the oldest first, so one of `own` that has ended, and that nothing waits for, keeps the others.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
 
 
 def kill_below(pid: int, timeout_s: float) -> None:
