@@ -196,4 +196,7 @@ def capture_warnings() -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:  # the engine has ended, and nobody waits for the reply
+        os._exit(0)  # at once: an orderly end would try to write what is left of it

@@ -25,6 +25,7 @@ from baton.engine.structured import (
     xgrammar_backend,
 )
 from baton.engine.structured.compiler import GrammarCompiler
+from baton.engine.structured.compiler_messages import CompilerSetup, write_frame
 from baton.engine.structured.xgrammar_backend import STARTING_THREAD, GrammarCache
 from baton.engine.text import Tokenizer
 
@@ -161,6 +162,19 @@ def test_a_slow_grammar_keeps_no_other_from_being_compiled(vocabulary: GrammarVo
     assert source.knows(StructuredOutputsParams(choice=["a"]))
     assert not source.knows(asked)
     source.close()
+
+
+def test_a_compiler_whose_engine_has_ended_ends_without_a_word(vocabulary: GrammarVocabulary) -> None:
+    command = [sys.executable, "-m", "baton.engine.structured.compiler_process"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        write_frame(process.stdin, CompilerSetup(vocabulary, CompileLimits()))
+        told = process.stderr.read()
+    assert (process.returncode, told) == (0, b"")
 
 
 class RefusingCompiler(GrammarCompiler):
