@@ -183,6 +183,7 @@ class Connection:
     async def _connect_once(self) -> str:
         """Connect, receive until the connection is lost, and return why. Raises `ZMQError` if no socket is left."""
         self._socket = socket = self._open()
+        monitor: zmq.asyncio.Socket | None = None
         try:
             monitor = socket.get_monitor_socket(sum((*ENDS, *HANDSHAKE_FAILURES)))
             socket.connect(self.record.address)  # the monitor sees even its first failure, since libzmq does not retry
@@ -193,6 +194,8 @@ class Connection:
             return (self._take_waiting(socket) or why) if receiving.cancelled() else why
         finally:
             socket.disable_monitor()
+            if monitor is not None:  # else its files would be open until garbage is collected
+                monitor.close(linger=0)
             socket.close(linger=0)
             self._socket = None
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import time
+from typing import Any
 
 import pytest
 import zmq
+import zmq.asyncio
 
+from baton.cluster import engine_connection
 from baton.cluster.contracts import EngineGone, EngineRecord, LoadBalancing, Reach
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
@@ -88,6 +93,29 @@ async def test_a_stream_that_nobody_holds_any_more_is_aborted(client: ZmqEngineC
     engine.hold.clear()
     client.submit(client.engines()[0].record, make_request("a"))
     await until(lambda: engine.aborted == ["a"])
+
+
+async def test_attempts_to_reach_an_engine_that_is_gone_leave_no_open_file(
+    client: ZmqEngineClient, served: tuple[EngineServer, EngineRecord]
+) -> None:
+    """Also before garbage is collected, which may be long after: the directory may list the engine for a minute."""
+    attempts: list[int] = []  # open files at each: one is a socket of its own
+    opened = zmq.asyncio.Context.socket
+
+    def open_socket(*arguments: Any, **options: Any) -> Any:
+        attempts.append(len(os.listdir("/proc/self/fd")))
+        return opened(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_connection, "RECONNECT_S", 0.02)
+        patched.setattr(zmq.asyncio.Context, "socket", open_socket)
+        gc.disable()
+        try:
+            served[0].close()
+            await until(lambda: len(attempts) > 40)
+        finally:
+            gc.enable()
+    assert max(attempts[20:]) <= max(attempts[:20])
 
 
 async def test_a_newer_generation_replaces_the_older_and_survives_its_abort(
