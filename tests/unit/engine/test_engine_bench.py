@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.core.scheduling import drafting
+from baton.engine.core.requests import drafting
 from baton.engine.offline import bench, bench_drafts
 
 ARGS = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 64}
