@@ -42,16 +42,12 @@ ARCHITECTURES = (
     "mimo_v2_flash",
     "gemma4_text",
 )
-TIED = tuple(
-    name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear")
-)  # architectures whose output layer may be tied to the embedding
-
+# Architectures whose output layer may be tied to the embedding:
+TIED = tuple(name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear"))
 
 # In bfloat16, for models of these sizes:
 NEAR_TIE = 0.25  # of a logprob: about the largest rounding error
-MISROUTED = (
-    0.125  # share of an MoE's tokens: rounding decides between nearly tied experts, which changes logits at will
-)
+MISROUTED = 0.125  # of an MoE's tokens: rounding sends some to other, nearly tied experts, which changes any logit
 
 
 def write_checkpoint(

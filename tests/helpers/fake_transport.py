@@ -46,7 +46,7 @@ class FakeFabric:
     def __init__(
         self, clock: VirtualClock, rng: random.Random, faults: TransportFaults | None = None, *, helped: bool = False
     ) -> None:
-        """Create the fabric. `helped`: connections and reads end only while the remote agent makes progress, as by TCP."""
+        """Create the fabric. `helped`: connections and reads end only if the remote agent makes progress, as by TCP."""
         self.clock = clock
         self._helped = helped
         self._waiting: dict[str, list[Callable[[], None]]] = {}  # actions that wait for an agent's progress, by agent

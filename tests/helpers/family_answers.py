@@ -62,7 +62,7 @@ def deepseek31(words: str, calls: Sequence[Call]) -> str:
 
 
 def harmony(words: str, calls: Sequence[Call], thought: str = "") -> str:
-    """Return an answer as OpenAI's harmony library writes it, less the last end marker: a stop token, not in the text."""
+    """Return an answer as OpenAI's harmony library writes it, less the last end marker, which is a stop token."""
     messages = [f"<|channel|>analysis<|message|>{thought}"] if thought else []
     if words:
         messages.append(f"<|channel|>{'commentary' if calls else 'final'}<|message|>{words}")
@@ -72,7 +72,7 @@ def harmony(words: str, calls: Sequence[Call], thought: str = "") -> str:
 
 
 def harmony_of_120b(words: str, calls: Sequence[Call], thought: str = "") -> str:
-    """Return an answer as gpt-oss-120b writes it: calls have the recipient before the channel, and content type `code`."""
+    """Return an answer as gpt-oss-120b writes it: a call names its recipient before the channel, and type `code`."""
     messages = [f"<|channel|>analysis<|message|>{thought}"] if thought else []
     if words:
         messages.append(f"<|channel|>final<|message|>{words}")
