@@ -96,7 +96,7 @@ def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int) -
 
 @torch.inference_mode()
 def reference_logprobs(reference: Any, tokens: Sequence[int]) -> Tensor:
-    """Return a `transformers` model's log-probabilities [tokens, vocab] in float32, computed at once, without a cache."""
+    """Return a `transformers` model's log-probabilities [tokens, vocab] in float32, computed without a cache."""
     logits: Tensor = reference(torch.tensor([list(tokens)], device=reference.device), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
 

@@ -127,8 +127,8 @@ class Harness:
     ) -> None:
         """Create an engine over fakes; with tiers if `min_restored_tokens` is given.
 
-        `fetch`: returns the KV for another engine's ticket. `num_drafts`: the most drafts of a request in a step, of which
-        a share of `draft_errors` is wrong. `guesses_on_device`: the runner makes the drafts, at the end of a step.
+        `fetch`: returns the KV for another engine's ticket. `num_drafts`: the most drafts of a request in a step, of
+        which a share of `draft_errors` is wrong. `guesses_on_device`: the runner makes them, at the end of a step.
         `edits_on_host`: the runner edits logits by the positions in plans.
         """
         self.config = engine_config
