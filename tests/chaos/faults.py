@@ -14,7 +14,7 @@ from ..hosts.hosts import BRIDGE, PREFIX
 from ..hosts.ray_hosts import DISK, EAST, ENGINE_HOSTS, HEAD, ROLES, TIER_FOLDERS, WEST, WORKER, BatonOnHosts
 
 WIRE = Path(__file__).parents[1] / "hosts/slow_link.py"
-FAR = f"{PREFIX}far"  # the slow cable's end at the bridge
+FAR = f"{PREFIX}far"  # the slow cable's end at the bridge; NEAR is its other end
 RAYS_PROCESSES = ("gcs_server", "raylet", "ray::", "ray-dashboard", "monitor.py")  # parts of their titles
 BALLAST = f"{DISK}/ballast"
 NEAR = f"{PREFIX}near"
